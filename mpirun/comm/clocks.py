@@ -1,4 +1,4 @@
-"""Clocks of several hosts: how far this rank's is from rank 0's, and times of the one as times of the other."""
+"""Clocks of several hosts: how far this rank's is from rank 0's, and times of the one converted to the other."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def read_clocks(transport: Transport, clock: Callable[[], float] = time.perf_cou
 
 
 def as_rank_0_times(times: NDArray[np.float64], before: ClockReading, after: ClockReading) -> NDArray[np.float64]:
-    """Times of this rank's clock as those of rank 0's, in seconds; between two readings a difference is linear.
+    """Times of this rank's clock converted to rank 0's, in seconds; between two readings the difference is linear.
 
-    A difference that is within its error counts as none, so that ranks of one host keep their times.
+    A difference that is within its error counts as 0, so that ranks of one host keep their times.
     """
     first, last = (0.0 if abs(reading.ahead) <= reading.error else reading.ahead for reading in (before, after))
     elapsed = (times - before.time) / max(after.time - before.time, 1e-9)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class CudaGraph:
-    """A graph whose memory is of a pool that others share; they are replayed in the order of their captures."""
+    """A graph with memory from a pool that graphs share; these are replayed in the order of their captures."""
 
     def __init__(self, device: torch.device, pool: tuple[int, int], draws: int) -> None:
-        """`draws`: how many generators of random numbers it has, one each time that a layer begins to draw."""
+        """`draws`: how many random number generators it has, one for each time that a layer begins to draw."""
         self.pool = pool
         self.graph: Any = torch.cuda.CUDAGraph()
         self.default: Any = torch.cuda.default_generators[device.index]
@@ -24,13 +24,13 @@ class CudaGraph:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """In it, kernels are captured, not executed. Other threads may go on: they ask for events, and MPI copies."""
+        """Inside, kernels are captured, not executed. Other threads may go on: they query events, and MPI copies."""
         own = self.default.graphsafe_get_state()
         self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # what made the capture fail has been raised
+            with contextlib.suppress(RuntimeError):  # the error that made the capture fail is raised
                 self.graph.capture_end()
             raise
         else:
@@ -55,5 +55,5 @@ class _Memory:
 
 
 def memory_at(device: torch.device, address: int, size: int) -> Tensor:
-    """A GPU's memory as bytes, shape (size,), which the tensor does not keep."""
+    """GPU memory as a tensor of bytes, shape (size,), which does not own it."""
     return torch.as_tensor(_Memory(address, size), device=device)

@@ -1,9 +1,9 @@
 """Where a rank's tensors live, and all that differs between a CPU and a GPU.
 
-On a GPU kernels are executed later than they are launched. MPI knows nothing of that, so it must not touch memory
-before the kernels that use it are done: `mark` records an event behind the kernels launched so far, and
-`Mark.reached` asks whether the GPU has come to it. What one stream does for another is ordered without the host:
-`Mark.arrive`. On a CPU a call returns when its work is done: it needs no marks.
+On a GPU kernels are executed later than they are launched. MPI does not know that, so it must not touch memory before
+the kernels that use it are done: `mark` records an event after the kernels launched so far, and `Mark.reached` asks
+whether the GPU has come to it. `Mark.arrive` makes one stream wait for another without the host. On a CPU a call
+returns when its work is done: it needs no marks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpirun.comm.stream_words import CudaStreamOperations, StreamWords
 from schedgen.util.errors import UsageError
 
 WAYS = ("auto", "direct", "host")  # of --gpu-messages
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what torch 2.9 calls it, and before
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the names since torch 2.9, and before
 
 
 class Mark(Protocol):
@@ -38,17 +38,17 @@ class Mark(Protocol):
         """Whether all kernels launched before it are done."""
 
     def arrive(self) -> None:
-        """Kernels launched from now on into the current stream run after it; the host does not wait."""
+        """Make kernels launched from now on into the current stream run after it; the host does not wait."""
 
 
 class Graph(Protocol):
     """Kernels that are captured once, in the current stream, and launched together from then on."""
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """In it, what is launched into the stream is captured and not executed."""
+        """Inside, what is launched into the stream is captured and not executed."""
 
     def draw(self, number: int) -> None:
-        """In the capture: the draws that follow are from generator `number` of the graph."""
+        """In the capture: the draws that follow use generator `number` of the graph."""
 
     def replay(self, seeds: Sequence[int]) -> None:
         """Launch the kernels; `seeds`: of the generators."""
@@ -58,13 +58,13 @@ class Device:
     """The CPU, and the interface of all devices."""
 
     kind: ClassVar[str] = "cpu"  # torch's type of device
-    direct = True  # MPI takes its tensors as they are
+    direct = True  # MPI is given its tensors' own memory
     has_graphs = False
 
     def __init__(self) -> None:
         """Nothing needs to be prepared on a CPU."""
         self.torch = torch.device("cpu")
-        self.words: StreamWords | None = None  # what orders transfers and kernels now, in place of events
+        self.words: StreamWords | None = None  # what orders transfers and kernels now; None: events
         self.all_words: StreamWords | None = None
 
     @property
@@ -73,19 +73,19 @@ class Device:
         return ""
 
     def mark(self) -> Mark | None:
-        """A mark behind all work launched so far into the current stream; None if that is done already."""
+        """A mark after all work launched so far into the current stream; None if that is done already."""
         return None
 
     def use_words(self, ready: bool) -> None:
-        """Use words from now on, if there are any; `ready`: nothing has to be allocated or loaded in a step."""
+        """Use words from now on, if there are any and `ready`: steps need not allocate or load anything."""
         self.words = self.all_words if ready else None
 
     def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
-        """In it, this thread launches into the stream of copies to the host (`out`) or from it."""
+        """Inside, this thread launches into the stream of copies to the host (`out`) or from it."""
         return contextlib.nullcontext()
 
     def sums(self) -> contextlib.AbstractContextManager[object]:
-        """In it, this thread launches into the stream that sums over ranks are added up in."""
+        """Inside, this thread launches into the stream in which sums over ranks are added up."""
         return contextlib.nullcontext()
 
     def host(self, size: int) -> Tensor:
@@ -100,18 +100,18 @@ class Device:
         """Wait for all work launched so far."""
 
     def release(self) -> None:
-        """Give back what the allocator keeps to use again."""
+        """Free the memory that the allocator caches."""
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in its memory."""
         return tensor.device.type == self.kind
 
     def graph(self, draws: int) -> Graph:
-        """An empty graph; `draws`: of how many generators. What it allocates is of a pool that all graphs share."""
+        """An empty graph with `draws` generators, which allocates from a pool that all graphs share."""
         raise NotImplementedError
 
     def at(self, tensor: Tensor) -> Tensor:
-        """The memory of a tensor as another that does not keep it, with the same shape and type."""
+        """Another tensor in the memory of a tensor, which does not own it, with the same shape and type."""
         extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
         if not tensor.numel():
             return torch.empty_like(tensor)
@@ -125,13 +125,13 @@ class Device:
         """Prepare a thread in which MPI will be called."""
 
     def be_deterministic(self) -> None:
-        """Choose kernels that give the same bits whenever they run: on a CPU they do."""
+        """Choose kernels that give the same bits whenever they run: on a CPU all do."""
 
     def try_messages(self, comm: MPI.Intracomm) -> None:
         """Find out whether messages arrive in the device's memory, before a step needs them. Collective."""
 
     def reserved(self) -> int | None:
-        """The most bytes that the allocator had at once, with what it keeps to use again; None where nobody counts."""
+        """The most bytes that the allocator held at once, with its cache; None if nobody counts."""
         return None
 
 
@@ -154,11 +154,11 @@ class Cuda(Device):
     has_graphs = True
 
     def __init__(self, comm: MPI.Intracomm, messages: str, words: bool) -> None:
-        """`messages`: one of WAYS; `words`: of streams, in place of events. Collective."""
+        """`messages`: one of WAYS; `words`: stream words replace events. Collective."""
         self.words = None
         self.torch = torch.device("cuda", number_on_host(comm) % torch.cuda.device_count())
         torch.cuda.set_device(self.torch)
-        # The default stream waits for what others launch, MPI too, and they for it.
+        # Not the default stream: it and the streams of others, such as MPI, wait for each other.
         torch.cuda.set_stream(torch.cuda.Stream(self.torch))
         self.pool: tuple[int, int] | None = None  # of graphs
         self.copy_streams = torch.cuda.Stream(self.torch), torch.cuda.Stream(self.torch)
@@ -169,7 +169,7 @@ class Cuda(Device):
         self.messages = messages
         self.direct = messages == "direct" or (messages == "auto" and bool(comm.allreduce(cuda_aware(), MPI.LAND)))
         self.shared = f", {len(gpus)} ranks on {len(set(gpus))}" if len(set(gpus)) < len(gpus) else ""
-        # Last: of the other ranks, whose drivers may have words, none waits for one that is refused.
+        # Last, after all collective calls: it may raise on one rank while the drivers of other ranks have words.
         self.all_words = StreamWords(self.host, CudaStreamOperations()) if words else None
 
     @property
@@ -191,7 +191,7 @@ class Cuda(Device):
         return torch.cuda.stream(self.copy_streams[out])
 
     def sums(self) -> contextlib.AbstractContextManager[object]:
-        """That of the computation may be waiting for a message of a rank that waits for the sum."""
+        """The computation's stream may be waiting for a message of a rank that waits for the sum."""
         return torch.cuda.stream(self.sum_stream)
 
     def host(self, size: int) -> Tensor:
@@ -208,7 +208,7 @@ class Cuda(Device):
         torch.cuda.synchronize(self.torch)
 
     def release(self) -> None:
-        """That of torch's caching allocator."""
+        """Empty the cache of torch's allocator."""
         torch.cuda.empty_cache()
 
     def graph(self, draws: int) -> Graph:
@@ -221,7 +221,7 @@ class Cuda(Device):
         return memory_at(self.torch, address, size)
 
     def use_in_thread(self) -> None:
-        """A thread begins with another GPU."""
+        """Choose this GPU: a new thread begins with another one."""
         torch.cuda.set_device(self.torch)
 
     def be_deterministic(self) -> None:
@@ -237,7 +237,7 @@ class Cuda(Device):
             self.direct = False
 
     def reserved(self) -> int:
-        """That of torch's caching allocator."""
+        """The most bytes that torch's caching allocator held."""
         return torch.cuda.max_memory_reserved(self.torch)
 
 
@@ -282,7 +282,7 @@ def mpi_libraries(maps: str) -> list[str]:
 def choose_device(comm: MPI.Intracomm, name: str, messages: str, words: bool = False) -> Device:
     """`name`: cpu, cuda, or auto (a GPU if every rank has one); `messages`: one of WAYS. Collective.
 
-    `words`: of streams, in place of events. UsageError where one is missing that an option needs.
+    `words`: stream words replace events. UsageError if an option needs what is missing here.
     """
     found = comm.allgather((torch.cuda.is_available(), MPI.Get_processor_name()))
     without = [(rank, host) for rank, (available, host) in enumerate(found) if not available]

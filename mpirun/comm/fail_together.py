@@ -62,7 +62,7 @@ def from_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T:
 
 
 def first_difference(comm: MPI.Comm, own: Mapping[T, str]) -> tuple[T, int, int] | None:
-    """Of hashes by key: a key for which two ranks have different ones, and these ranks; None: there is none."""
+    """A key for which two ranks have different hashes, and these ranks; None: there is none. `own`: hashes by key."""
     first: dict[T, tuple[int, str]] = {}  # by key: the first rank that has it, and its hash
     for rank, of_rank in enumerate(comm.allgather(own)):
         for key, value in of_rank.items():
@@ -83,7 +83,7 @@ def bytes_from_rank_0(comm: MPI.Comm, function: Callable[[], bytes]) -> NDArray[
 
 
 def raised_at(error: BaseException) -> str:
-    """Where it was raised: in the user's own code if that is in the traceback, and in whose call."""
+    """Where it was raised: the innermost line of the user's own code in the traceback, or else of any code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((_OURS, "<", *_LIBRARIES))]
     frame = (own or frames)[-1:]
@@ -92,7 +92,7 @@ def raised_at(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def print_notes(comm: MPI.Comm) -> Iterator[None]:
-    """Rank 0 prints each MpirunWarning of the block as a line; other warnings are issued as ever."""
+    """Rank 0 prints each MpirunWarning of the block as a line; other warnings are issued as usual."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
@@ -121,7 +121,7 @@ def say(line: str, stream: TextIO) -> bool:
 
 
 def _write_nowhere(stream: TextIO) -> None:
-    """What a standard stream could not write is dropped: else Python tries again when it ends."""
+    """Drop what a standard stream could not write: else Python tries again when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

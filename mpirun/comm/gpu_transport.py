@@ -1,15 +1,15 @@
-"""Messages of a GPU's memory, whose kernels run later than they are launched.
+"""Messages from and to the memory of a GPU, whose kernels run later than they are launched.
 
 1. A send or a receive begins when the GPU has come to a *mark*: all kernels launched before the call are done.
 2. If MPI cannot read the GPU's memory, messages go through pinned host memory, by copies in streams of their own. A
    send's copy waits for the kernels before the call, and the send for the copy.
-3. What has arrived *arrives* in the stream of who asks: kernels launched from then on wait for its copy, not the host.
-   With words (`stream_words`) the host does not wait for the message either: the stream waits for both.
-4. Sums over ranks are added up in a stream of their own, and what is sent of them waits for that stream alone. Behind
-   a send of the list it might wait for kernels that wait for a message of the very rank that the sum is sent to.
+3. A received message *arrives* in the stream of the caller who asks for it: kernels launched from then on wait for its
+   copy, the host does not. With words (`stream_words`) the host does not wait for the message either: the stream does.
+4. Sums over ranks are added up in a stream of their own, and their sends wait for that stream alone. Queued after a
+   send of the list, they might wait for kernels that wait for a message of the very rank that the sum is sent to.
 
-A thread asks for marks and messages, and advances sums, so that a transfer begins when its kernels end whatever the
-launching thread does. Where MPI lets one thread in only, the launching thread does all that, whenever it polls.
+A thread polls marks and messages, and advances sums, so that a transfer begins when its kernels end, whatever the
+launching thread does. If MPI allows only one thread, the launching thread does this whenever it polls.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from mpirun.comm.stream_words import Number
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import Done, punctual_naps
 
-WIDEST = 16  # bytes: where host memory begins in its block, so that numbers of every type lie as they do there
+WIDEST = 16  # bytes: host memory begins at a multiple of it in the block, so that every type stays aligned
 SWITCH = 50e-6  # seconds: how long one thread of Python keeps the others waiting
 NAP = 20e-6  # seconds between two looks of the thread
 
 
 class Mirror:
-    """Pinned host memory for what arrives in one block of a GPU's memory, wherever in it."""
+    """Pinned host memory for what arrives in one block of a GPU's memory, anywhere in it."""
 
     def __init__(self, device: Device) -> None:
         """Memory is allocated at the first use, when all that is received into the block is known."""
@@ -46,7 +46,7 @@ class Mirror:
         self.memory: Tensor | None = None
 
     def cover(self, tensor: Tensor) -> None:
-        """Have memory for this part of the block, too."""
+        """Cover this part of the block, too."""
         begin = int(tensor.storage_offset()) * tensor.element_size() // WIDEST * WIDEST
         self.begin = begin if self.end == self.begin else min(self.begin, begin)
         self.end = max(self.end, int(tensor.storage_offset()) * tensor.element_size() + tensor.nbytes)
@@ -60,7 +60,7 @@ class Mirror:
 
 
 class Transfer:
-    """A message under way: `begin` starts it once `mark` is reached, `end` is called when MPI is done with it."""
+    """A message in flight: `begin` starts it once `mark` is reached, `end` is called when MPI is done with it."""
 
     __slots__ = ("arrived", "begin", "done", "end", "mark", "promise", "request")
     request: MPI.Request
@@ -68,21 +68,21 @@ class Transfer:
     def __init__(
         self, mark: Mark | None, begin: Callable[[], MPI.Request], end: Callable[[], Mark | None] = lambda: None
     ) -> None:
-        """`end` gives a mark behind the last that is to be done, if something is."""
+        """`end` returns a mark after what is still to be done on the GPU; None: nothing is."""
         self.mark, self.begin, self.end = mark, begin, end
         self.done = False  # as far as the host is concerned
         self.arrived: Mark | None = None
-        self.promise: Number | None = None  # that it will have arrived
+        self.promise: Number | None = None  # a number that a word gets when the message has arrived
 
     def begun(self) -> bool:
-        """Whether it has begun; it begins if it may."""
+        """Begin if the mark is reached; whether it has begun."""
         if self.mark is not None and not self.mark.reached():
             return False
         self.request = self.begin()
         return True
 
     def ended(self) -> bool:
-        """Whether MPI is done with it; then it ends."""
+        """End if MPI is done with it; whether it has ended."""
         if not self.request.Test():
             return False
         self.arrived = self.end()
@@ -91,9 +91,9 @@ class Transfer:
 
 
 class QueuedTransport(Transport):
-    """A transfer begins when the GPU has come to it, in the order of the calls: one order for sums, one for all else.
+    """Sends and receives begin when the GPU has come to them, each in call order; those of sums have their own order.
 
-    What arrives in one place of the GPU goes through one place of the host.
+    What arrives in one place of GPU memory goes through one place of host memory.
     """
 
     def __init__(self, device: Device, *arguments: Any) -> None:
@@ -105,9 +105,9 @@ class QueuedTransport(Transport):
         self.sends_of_sums: deque[Transfer] = deque()
         self.receives_of_sums: deque[Transfer] = deque()
         self.under_way: list[Transfer] = []
-        self.mirrors: dict[int, Mirror] = {}  # by block of memory, those that have no memory yet
+        self.mirrors: dict[int, Mirror] = {}  # by block of GPU memory, the last one made
         self.advancing = threading.Lock()
-        self.busy = threading.Event()  # there is something to ask for
+        self.busy = threading.Event()  # set: there may be something to advance
         self.failure: BaseException | None = None  # of the thread
         self.thread: threading.Thread | None = None
         punctual_naps()
@@ -145,7 +145,7 @@ class QueuedTransport(Transport):
     def receive(
         self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
     ) -> Receive:
-        """As `Transport.receive`; the host waits for what a sum receives."""
+        """As `Transport.receive`; for what a sum receives the host waits even with words."""
         mirror = None if self.device.direct else self._mirror(tensor)
         into = tensor.data  # autograd must not see this copy, as it sees no message: a graph may have saved the weights
         target: Tensor | None = None
@@ -166,7 +166,7 @@ class QueuedTransport(Transport):
                 if promise is not None:
                     promise.keep()
                 return None
-            with self.device.copies(out=False):  # kernels that read what was there are done: `begin` was behind them
+            with self.device.copies(out=False):  # kernels that read the old values are done: `begin` waited for them
                 into.copy_(target, non_blocking=True)
                 if promise is None:
                     return self.device.mark()
@@ -183,7 +183,7 @@ class QueuedTransport(Transport):
         def done() -> bool:
             if transfer is not None and transfer.promise is not None:
                 if self.device.words is None and not transfer.promise.reached():
-                    return False  # they are not used any more
+                    return False  # words are not used any more
                 transfer.promise.arrive()
                 return True
             if transfer is None or not transfer.done:
@@ -209,7 +209,7 @@ class QueuedTransport(Transport):
             self.advance()  # not `poll`: the background may be what starts this transfer
 
     def poll(self) -> None:
-        """As `Transport.poll`, after what a thread does. The thread's exception is raised here."""
+        """As `Transport.poll`, after an `advance`. The thread's exception is raised here."""
         self.advance()
         if self.failure is not None:
             raise self.failure
@@ -221,7 +221,7 @@ class QueuedTransport(Transport):
         return self.advance()
 
     def advance(self) -> bool:
-        """Begin the transfers that the GPU has come to, end those that MPI has done; whether some are left."""
+        """Begin transfers that the GPU has come to, end those that MPI is done with; whether some are left."""
         if not self.advancing.acquire(blocking=False):
             return True  # another thread does it
         try:
@@ -235,7 +235,7 @@ class QueuedTransport(Transport):
             self.advancing.release()
 
     def _advance_all(self) -> bool:
-        """As `advance`, and sums, whose next transfers are then in the queues: there is something to ask for again."""
+        """`advance`, then advance sums, which may queue their next transfers; whether something is left to do."""
         left = self.advance()
         return (self.background is not None and self.background()) or left
 
@@ -250,7 +250,7 @@ class QueuedTransport(Transport):
         super().free()
 
     def _run(self) -> None:
-        """The thread."""
+        """The loop of the thread."""
         punctual_naps()
         self.device.use_in_thread()
         try:
@@ -261,7 +261,7 @@ class QueuedTransport(Transport):
                     time.sleep(NAP)
         except BaseException as error:
             self.failure = error
-            if self.device.words is not None:  # else the next poll raises it; a stream that waits for a word never ends
+            if self.device.words is not None:  # else the next poll raises it; but a stream may wait for a word for ever
                 traceback.print_exc()
                 self.comm.Abort(1)
 

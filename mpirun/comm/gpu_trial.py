@@ -1,7 +1,7 @@
-"""The trial of messages between the memories of two GPUs, whatever an MPI library says of itself.
+"""Tries messages between the memories of GPUs, whatever the MPI library says of itself.
 
-What it says is often what it was built with, not what works here. A wrong yes may end in a crash at the first message,
-so ranks try before they train, with the watchdog told what they do, and compare what has arrived.
+The library often reports what it was built with, not what works here. A wrong yes may end in a crash at the first
+message, so ranks try before they train, after telling the watchdog, and compare what has arrived.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a message costs between neighbouring ranks: alpha seconds, and beta seconds a byte, by ping-pong."""
+"""What a message costs between neighbouring ranks: alpha seconds, and beta seconds per byte, by ping-pong."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ping_pong(transport: Transport, device: Device, peer: int, size: int, first:
 
 
 def fit_rounds(sizes: NDArray[np.float64], rounds: Iterable[NDArray[np.float64]]) -> tuple[float, float]:
-    """(alpha, beta) of the least seconds that each size took in as many rounds as it takes until beta is above 0.
+    """(alpha, beta), fitted to the least seconds that each size took; rounds are taken until beta is above 0.
 
     beta is 0 only where other programs disturbed all rounds, each so much that long messages seem to cost no more than
     short ones.

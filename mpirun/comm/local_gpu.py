@@ -22,7 +22,7 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
 
 
 def use_local_gpu(arguments: Sequence[str] = ()) -> None:
-    """Make the GPU current that is the rank's in turn; none for `--device cpu` of a command, `graph` or `--help`."""
+    """Make the rank's GPU current; do nothing for a command's `--device cpu`, for `graph` and for `--help`."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device", nargs="?")
     number = local_rank(os.environ)

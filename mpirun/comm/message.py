@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 from torch import Tensor
 
-# By bytes: what messages are counted in, so that counts stay small.
+# By width in bytes: the types that messages are counted in, so that counts stay small.
 _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
 

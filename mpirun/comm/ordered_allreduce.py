@@ -4,10 +4,10 @@ Each member of a group gives rows of n bytes, whose sections are numbers, and ev
 sum of all rows, added in ascending order of the keys: the same bits on all of them and in every run.
 1. SCATTER: member m receives slice m of every row of the others and adds these slices up.
 2. GATHER: every member receives the sums of the other slices.
-The traffic is that of a reduce-scatter and an allgather. Of short rows the last slices are empty, and never sent. MPI's
-own reductions know no bf16 and promise no order.
+The traffic is that of a reduce-scatter and an allgather. The last slices of short rows are empty, and never sent. MPI's
+own reductions do not know bf16 and guarantee no order.
 
-On a GPU the thread of transfers advances sums, and their kernels are in a stream of their own (`gpu_transport`).
+On a GPU the transfer thread advances sums, and their kernels run in a stream of their own (`gpu_transport`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GRADIENT_TAGS, SHARD_TAGS = (0, 1), (2, 3)
 
 
 class OrderedAllreduce:
-    """One sum, prepared once and started once a step; it replaces each member's first row."""
+    """One sum, prepared once and started any number of times; it goes to each member's first row, or to `total`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class OrderedAllreduce:
     ) -> None:
         """`rows`: this member's, shape (k, n); `keys[m]`: the keys of member m's rows, k of them for this member.
 
-        `sections`: of a row; `total`, shape (n,): where the sum goes on a member that has no rows.
+        `sections`: of a row; `total`, shape (n,): where the sum goes; None: to this member's first row.
         """
         me, members = group.rank, group.size
         self.total = rows[0] if total is None else total
@@ -115,16 +115,16 @@ class OrderedAllreduce:
         self.under_way = [*(receive.done for receive in self.gathers), *sends]
 
     def arrive(self) -> None:
-        """Kernels launched from now on into the current stream find the sum, which is done."""
+        """Make kernels launched from now on into the current stream see the sum, which is done."""
         if self.ended is not None:
             self.ended.arrive()
             self.ended = None
 
 
 class AllreduceQueue:
-    """The sums under way on a rank. Those of the same tags begin to gather in the order of their starts.
+    """The sums in flight on a rank. Those with the same tags begin to gather in the order of their starts.
 
-    All ranks share that order. Several threads may advance them.
+    All ranks share that order. Several threads may advance sums.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -136,16 +136,16 @@ class AllreduceQueue:
         transport.background = self.advance
 
     def start(self, allreduce: OrderedAllreduce) -> None:
-        """Start a sum behind those under way."""
+        """Start a sum after those in flight."""
         self.started.add(allreduce)
         with self.lock:
             allreduce.start()
             self.active.append(allreduce)
 
     def advance(self) -> bool:
-        """Advance all sums; of the same tags, up to the first that still scatters. Whether another thread is at it.
+        """Advance all sums; with the same tags, up to the first that still scatters. True: another thread does it.
 
-        Nobody waits for the lock: with words, who has it may wait for a stream that waits for the thread of transfers.
+        No thread waits for the lock: with words, its holder may wait for a stream that waits for the transfer thread.
         """
         if not self.lock.acquire(blocking=False):
             return True
@@ -163,7 +163,7 @@ class AllreduceQueue:
             self.lock.release()
 
     def finish(self) -> None:
-        """Wait for all of them. Kernels launched from now on find the sums."""
+        """Wait for all of them. Kernels launched from now on see the sums."""
 
         def done() -> bool:
             self.advance()

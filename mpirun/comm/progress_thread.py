@@ -1,12 +1,12 @@
-"""Calls of MPI during computations: large messages move only while somebody is inside MPI.
+"""MPI calls during computations: large messages move only while some thread is inside MPI.
 
-Between instructions the interpreter calls MPI anyway. During a computation that takes long nobody does. Where the list
-has messages under way then that take a share of the computation which is worth it:
+Between instructions the interpreter calls MPI anyway. During a long computation nobody does. If the list then has
+messages in flight that take a significant share of the computation:
 - hooks at the ends of layers, forward and backward, about one for every millisecond, call MPI;
-- where single layers take long, a thread calls MPI every millisecond.
-Measured, either hides nearly all of a transfer. Either costs up to 5 % of the computation if every core has a rank, so
-a computation that begins when all messages are there is left alone. MPI's own progress threads cost a whole core.
-Messages of a GPU's memory have a thread anyway (`gpu_transport`), and need neither.
+- if single layers take long, a thread calls MPI every millisecond instead.
+By measurement, either hides nearly all of a transfer. Either costs up to 5 % of the computation if every core has a
+rank, so a computation that begins when all messages are there is left alone. MPI's own progress threads cost a whole
+core. Messages of GPU memory have a thread anyway (`gpu_transport`), and need neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpirun.comm.waiting import sleeping_barrier
 
 PERIOD = 1e-3  # seconds between two calls
 LONG = 2e-3  # seconds: shorter computations need no call
-RATE, SHARE = 2e9, 0.05  # messages that take less of a computation, at so many bytes a second, are left alone
+RATE, SHARE = 2e9, 0.05  # messages that take a smaller share of a computation, at this rate (bytes/s), are left alone
 
 
 def needs_calls(seconds: float, size: int) -> bool:
@@ -62,9 +62,9 @@ class MessageProgress:
     def with_hooks(
         self, act: Callable[[], object], module: nn.Module, seconds: float, backward: bool
     ) -> Callable[[], object]:
-        """`act`, a forward of `module`, during which layers end with a poll; backward: they do in its backward instead.
+        """`act`, a forward of `module`, with polls at the ends of layers; `backward`: in its backward instead.
 
-        `seconds`: what the forward or the backward takes. There is about a hook for every `PERIOD`.
+        `seconds`: how long the forward or the backward takes. There is about one hook for every `PERIOD`.
         """
         if backward and not self.hooks_allowed:
             return act
@@ -99,7 +99,7 @@ class MessageProgress:
             self.last_poll = now
 
     def free(self) -> None:
-        """End the thread, and give back its communicator; nothing is computed any more. Collective."""
+        """End the thread, and free its communicator; nothing is computed any more. Collective."""
         self.over = True
         if self.thread is not None:
             self._open()

@@ -1,7 +1,7 @@
-"""The communicator of all ranks of a run: it shows that a rank waits in it for the others, and takes large objects.
+"""The communicator of all ranks of a run: it shows when a rank waits in it for the others, and takes large objects.
 
-mpi4py's own calls for objects fail from 2 GiB on, all ranks' objects together, where the library is of MPI-3.1, as Open
-MPI 5 is. Those of `pkl5` have no such limit. Its `allgather` sends from each rank to each, and nothing large needs it.
+With an MPI-3.1 library, such as Open MPI 5, mpi4py's own calls for objects fail from 2 GiB on, all ranks together.
+Those of `pkl5` have no such limit. But its `allgather` sends from each rank to each, and nothing large needs it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from mpi4py.util import pkl5
 
 
 class RunComm(pkl5.Intracomm):
-    """As MPI's. Calls that take objects, and those of `waiting`, are shown while they last."""
+    """Like MPI's. Calls that take objects, and blocks of `waiting`, are shown while they last."""
 
     on_wait: Callable[[bool], None] = staticmethod(lambda waits: None)  # called when a wait begins, and when it ends
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """In it, this rank waits for all others."""
+        """Inside, this rank waits for all others."""
         self.on_wait(True)
         try:
             yield

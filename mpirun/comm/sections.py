@@ -1,4 +1,4 @@
-"""Flat memory of bytes as numbers: where in it those of each type lie together."""
+"""Flat memory of bytes as numbers: where the numbers of each type lie in it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Section(NamedTuple):
 
 
 def numbers(flat: Tensor, sections: Sequence[Section], first: int = 0) -> list[Tensor]:
-    """The numbers in a tensor of bytes, one tensor for each type; `first`: where it begins in what has the sections."""
+    """The numbers in a tensor of bytes, one tensor per type; `first`: where it begins in the memory of the sections."""
     spans = [(max(begin - first, 0), min(end - first, len(flat)), dtype) for begin, end, dtype in sections]
     return [flat[begin:end].view(dtype) for begin, end, dtype in spans if begin < end]
 
 
 def add(totals: Sequence[Tensor], summands: Sequence[Tensor]) -> None:
-    """Add numbers to others, which lie in the same sections."""
+    """Add numbers to others with the same sections."""
     for total, summand in zip(totals, summands, strict=True):
         total += summand

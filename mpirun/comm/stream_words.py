@@ -1,14 +1,14 @@
-"""--stream-words: words in pinned memory that a GPU's streams write and wait for, in order with messages.
+"""--stream-words: words in pinned memory that a GPU's streams write and wait for, to be in order with messages.
 
-- A *mark* is a number that the stream writes into its word when it comes there. Whoever asks reads memory, and calls
-  nothing of CUDA.
-- A *promise* is a number in a word of a receive's own. A stream can wait for it before the message has come: the host
-  launches the wait and goes on. The thread that ends the receive keeps the promise, by a store or, behind a copy, by
+- A *mark* is a number that the stream writes into its word when it comes there. Asking for it only reads memory, and
+  calls nothing of CUDA.
+- A *promise* is a number in a receive's own word. A stream can wait for it before the message has come: the host
+  launches the wait and goes on. The thread that ends the receive keeps the promise, by a store or, after a copy, by
   letting the copy's stream write.
 
-Numbers grow by one and begin again behind 2**32: what counts is the sign of a difference of 32 bits, as in CUDA's
-comparison. While a stream waits, some calls of CUDA would wait for it: allocations, the loading of kernels, copies of
-memory that is not pinned. So a first step does all of these before words are used.
+Numbers grow by one and wrap around at 2**32: they are compared by the sign of their 32-bit difference, as CUDA does.
+While a stream waits, some CUDA calls would wait for it: allocations, the loading of kernels, copies of memory that is
+not pinned. So a first step does all of these before words are used.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from schedgen.util.errors import UsageError
 PAGE = 1024  # words that are allocated at once
 HALF, WHOLE = 2**31, 2**32
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, with its sign
-FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH: behind it what a network card has written into the GPU's memory is seen
+FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH: after it what a network card has written into the GPU's memory is seen
 CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 
 
 class StreamOperations(Protocol):
-    """What the current stream does when it comes to them."""
+    """Operations of the current stream, which it does when it comes to them."""
 
     def current(self) -> Hashable:
-        """Which stream that is."""
+        """Which stream is the current one."""
 
     def write(self, address: int, number: int) -> None:
-        """Write a word of 32 bits, behind all that the stream has done."""
+        """Write a 32-bit word, after all that was launched into the stream."""
 
     def wait(self, address: int, number: int) -> None:
         """Go on once the word is `number` or above."""
 
 
 class Word:
-    """A word, and the last number that somebody will write into it."""
+    """A word, and the last number that was promised to be written into it."""
 
     def __init__(self, memory: np.ndarray, operations: StreamOperations) -> None:
         """`memory`: shape (1,), uint32, pinned and zero."""
@@ -59,7 +59,7 @@ class Word:
 
 
 class Number:
-    """A point in time: that at which a word gets this number. It is a `Mark`."""
+    """A point in time: when a word gets this number. It is a `Mark`."""
 
     __slots__ = ("number", "word")
 
@@ -72,7 +72,7 @@ class Number:
         return (int(self.word.memory[0]) - self.number) % WHOLE < HALF
 
     def arrive(self) -> None:
-        """What is launched into the current stream from now on runs once it is written."""
+        """Make what is launched into the current stream from now on wait until it is written."""
         self.word.operations.wait(self.word.address, self.number)
 
     def keep(self) -> None:
@@ -80,22 +80,22 @@ class Number:
         self.word.memory[0] = self.number
 
     def keep_in_stream(self) -> None:
-        """Write it behind all that was launched into the current stream."""
+        """Write it after all that was launched into the current stream."""
         self.word.operations.write(self.word.address, self.number)
 
 
 class StreamWords:
-    """The words of a device: one of each stream, and others as they are asked for."""
+    """The words of a device: one for each stream, and others on request."""
 
     def __init__(self, host: Callable[[int], Tensor], operations: StreamOperations) -> None:
         """`host`: makes pinned memory of so many bytes."""
         self.host, self.operations = host, operations
         self.of_streams: dict[Hashable, Word] = {}
         self.free: Iterator[Word] = iter(())
-        self.pages: list[np.ndarray] = []  # all memory: streams may write into it later than somebody reads
+        self.pages: list[np.ndarray] = []  # all memory, kept: streams may write into it after the last read
 
     def word(self) -> Word:
-        """A new one."""
+        """A new word."""
         if (word := next(self.free, None)) is not None:
             return word
         memory = self.host(4 * PAGE).numpy().view(np.uint32)
@@ -106,7 +106,7 @@ class StreamWords:
         return words[0]
 
     def mark(self) -> Number:
-        """A mark behind all that was launched into the current stream."""
+        """A mark after all that was launched into the current stream."""
         stream = self.operations.current()
         if stream not in self.of_streams:
             self.of_streams[stream] = self.word()
@@ -116,17 +116,17 @@ class StreamWords:
 
 
 class CudaStreamOperations:
-    """Those of CUDA's driver."""
+    """The operations of CUDA's driver."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
-        """UsageError where the driver has none."""
+        """UsageError if the driver has none."""
         try:
             driver = ctypes.CDLL(library)
             self._write, self._wait = (self._function(driver, f"cuStream{what}Value32") for what in ("Write", "Wait"))
             self._device, self._attribute = driver.cuCtxGetDevice, driver.cuDeviceGetAttribute
         except (OSError, AttributeError) as error:
             raise UsageError(f"--stream-words: CUDA's driver has no words of streams: {error}") from None
-        self._until: int | None = None  # how to wait, once the GPU was asked
+        self._until: int | None = None  # the flags of a wait, once the GPU was asked
 
     @staticmethod
     def _function(driver: ctypes.CDLL, name: str) -> Any:
@@ -137,7 +137,7 @@ class CudaStreamOperations:
         return function
 
     def current(self) -> int:
-        """Its handle."""
+        """The handle of the current stream."""
         return int(torch.cuda.current_stream().cuda_stream)
 
     def write(self, address: int, number: int) -> None:
@@ -151,7 +151,7 @@ class CudaStreamOperations:
         self._check("cuStreamWaitValue32", self._wait(self.current(), address, number, self._until))
 
     def _can_flush(self) -> bool:
-        """Whether this GPU can; where not, words tell nothing of messages that a network card writes itself."""
+        """Whether this GPU can flush; if not, words say nothing of messages that a network card writes itself."""
         device, can = ctypes.c_int(), ctypes.c_int()
         self._check("cuCtxGetDevice", self._device(ctypes.byref(device)))
         self._check("cuDeviceGetAttribute", self._attribute(ctypes.byref(can), CAN_FLUSH, device))

@@ -21,13 +21,13 @@ from mpirun.comm.device import Mark
 from mpirun.comm.message import mpi_buffer
 from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
-UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI go on with the others
-NO_ROW = -1  # of a transfer that no single instruction of this rank has started, as those of sums
-AT_ONCE = 2**12  # bytes: smaller messages leave at once, with any MPI, whoever computes
+UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI make progress on the others
+NO_ROW = -1  # of a transfer that no single instruction of this rank has started, such as one of a sum
+AT_ONCE = 2**12  # bytes: smaller messages leave at once, with any MPI, even if ranks compute
 
 
 class Receive(NamedTuple):
-    """A receive that is done once a step: call `start`, then ask `done`."""
+    """A receive that can be repeated: call `start`, then ask `done`."""
 
     start: Callable[[], None]
     done: Done
@@ -62,7 +62,7 @@ class Transport:
         self.receives: list[MPI.Prequest] = []
         self.watched: list[Done] | None = None  # since `watch`, larger messages that may be under way
         self.waited = 0.0  # seconds, all waits together
-        # Advances allreduces: every poll calls it, and the thread; whether it has to be called again.
+        # Advances allreduces; every poll calls it, and so does the thread. Returns whether to call it again.
         self.background: Callable[[], bool] | None = None
 
     def group(self, index: int) -> MPI.Intracomm:
@@ -72,11 +72,11 @@ class Transport:
         return comm
 
     def mark(self) -> Mark | None:
-        """A mark behind all kernels launched so far into the current stream; None if they are done already."""
+        """A mark after all kernels launched so far into the current stream; None if they are done already."""
         return None
 
     def sums(self) -> contextlib.AbstractContextManager[object]:
-        """In it, this thread adds up sums: on a GPU in a stream of their own."""
+        """Inside, this thread adds up sums: on a GPU in a stream of their own."""
         return contextlib.nullcontext()
 
     def send(
@@ -84,7 +84,7 @@ class Transport:
     ) -> Done:
         """Start sending; the tensor must neither change nor be freed until that is done.
 
-        comm    a group's, of a sum over it
+        comm    that of a group, for a sum over it
         summed  the tensor has been added up in `sums`
         """
         done = (comm or self.comm).Isend(mpi_buffer(tensor), peer, tag).Test
@@ -106,11 +106,11 @@ class Transport:
         return Receive(start if large else request.Start, request.Test)
 
     def watch(self) -> None:
-        """From now on `moves` knows of messages that start, and has to be called now and then."""
+        """From now on `moves` tracks messages that start, and has to be called now and then."""
         self.watched = []
 
     def moves(self) -> bool:
-        """Whether messages are under way that need calls of MPI, of which this is one."""
+        """Whether messages are in flight that need MPI calls; this is such a call."""
         self.poll()
         self.watched = [done for done in self.watched or () if not done()]
         return bool(self.watched)
@@ -120,7 +120,7 @@ class Transport:
         return self.receives[-1]
 
     def free(self) -> None:
-        """Give back what MPI has for this transport, which is used no more; nothing is under way. Collective."""
+        """Free the MPI resources of this transport, which is used no more; nothing is in flight. Collective."""
         for request in self.receives:
             request.Free()
         self.receives.clear()
@@ -140,7 +140,7 @@ class Transport:
         self.waited += time.perf_counter() - begin
 
     def poll(self) -> None:
-        """Let MPI go on with all transfers, and the allreduces with what has arrived."""
+        """Let MPI make progress on all transfers, and allreduces use what has arrived."""
         self.comm.Iprobe(MPI.ANY_SOURCE, UNUSED_TAG)
         if self.background is not None:
             self.background()

@@ -1,8 +1,8 @@
-"""How a rank waits for MPI: it asks MPI again and again and yields its core between two questions, then it sleeps.
+"""How a rank waits for MPI: it polls MPI, at first yielding its core between two polls, later sleeping.
 
-A rank that spins takes the core from ranks that compute, where there are more ranks than cores. A rank that sleeps
-learns of its message up to a nap too late. So a wait spins for a short time first, and sleeps from then on; the longer
-it has lasted, the longer are its naps, so that it is late by a small part of itself.
+If there are more ranks than cores, a rank that spins takes a core from ranks that compute. A rank that sleeps learns of
+its message up to a nap too late. So a wait spins for a short time first, and sleeps from then on; the longer it has
+lasted, the longer are its naps, so that it ends late by a small fraction of its length.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mpirun.comm.run_comm import RunComm
 
 SPIN, CROWDED_SPIN = 2e-3, 50e-6  # seconds of spinning: with a core for every rank, and with more ranks than cores
 NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds of one sleep
-LATE = 0.02  # of the time waited so far: a nap
+LATE = 0.02  # a nap, as a fraction of the time waited so far
 PR_SET_TIMERSLACK = 29  # in linux/prctl.h
 
-# Whether a transfer is done; asking lets MPI go on with it. A message's stays True until its next start, and may be
-# asked again; others are not asked again after True.
+# Whether a transfer is done; asking lets MPI make progress on it. For a message it stays True until the next start, and
+# may be asked again; for others it is not asked again after True.
 Done = Callable[[], bool]
 
 
@@ -47,7 +47,7 @@ def spin_then_sleep(done: Done, poll: Callable[[], None], spin: float) -> None:
 
 
 def sleeping_any(comm: MPI.Comm, here: bool) -> bool:
-    """Whether `here` is true on some rank. Ranks sleep until all are there: those that compute have the cores.
+    """Whether `here` is true on some rank. Ranks sleep until all are there, so that those that compute have the cores.
 
     A barrier, too: no rank returns before all have come.
     """

@@ -1,4 +1,4 @@
-"""Microbatches: of a script's datasets, by loaders, and of the command line's text.
+"""Microbatches: made by loaders from a script's datasets, or from the command line's text.
 
 No MPI: every rank makes its own.
 """

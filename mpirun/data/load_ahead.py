@@ -1,6 +1,6 @@
 """Items made ahead of their use, by processes or by a thread, and the random numbers that they draw.
 
-In: a torch DataLoader. Out: its items, in order. All that was started ends with the iteration, however it ends.
+In: a torch DataLoader. Out: its items, in order. Threads and processes end with the iteration, however it ends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _reading = [threading.RLock()]
 def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]) -> Generator[Any, None, None]:
     """The items of a DataLoader; a thread makes `ahead` items before they are asked for, or takes them from workers.
 
-    The first is made here, then `may_be` is asked whether a thread may make the others, and told whether the first drew
-    random numbers from the global generators of this process. If not, they are made here.
+    The first is made here. Then `may_be` is told whether the first drew random numbers from the global generators of
+    this process, and returns whether a thread may make the others. If not, they are made here.
     """
     end = object()
     with ExitStack() as stack:
@@ -49,7 +49,7 @@ def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]
             yield first
             yield from items
             return
-        mode = (torch.is_grad_enabled(),)  # a thread has one of its own
+        mode = (torch.is_grad_enabled(),)  # each thread has its own
         thread = ThreadPoolExecutor(1, "mpirun-loader", torch.set_grad_enabled, mode)
         stack.callback(thread.shutdown, cancel_futures=True)
         made = deque(thread.submit(next, items, end) for _ in range(ahead))
@@ -61,25 +61,25 @@ def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """In it, no other thread of this process reads a dataset: two loaders may have one, or parts of one."""
+    """Inside, no other thread of this process reads a dataset: two loaders may share one, or parts of one."""
     with _reading[0]:
         yield
 
 
 def start_worker(_: int) -> None:
-    """A worker ends with its rank, which may have something to save when all are asked to leave."""
-    _reading[0] = threading.RLock()  # the rank's may have been locked when this process came out of it
+    """Let a worker end with its rank, not by a signal to all: the rank may have something to save first."""
+    _reading[0] = threading.RLock()  # the rank's may have been locked when this process was forked
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with suppress(AttributeError):  # Linux alone has it; elsewhere torch's worker looks for its parent every 5 s
+    with suppress(AttributeError):  # only on Linux; elsewhere torch's worker looks for its parent every 5 s
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def seeded(*words: int) -> Iterator[Callable[[], bool]]:
-    """The global generators of torch (of the CPU), numpy and Python, seeded by numbers; then again as they were.
+    """Inside, the global generators of torch (CPU), numpy and Python are seeded by `words`; then they are as before.
 
-    Gives a function that says whether they were drawn from.
+    Yields a function that says whether they were drawn from.
     """
     outside = _states()
     for_torch, for_numpy, for_python = map(int, np.random.SeedSequence(words).generate_state(3))
@@ -97,7 +97,7 @@ def seeded(*words: int) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def watched(look: bool) -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether in it random numbers were drawn: by this thread from torch's generator, if
+    """Yields a function that says whether random numbers were drawn inside: by this thread from torch's generator, if
     `look` (at every operation), or by any thread from those of numpy and Python.
     """
     begin, draws = _states(), _Draws()

@@ -1,11 +1,11 @@
-"""The batches of a run from a dataset: each rank makes those microbatches that its list reads, ahead of their use.
+"""The batches of a run, from a dataset: each rank makes the microbatches that its list reads, ahead of their use.
 
 In: a map-style dataset, a torch IterableDataset, or a function `make(step, microbatch, rng) -> (input, target)`, and
-the numbers of the microbatches that this rank reads. Out: a `Batch` a step. No MPI: every rank has its own loader.
+the numbers of the microbatches that this rank reads. Out: a `Batch` per step. No MPI: every rank has its own loader.
 
-What a microbatch has depends on the dataset, the seed, the epoch, the step and its number; not on ranks, workers, or on
-what was read before. This is so for random numbers, too, that samples or their collation draw from the global
-generators of torch, numpy and Python.
+The content of a microbatch depends on the dataset, the seed, the epoch, the step and its number; not on ranks, workers,
+or what was read before. This includes random numbers that samples or their collation draw from the global generators of
+torch, numpy and Python.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Batch(NamedTuple):
 
     epoch: int
     number: int  # of the step in the epoch
-    # By microbatch of the step, its samples without padding (0: it is all padding). Of a function, whose sizes nobody
-    # knows yet, `microbatch_size` each.
+    # By microbatch of the step, its samples without padding (0: it is all padding). For a function, whose sizes are not
+    # known yet, `microbatch_size` each.
     samples: list[int]
     microbatches: dict[int, Microbatch]  # those that this rank reads
-    loader: Loader | None = None  # which it is of; it can make the batch again
+    loader: Loader | None = None  # that made the batch; None: there is none
 
 
 class Loader:
     """Each iteration goes through the rest of the epoch, and the next one begins the next epoch. One at a time.
 
-    `epoch`, `step`: of the batch that comes next. Who leaves an iteration ends its thread or processes, and goes on
-    behind the last batch that came out.
+    `epoch`, `step`: of the batch that comes next. Leaving an iteration ends its thread or processes; the next one goes
+    on after the last batch that came out.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Loader:
         last: str = "pad",
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        """`microbatches` of a step, of which this rank reads those in `reads`, in this order.
+        """`microbatches`: how many a step has; this rank reads those in `reads`, in this order.
 
         pair     collated samples -> (leaves of the input, target)
-        say      takes a line on what is done with the last step, or on random numbers; the same more than once
+        say      prints a line on what is done with the last step, or on random numbers; it may get a line twice
         workers  processes that make microbatches; 0: a thread does
-        last     where the last step of an epoch has too few samples: "pad" repeats some, which do not count, "drop"
+        last     if the last step of an epoch has too few samples: "pad" repeats some, which do not count, "drop"
                  leaves the step out
         collate  a list of samples -> a microbatch, instead of torch's default_collate
 
-        UsageError where the dataset is none, or an argument does not fit it.
+        UsageError if `dataset` is not a dataset, or an argument does not fit it.
         """
         for name, value, least in (("microbatch_size", microbatch_size, 1), ("workers", workers, 0), ("seed", seed, 0)):
             if type(value) is not int or value < least:
@@ -100,7 +100,7 @@ class Loader:
             self._say_of_last(self.length % self.step_size)
 
     def __len__(self) -> int:
-        """The steps of an epoch; TypeError where nobody knows."""
+        """The steps of an epoch; TypeError if their number is not known."""
         if self.length is None:
             raise TypeError(f"{_NAMES[self.kind]} has no length")
         return steps_in(self.length, self.step_size, self.last == "drop")
@@ -128,7 +128,7 @@ class Loader:
         return self._microbatch(collated, dealt[number], sum(one.real for one in dealt))
 
     def state(self) -> dict[str, Any]:
-        """The place of the next batch, and what must not change; for JSON."""
+        """The position of the next batch, and what must not change; for JSON."""
         return {"epoch": self.epoch, "step": self.step, "microbatches": self.microbatches, **self._unchanging()}
 
     @contextmanager
@@ -142,7 +142,7 @@ class Loader:
             self.epoch, self.step = position
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state()` was taken; UsageError where other samples would follow."""
+        """Go on from where `state()` was taken; UsageError if other samples would follow."""
         for name, value in self._unchanging().items():
             if state[name] != value:
                 raise UsageError(
@@ -170,7 +170,7 @@ class Loader:
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
-        """Say if item `number` draws random numbers; torch's are looked for where that is a power of 2."""
+        """Report if item `number` draws random numbers; torch's are looked for only if `number` is a power of 2."""
         with watched(number & (number - 1) == 0) as drew:
             yield
             if drew():
@@ -189,7 +189,7 @@ class Loader:
         return epoch_order(self.length or 0, self.shuffle, self.seed, epoch)
 
     def _check_length(self, samples: int) -> None:
-        """UsageError where an epoch has no step."""
+        """UsageError if an epoch has no step."""
         if samples == 0:
             raise UsageError("the dataset is empty")
         if self.last == "drop" and samples < self.step_size:
@@ -199,7 +199,7 @@ class Loader:
             )
 
     def _say_of_last(self, samples: int) -> None:
-        """`samples` that the last step has, if it has not all."""
+        """Report that the last step of an epoch has only `samples` samples, if it is not full."""
         if samples % self.step_size:
             done = "padded, weight 0" if self.last == "pad" else "dropped"
             length = "" if self.length is None else f" of {self.length} samples"
@@ -207,7 +207,7 @@ class Loader:
             self.say(f"{name}: the last step of an epoch has {samples} of {self.step_size}: {done}")
 
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
-        """`real`: samples of the step."""
+        """A `Microbatch` from its collated samples; `real`: samples of the step, without padding."""
         if self.kind == "function" and not (isinstance(collated, tuple) and len(collated) == 2):
             raise UsageError(f"the function should return a pair (input, target), not {type(collated).__name__}")
         leaves, target = self.pair(plain(collated))
@@ -217,7 +217,7 @@ class Loader:
         return Microbatch(list(leaves), target, divisor, size, dealt.padding)
 
     def _of_samples(self) -> Generator[tuple[Batch, bool], None, None]:
-        """The batches of the epoch's rest, and whether a batch is the last."""
+        """The batches of the rest of the epoch, each with whether it is the last."""
         epoch, first, order = self.epoch, self.step, self._order(self.epoch)
         samples = _Samples(self, epoch)
 
@@ -237,7 +237,7 @@ class Loader:
                 yield Batch(epoch, step, real, mine, self), self.length is not None and step == len(self) - 1
 
     def _of_stream(self) -> Generator[tuple[Batch, bool], None, None]:
-        """As _of_samples; how many samples the next step has says whether this one is the last."""
+        """Like _of_samples; the number of samples of the next step tells whether this one is the last."""
         epoch, first, size = self.epoch, self.step, self.step_size
         drop = self.last == "drop"
         with closing(self._made(_Stream(self, epoch, first), 1, batch_size=None)) as made:
@@ -265,8 +265,8 @@ class Loader:
             collate_fn=lambda made: made,
             num_workers=workers,
             prefetch_factor=ahead // workers + 1 if workers else None,
-            # A script needs neither a guard around what it does, nor data that can be pickled. Workers leave by _exit,
-            # which neither finalizes MPI nor calls what the rank does at its exit.
+            # So a script needs neither an `if __name__ == "__main__"`, nor data that can be pickled. Workers leave by
+            # _exit, which neither finalizes MPI nor runs the exit handlers of the rank.
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=start_worker,
             generator=torch.Generator().manual_seed(seed),  # not the one from which the model draws
@@ -280,7 +280,7 @@ class _Samples(Dataset[Any]):
 
     def __init__(self, loader: Loader, epoch: int) -> None:
         self.loader, self.epoch = loader, epoch
-        self.seeded = True  # not in a thread: the generators are the whole process's
+        self.seeded = True  # False in a thread: the generators are the whole process's
         self.drew = False
         self.made = 0  # by a thread
 
@@ -312,7 +312,7 @@ class _Samples(Dataset[Any]):
 
 
 class _Stream(IterableDataset[Any]):
-    """An IterableDataset, of which an item is a step: its samples, those of the next, its microbatches by number."""
+    """An IterableDataset whose items are steps: counts of its samples and of the next's, its microbatches by number."""
 
     def __init__(self, loader: Loader, epoch: int, first: int) -> None:
         self.loader, self.epoch, self.first = loader, epoch, first
@@ -327,7 +327,7 @@ class _Stream(IterableDataset[Any]):
         for number in count():
             if not here:
                 return
-            with reading(), watching(number) if number else nullcontext():  # the first is looked at by `made_ahead`
+            with reading(), watching(number) if number else nullcontext():  # `made_ahead` checks the first
                 following = list(islice(stream, size))
                 dealt = deal(here, loader.microbatch_size, loader.microbatches)
                 collated = {n: self._collate(self.first + number, n, dealt[n].samples) for n in loader.reads}
@@ -335,7 +335,7 @@ class _Stream(IterableDataset[Any]):
             here = following
 
     def _collate(self, step: int, number: int, samples: list[Any]) -> Any:
-        """In a process it draws the same whatever was drawn before, and leaves the stream's generators as they were."""
+        """In a worker it draws the same whatever was drawn before, and leaves the stream's generators as they were."""
         loader = self.loader
         with nullcontext() if get_worker_info() is None else seeded(loader.seed, self.epoch, step, number):
             return loader.collate(samples)

@@ -21,7 +21,7 @@ from torch import Tensor
 from schedgen.util.errors import UsageError, clip
 
 MakeBatch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
-Shape = tuple[tuple[int, ...] | None, ...]  # of an input's leaves; None: no tensor
+Shape = tuple[tuple[int, ...] | None, ...]  # of an input's leaves; None: not a tensor
 Dims = Any  # an int or None, or a pytree of them: each stands for a leaf, or for all leaves of a part, of the minibatch
 
 
@@ -30,9 +30,9 @@ class Minibatch(NamedTuple):
 
     make  (text, rng) -> (input, target) of a step, any pytrees; `rng` is seeded by the run's seed and the step.
     dims  the dimension along which tensors are cut: a number for all, or a pair of pytrees of numbers; tensors with
-          None go to every microbatch uncut. Where samples do not divide, the first microbatches have one more; all
+          None go to every microbatch uncut. If samples do not divide evenly, the first microbatches have one more; all
           samples have the same weight in the loss.
-    check raises UsageError where the model cannot take the leaves of a microbatch's input.
+    check raises UsageError if the model cannot take the leaves of a microbatch's input.
     """
 
     make: MakeBatch
@@ -41,7 +41,7 @@ class Minibatch(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """What one forward and backward through all stages is about."""
+    """The data of one forward and backward through all stages."""
 
     leaves: list[Any]  # of the input, flattened as a pytree
     target: Any
@@ -56,7 +56,7 @@ class Microbatch(NamedTuple):
 
 
 class MicrobatchSource(ABC):
-    """All microbatches of a run, `count` a step."""
+    """All microbatches of a run, `count` per step."""
 
     count: int
 
@@ -66,7 +66,7 @@ class MicrobatchSource(ABC):
 
     @abstractmethod
     def examples(self) -> list[Microbatch]:
-        """Microbatches of a step, of which every size occurs: all, or one where all have the same."""
+        """Microbatches of a step, with every size that occurs: all of them, or one if all have the same size."""
 
     @property
     def tokens(self) -> int:
@@ -88,7 +88,7 @@ class MicrobatchSource(ABC):
 
 
 class Microbatches(MicrobatchSource):
-    """Microbatches that a model's `batch` makes of a text."""
+    """Microbatches that a model's `batch` makes from a text."""
 
     def __init__(self, batch: MakeBatch | Minibatch, text: Tensor, seed: int, count: int) -> None:
         """`batch` is the model's; `text`: uint8, shape (bytes,); `count` microbatches a step."""
@@ -97,7 +97,7 @@ class Microbatches(MicrobatchSource):
         self.chunks: list[Microbatch] = []
 
     def __call__(self, step: int, number: int) -> Microbatch:
-        """Microbatch `number` of a step; UsageError where the model's batch is none, or cannot be cut."""
+        """Microbatch `number` of a step; UsageError if the model's batch is not a pair, or cannot be cut."""
         if not isinstance(self.batch, Minibatch):
             pair = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
             if not isinstance(pair, tuple) or len(pair) != 2:
@@ -123,7 +123,7 @@ class Microbatches(MicrobatchSource):
         return chunks
 
     def examples(self) -> list[Microbatch]:
-        """As they are in the first step."""
+        """Those of the first step."""
         return [self(0, number) for number in (range(self.count) if isinstance(self.batch, Minibatch) else [0])]
 
 
@@ -139,7 +139,7 @@ def digest(microbatch: Microbatch) -> str:
 
 
 def digest_of(leaves: Iterable[Any]) -> str:
-    """A hash of values: of the bytes of tensors, and of what Python prints of anything else."""
+    """A hash of values: of the bytes of tensors, and of the repr of anything else."""
     found = hashlib.sha256()
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -151,9 +151,9 @@ def digest_of(leaves: Iterable[Any]) -> str:
 
 
 def raw_bytes(x: Tensor) -> np.ndarray:
-    """The bytes of the elements of a tensor of any layout, in the host's memory: where they lie in order, no copy."""
+    """The bytes of a tensor's elements in their order, in host memory; no copy if they lie there in that order."""
     dense = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()  # of one element, strides may be any
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()  # of one element: any strides
 
 
 def input_and_target(collated: Any) -> tuple[Any, Any]:
@@ -167,9 +167,9 @@ def input_and_target(collated: Any) -> tuple[Any, Any]:
 
 
 def plain(collated: Any) -> Any:
-    """Collated samples, with a dict for each mapping that is no pytree, as transformers' BatchEncoding is none.
+    """Collated samples, with a dict for each mapping that is not a pytree, such as transformers' BatchEncoding.
 
-    UsageError where there is another such object: it could be neither cut, counted nor moved to a device.
+    UsageError if there is any other such object: it could not be cut, counted or moved to a device.
     """
 
     def known(leaf: Any) -> Any:
@@ -188,7 +188,7 @@ def plain(collated: Any) -> Any:
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """A pytree with its tensors on a device; made on the CPU, it is there already."""
+    """A pytree with its tensors on a device; for the CPU it is returned as it is."""
     if device.type == "cpu":
         return values
 
@@ -203,7 +203,7 @@ def to_device(values: Any, device: torch.device) -> Any:
 def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
     """`count` microbatches, views, nested as the minibatch; if samples do not divide, the first have one more.
 
-    What has None in `dims`, or is no tensor, goes to every microbatch uncut. UsageError where samples are too few.
+    What has None in `dims`, or is not a tensor, goes to every microbatch uncut. UsageError if samples are too few.
     """
     if count < 1:
         raise UsageError(f"{count} microbatches: there should be one at least")
@@ -219,7 +219,7 @@ def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
 
 
 def sample_count(tree: Any, dims: Dims = 0) -> int:
-    """The samples of a minibatch; UsageError where its tensors have different numbers of them."""
+    """The number of samples of a minibatch; UsageError if its tensors have different numbers of them."""
     first: tuple[int, str] | None = None
     for (path, leaf), dim in zip(pytree.tree_leaves_with_path(tree), leaf_dims(tree, dims), strict=True):
         if dim is None:
@@ -238,7 +238,7 @@ def sample_count(tree: Any, dims: Dims = 0) -> int:
 
 
 def leaf_dims(tree: Any, dims: Dims) -> list[int | None]:
-    """The batch dimension of each leaf; None of one that is not cut. UsageError where `dims` are not nested alike."""
+    """The batch dimension of each leaf; None: it is not cut. UsageError if `dims` are not nested like `tree`."""
     spread = _spread(tree, dims)
     for dim in spread:
         if dim is not None and type(dim) is not int:

@@ -1,4 +1,4 @@
-"""The watchdog: a process beside the ranks of a host, which says what a rank that died or hangs cannot say.
+"""The watchdog: a process beside the ranks of a host, which reports what a rank that died or hangs cannot report.
 
 `rank_side`   what a rank shows in shared memory, and how its host's watchdog is started
 `process`     the watchdog's loop: it looks at the ranks of its host, and ends them where one has died or none moves
@@ -6,7 +6,7 @@
 `hang`        why a job cannot go on: which rank the others wait for, which scripts do different things
 `hosts`       connections to the watchdogs of other hosts, and which host is silent
 
-All but `rank_side` import Python's own library only, so that a watchdog is there at once and stays small.
+All but `rank_side` import only Python's standard library, so that a watchdog starts at once and stays small.
 
 A rank shows `WORDS` 64-bit words. These are their indices:
 """
@@ -16,11 +16,11 @@ PHASE = 0
 STEP = 1
 ROW = 2  # the instruction that the rank executes, or NOTHING
 WAIT = 3  # the row of the transfer or sum that it waits for, or NOTHING, or OTHERS: what all ranks take part in
-BEAT = 4  # counts up where no row changes for long
+BEAT = 4  # counts up during work in which the row does not change for long
 # The number of the calls of a script so far, times len(METHODS), and the last one's place in METHODS: one word, because
 # two would change one after the other.
 CALL = 5
-IN_SCRIPT = 6  # whether the script does something of its own, between two calls
+IN_SCRIPT = 6  # whether the script runs code of its own, between two calls
 ASKED = 7  # whether SIGTERM ends this rank now
 # Values of PHASE, and how messages call them.
 SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, TRYING, ENDING = range(9)

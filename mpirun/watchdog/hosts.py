@@ -63,7 +63,7 @@ class Link:
 
 
 class Hosts:
-    """All other hosts, as far as this watchdog is connected to them."""
+    """The other hosts that this watchdog is connected to."""
 
     def __init__(self, selector: selectors.BaseSelector, token: str) -> None:
         """`selector`: where links are registered, each as its own data; `token`: what a trusted watchdog knows."""
@@ -88,7 +88,7 @@ class Hosts:
         return link
 
     def _close(self, link: Link) -> None:
-        """A watchdog that ends without `bye` stays in the list: its silence will count."""
+        """Close a link. That of a watchdog that ends without `bye` stays in the list: its silence will count."""
         self.selector.unregister(link.socket)
         link.socket.close()
         if link.left or not link.trusted:
@@ -118,7 +118,7 @@ class Hosts:
         return [state for link in self.links for state in link.states]
 
     def silent(self, seconds: float) -> Link | None:
-        """A host that has not answered for so long."""
+        """A host that has not been heard of for so long; None: there is none."""
         now = time.monotonic()
         lost = (link for link in self.links if link.trusted and not link.left and now - link.heard > seconds)
         return next(lost, None)

@@ -1,12 +1,12 @@
-"""The watchdog's process: looks at the ranks of its host, and ends them where one has died or nothing moves.
+"""The watchdog's process: looks at the ranks of its host, and ends them if one has died or nothing moves.
 
 1. A rank that ends before it is done, ranks whose scripts call different methods, or a whole job in which nothing has
    moved for the time limit, is explained in one message, and all ranks are ended.
 2. Watchdogs of other hosts report to the one beside rank 0, which speaks for all. Where a host is silent for too long,
    the watchdogs on both sides end their ranks.
-3. Neither MPI nor the interpreter of any rank has a part in it.
+3. Neither MPI nor the interpreter of any rank takes part in this.
 
-Standard input is one line, the plan that `rank_side` makes. It stays open as long as the rank lives that started this.
+Standard input is one line, the plan that `rank_side` makes. It stays open while the rank that started this is alive.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class WatchdogProcess:
                 self._end_ranks(0 if message["end"] == "now" else GRACE)
 
     def _look(self) -> None:
-        """At the ranks of this host; kill them where their time is over."""
+        """Look at the ranks of this host; kill them when their time is up."""
         self._hear_failures()
         for rank in self.ranks:
             rank.look()
@@ -113,13 +113,13 @@ class WatchdogProcess:
                 self._rank_ended(rank)
         if self.ending is not None and time.monotonic() >= self.ending:
             for rank in self.ranks:
-                if not rank.gone:  # else another process may have its number
+                if not rank.gone:  # else another process may have its pid
                     with contextlib.suppress(OSError):
                         os.kill(rank.pid, signal.SIGKILL)
         self.stop = self.stop or all(rank.gone for rank in self.ranks)
 
     def _hear_failures(self) -> None:
-        """A rank that fails says so itself, before it ends: nobody else speaks."""
+        """A rank that fails reports it itself before it ends: no watchdog speaks, and all ranks are ended."""
         if not self.spoken and any(rank.words[PHASE] == FAILED for rank in self.ranks):
             self.spoken = True
             self.hosts.send(failed=True)
@@ -148,9 +148,9 @@ class WatchdogProcess:
         self._end_ranks(GRACE)
 
     def _compare(self) -> None:
-        """Report to the other hosts; end the job where one of them is silent, or nothing moves."""
+        """Report to the other hosts; end the job if one is silent, scripts call different methods, or nothing moves."""
         now = time.monotonic()
-        if (missed := now - self.compared - REPORT) > REPORT:  # suspended, and with it the ranks: it does not count
+        if (missed := now - self.compared - REPORT) > REPORT:  # suspended, as the ranks were: it does not count
             for rank in self.ranks:
                 rank.moved = min(now, rank.moved + missed)
             for link in self.hosts.links:
@@ -187,12 +187,12 @@ class WatchdogProcess:
         self._end_ranks(0)
 
     def _end_ranks(self, grace: float) -> None:
-        """Kill the ranks of this host after so many seconds, if the launcher has not."""
+        """Kill the ranks of this host after so many seconds, unless the launcher does before."""
         at = time.monotonic() + grace
         self.ending = at if self.ending is None else min(self.ending, at)
 
     def _end_launcher(self, pid: int, started: int) -> None:
-        """MPICH's waits until nobody here can speak any more, and then for the host that is lost."""
+        """End the launcher: MPICH's waits until nobody here can speak any more, and then for the host that is lost."""
         os.close(2)
         for _ in range(5):
             time.sleep(1)
@@ -208,7 +208,7 @@ def _speak(sentence: str) -> None:
 
 
 def main() -> None:
-    """Read the plan and watch. What ends the ranks of a host by a signal does not end this process."""
+    """Read the plan and watch. Signals that end the ranks of a host do not end this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends with its ranks, which may have something to save
     plan = sys.stdin.buffer.readline()

@@ -29,14 +29,14 @@ from schedgen.util.errors import RefusedFile
 
 _SIOCGIFADDR = 0x8915
 _BYTES = WORDS * 8
-# Neither the site's packages nor what the user's folder or environment would add: they take longer than all the rest.
+# Without site-packages, the user's folder and the environment's settings: they take longer than all the rest.
 _PLACE = str(Path(__file__).parents[2])
 _SCRIPT = f"import sys; sys.path.insert(0, {_PLACE!r}); from mpirun.watchdog.process import main; main()"
 COMMAND = [sys.executable, "-I", "-S", "-c", _SCRIPT]
 
 
 class Watchdog:
-    """`state` is this rank's words: whoever does something writes there what."""
+    """`state` is this rank's words: code that does something writes there what it does."""
 
     def __init__(self, comm: MPI.Intracomm, first_line: int, instructions: Sequence[Instruction], limit: float) -> None:
         """`first_line`: of the instructions in the file; `limit`: seconds in which some rank has to move. Collective.
@@ -57,7 +57,7 @@ class Watchdog:
     def _start(
         self, comm: MPI.Intracomm, here: MPI.Comm, first_line: int, instructions: Sequence[Instruction], limit: float
     ) -> None:
-        """`here`: the ranks of this host."""
+        """Start the process of this host; `here`: the ranks of this host."""
         file = together(comm, lambda: _shared_file(here.size) if here.rank == 0 else None)
         name = here.bcast(file.name if file is not None else None)
         words = together(comm, lambda: _mapped(name))
@@ -105,7 +105,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, phase: int) -> Iterator[None]:
-        """Show what this rank does in the block; behind it, unless that has changed, what it did before."""
+        """Show what this rank does in the block; after it, unless the phase has changed, what it did before."""
         before, self.state[PHASE] = self.state[PHASE], phase
         yield
         if self.state[PHASE] == phase:
@@ -116,9 +116,9 @@ class Watchdog:
         self.state[WAIT] = OTHERS if waits else NOTHING
 
     def end(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """As `__exit__`: show that this rank is done, alone or by a Stop, or that it fails and says so itself."""
+        """Like `__exit__`: show that this rank is done, normally or by a Stop, or that it fails and says so itself."""
         if error is not None and not isinstance(error, Stop):
-            if isinstance(error, MPI.Exception):  # most often of a rank that is gone: for that one the watchdog speaks
+            if isinstance(error, MPI.Exception):  # usually because a rank is gone: the watchdog reports that
                 time.sleep(1)
             self.state[PHASE] = FAILED
             return
@@ -131,7 +131,7 @@ class Watchdog:
 
 
 def _sees() -> tuple[int, int]:
-    """What ranks must have alike to see each other's processes, and files in memory."""
+    """What must be the same on two ranks for them to see each other's processes, and files in memory."""
     shared_memory = Path("/dev/shm")
     return Path("/proc/self/ns/pid").stat().st_ino, shared_memory.stat().st_dev if shared_memory.exists() else 0
 
@@ -142,7 +142,7 @@ def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
         with contextlib.suppress(OSError):
             file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder, delete=False)  # noqa: SIM115
             try:
-                os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder is a SIGBUS
+                os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
             except OSError:
                 Path(file.name).unlink()
                 raise

@@ -1,4 +1,4 @@
-"""What a rank does, in words: from its words in shared memory and from what the kernel says of its process."""
+"""What a rank does, as text: from its words in shared memory and from what the kernel says of its process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from mpirun.watchdog import (
 LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
 ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
 
-# Of a rank, as watchdogs send it to each other: rank, host, at (what it executes), waits (for what, in words), peer
-# (the rank that it waits for; None: for none, -1: for all that are behind), process (what that does), moved (seconds
-# since it last did), calls (how many methods of the Engine its script has called), call (the last one), in_script
-# (whether that has returned), asked (whether SIGTERM ends it).
+# A rank's state, as watchdogs send it to each other: rank, host, at (what it executes), waits (for what, as text), peer
+# (the rank that it waits for; None: for none, -1: for all that have not come yet), process (what its process does),
+# moved (seconds since it last moved), calls (how many methods of the Engine its script has called), call (the last
+# one), in_script (whether that has returned), asked (whether SIGTERM ends it).
 State = dict[str, Any]
 
 
@@ -43,7 +43,7 @@ class OsProcess(NamedTuple):
 
 
 def os_process(pid: int) -> OsProcess | None:
-    """None for one that has ended."""
+    """What the kernel says of a process; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
             name, _, rest = file.read().decode(errors="replace").partition("(")[2].rpartition(")")
@@ -54,7 +54,7 @@ def os_process(pid: int) -> OsProcess | None:
 
 
 def launcher(pid: int) -> OsProcess | None:
-    """The nearest process above one that is an mpiexec; None where there is none."""
+    """The launcher (mpiexec) nearest above a process, or the process itself if it is one; None if there is none."""
     process = os_process(pid)
     for _ in range(16):
         if process is None or process.name.startswith(LAUNCHERS):
@@ -72,7 +72,7 @@ class Rank:
         self.seen: tuple[int, ...] = ()
         self.moved = time.monotonic()
         self.gone = False
-        self.reported = False  # by the kernel, when it ends: a look finds ranks in the order of their numbers
+        self.reported = False  # the kernel reports its end, in the order of ends; a look finds ranks by number
 
     def look(self) -> None:
         """Note when it moves: when its words change."""
@@ -89,7 +89,7 @@ class Rank:
         return f"line {self.first_line + row}: {self.lines[row]}"
 
     def state(self, host: str) -> State:
-        """What it does now; `host`: the name of this one."""
+        """What it does now; `host`: the name of this host."""
         phase, row, wait = self.words[PHASE], self.words[ROW], self.words[WAIT]
         at, waits, peer = PHASES[phase], None, None
         if phase == TRAINING:
