@@ -10,7 +10,7 @@ Nothing in a name depends on stages, ranks or the scheme. A checkpoint appears w
 
 1. Ranks write its files to a draft, a folder of another name, and sync them to the disk.
 2. The manifest is written to it. A folder that lacks one, or differs from it, is no checkpoint.
-3. The draft gets the checkpoint's name. One of the same step gets another name before, by which it counts until then.
+3. The draft gets the checkpoint's name. An older checkpoint of the same step is first renamed, and counts until then.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from schedgen.util.errors import RefusedFile
 
 VERSION = 3
 MANIFEST = "manifest.json"
-_DRAFT, _REMOVED = ".writing-", ".old-"  # how the names of folders begin that are no checkpoints yet, or no longer
-_REPLACED = ".replaced-"  # and of those that are while no other of their step has its name
+_DRAFT, _REMOVED = ".writing-", ".old-"  # prefixes of folders that are not checkpoints yet, or no longer
+_REPLACED = ".replaced-"  # prefix of checkpoints that count while their step has no other
 _FOLDER_NAME = re.compile(rf"({re.escape(_REPLACED)})?step-[0-9]+")
 _FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")
 
@@ -55,7 +55,7 @@ class Manifest(NamedTuple):
     folder: Path
     step: int  # steps done
     seed: int
-    settings: dict[str, Any]  # of the run, as `run_settings` gives them; step and seed among them
+    settings: dict[str, Any]  # of the run, as `run_settings` returns them, including step and seed
     files: list[CheckpointFile]
     skipped: Sequence[Path] = ()  # the folders of newer ones, which are not whole
 
@@ -66,7 +66,7 @@ class Manifest(NamedTuple):
 
 @contextlib.contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Errors of the file system and of the format become a RefusedFile that names the path."""
+    """Turn errors of the file system and of the format into a RefusedFile that names the path."""
     try:
         yield
     except OSError as error:
@@ -85,7 +85,7 @@ def sync(path: Path) -> None:
 
 
 def save_tensors(entries: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None) -> None:
-    """Write a safetensors file, and wait until it is on the disk. RefusedFile where that fails."""
+    """Write a safetensors file, and wait until it is on the disk. RefusedFile if that fails."""
     with refusing(file):
         try:
             save_file(dict(entries), file, metadata)
@@ -115,7 +115,7 @@ def begin(directory: Path, step: int) -> None:
 def write_file(directory: Path, step: int, kind: str, rank: int, entries: Mapping[str, Any]) -> CheckpointFile:
     """Write a rank's file of one kind, weights or optimizer, to the draft and to the disk.
 
-    The file's metadata name the entries that are numbers of Python's, not tensors.
+    The file's metadata name the entries that are Python numbers, not tensors.
     """
     file = draft_folder(directory, step) / f"{kind}-{rank}.safetensors"
     numbers = {name: value for name, value in entries.items() if not isinstance(value, Tensor)}
@@ -129,7 +129,7 @@ def write_file(directory: Path, step: int, kind: str, rank: int, entries: Mappin
 
 
 def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequence[CheckpointFile]) -> Path:
-    """Make a checkpoint of a draft to which all files are written; its folder."""
+    """Make a checkpoint of a draft that has all its files; returns its folder."""
     folder, draft = step_folder(directory, step), draft_folder(directory, step)
     manifest = {"checkpoint": VERSION, **settings, "parts": [file._asdict() for file in files]}
     with refusing(folder):
@@ -148,8 +148,8 @@ def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequ
 def prune(directory: Path, step: int, keep: int, damaged: Collection[Path] = ()) -> None:
     """Keep the newest `keep` checkpoints up to a step; remove those before them, and unfinished ones.
 
-    Checkpoints of later steps stay: they are of an earlier run, which this one could not resume from. So does what
-    cannot be removed, and what is `damaged`: neither counts.
+    Checkpoints of later steps stay: they are of an earlier run, and this one could not resume from them. So do those
+    that cannot be removed, and those that are `damaged`: neither count towards `keep`.
     """
     folders = [folder for folder in step_folders(directory) if _step(folder) <= step and (folder / MANIFEST).exists()]
     for folder in [folder for folder in folders if folder.resolve() not in damaged][keep:]:
@@ -166,7 +166,7 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Rename a folder, then remove it: half a checkpoint never bears the name of a whole one."""
+    """Rename a folder, then remove it, so that half a checkpoint never has the name of a whole one."""
     if folder.exists():
         renamed = folder.with_name(f"{_REMOVED}{folder.name}")
         shutil.rmtree(renamed, ignore_errors=True)
@@ -194,7 +194,7 @@ def _step(folder: Path) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """RefusedFile where the folder is no checkpoint that this version reads. Its files are not looked at."""
+    """RefusedFile if the folder is not a checkpoint that this version reads. Only the manifest is read."""
     path = folder / MANIFEST
     try:
         settings = json.loads(path.read_bytes())
@@ -220,7 +220,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_file(folder: Path, file: CheckpointFile) -> None:
-    """RefusedFile where a file is not what the manifest says."""
+    """RefusedFile if a file is not what the manifest says."""
     path = folder / file.name
     with refusing(path):
         if path.stat().st_size != file.bytes or _hash(path) != file.sha256:

@@ -1,4 +1,4 @@
-"""The entries of a stage in a checkpoint, by the parameters' names in the model: they depend on no stage or rank."""
+"""The entries of a stage in a checkpoint: the parameters' names in the model, which depend on no stage or rank."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
 
 
 def untrained_entries(model: Model, stage: LocalStage) -> dict[str, Tensor]:
-    """The untrained tensors by entry; a share is under the entry of the whole."""
+    """The untrained tensors by entry; a tensor shard's share is under the entry of the whole."""
     return {model.entry_name(stage.index, name): value for name, value in untrained_tensors(stage).items()}
 
 
 def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
-    """The untrained tensors that are written, by entry: every share; of what all shards have alike, the first's."""
+    """The untrained tensors that are written, by entry: every share, and from the first shard what all shards have."""
     entries: dict[str, Tensor] = {}
     for name, value in untrained_tensors(stage).items():
         entry = model.entry_name(stage.index, name)

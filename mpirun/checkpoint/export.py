@@ -1,9 +1,9 @@
-"""Exports a model in its own names: a directory of safetensors files that transformers' `from_pretrained` loads.
+"""Exports a model under its own names: a directory of safetensors files that transformers' `from_pretrained` loads.
 
     DIR/model.safetensors                 where one rank writes all, or else
         model-00001-of-00003.safetensors  one for every rank that has something to write
         model.safetensors.index.json      the file of each tensor
-        config.json, tokenizer.json ...   what the directory that training began with has beside weights
+        config.json, tokenizer.json ...   what the directory that training started from has besides weights
 
 The directory appears whole or not at all: ranks write to a draft, a folder of another name, which is then renamed.
 """
@@ -47,7 +47,7 @@ def export(
     """Write all parameters and saved buffers to a new or empty directory. Collective.
 
     `stages`: what this rank has; `source`: a directory whose files, except weights, are copied; `beat` is called after
-    each parameter that is gathered. Stop where the directory is not empty or cannot be written.
+    each parameter that is gathered. Stop if the directory is not empty or cannot be written.
     """
     directory = Path(directory)
     draft = directory.with_name(f".writing-{directory.name}")
@@ -71,7 +71,7 @@ def export(
 def _entries(
     comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage], beat: Callable[[], None]
 ) -> dict[str, Tensor]:
-    """What this rank writes, on the CPU by name in the whole model. Collective."""
+    """What this rank writes, by name in the whole model. Collective."""
     model, entries = setup.model, dict[str, Tensor]()
     shares: dict[str, list[Tensor]] = {}
     for index, shape in enumerate(setup.shapes):
@@ -116,7 +116,7 @@ def _untrained(
 def _own_untrained(
     rank: int, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
 ) -> dict[str, tuple[int, Tensor]]:
-    """Those of the stages that a rank writes, with the first of its stages that has them."""
+    """Frozen parameters and buffers of the stages that a rank writes, each with the first such stage that has it."""
     own: dict[str, tuple[int, Tensor]] = {}
     for index, stage in sorted(stages.items()):
         if writing_rank(header, index) == rank and header.is_first_shard(index):
@@ -138,7 +138,7 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:
-    """Write this rank's file, if it has one; the bytes of its tensors."""
+    """Write this rank's file, if it has one; returns the bytes of its tensors."""
     if file is None:
         return 0
     # The format takes no views, nor tensors that share memory.
@@ -151,7 +151,7 @@ def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:
 
 
 def check_new(directory: Path) -> None:
-    """UsageError where there is a directory that is not empty, or a file."""
+    """UsageError if there is a directory that is not empty, or a file."""
     with refusing(directory):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"export {directory}: it is not empty: export to a new directory")
@@ -192,7 +192,7 @@ def _publish(directory: Path, draft: Path, source: str | Path | None, index: Map
 
 
 def _say_left_out(directory: Path, source: Path, index: Mapping[str, str]) -> None:
-    """A warning of the source's tensors that no stage has."""
+    """Warn of the source's tensors that no stage has."""
     with contextlib.suppress(UsageError):  # it may have no weights
         if lost := [name for name in Pretrained(source).names if name not in index]:
             sentence = f"export {directory}: no stage has {listed(lost)} of {source}: not written"

@@ -1,4 +1,4 @@
-"""Parameters whose stages' weights are divided among ranks, put together by the rank that writes the stage."""
+"""Parameters of stages whose weights are divided among ranks, put together by the rank that writes the stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpirun.model.shapes import Place
 from schedgen.ir.header import Header
 
 PARAMETER = ""  # the key of a parameter's own value
-Values = dict[str, Any]  # a parameter's value, and the tensors and numbers that the optimizer keeps by torch's names
+Values = dict[str, Any]  # a parameter's value, and what the optimizer keeps for it (tensors, numbers) by torch's names
 Kept = Callable[[int], Sequence[Values]]  # by part of a stage: what the optimizer keeps for each piece in it
 
 
@@ -30,8 +30,8 @@ def gather_parameters(
 ) -> list[Values]:
     """The values of every parameter of a stage on `root`, elsewhere none. Collective.
 
-    `stage`: None on a rank that has nothing of it; `kept`: gives nothing where only the parameters are wanted; `beat`
-    is called after each parameter.
+    `stage`: None on a rank that has nothing of it; `kept`: returns nothing if only the parameters are wanted; `beat` is
+    called after each parameter.
     """
     gathered = []
     for of_parameter, place in zip(_own_pieces(stage, len(layout), kept), layout, strict=True):
@@ -43,7 +43,7 @@ def gather_parameters(
 
 
 def _own_pieces(stage: LocalStage | None, parameters: int, kept: Kept) -> list[list[tuple[int, Values]]]:
-    """By parameter of a stage: where the pieces that this rank owns begin, and copies of them."""
+    """By parameter of a stage: where each piece that this rank owns begins, and copies of its values."""
     own: list[list[tuple[int, Values]]] = [[] for _ in range(parameters)]
     if stage is None:
         return own

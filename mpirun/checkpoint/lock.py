@@ -1,4 +1,4 @@
-"""A lock on a folder of checkpoints: one run at a time saves there. It ends with the process that has it."""
+"""A lock on a folder of checkpoints: one run at a time saves there. It ends with the process that holds it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
 
 
 class FolderLock:
-    """Held from its making until `release`, or the end of the process."""
+    """A lock that is held from its construction until `release`, or until the process ends."""
 
     def __init__(self, folder: Path, run: str) -> None:
-        """`run`: the id of the run that saves. UsageError where another run has the lock.
+        """`run`: the id of the run that saves. UsageError if another run has the lock.
 
-        A file system without locks is said to have none.
+        If the file system has no locks, a note says so.
         """
         self.path = folder / NAME
         while not self._taken(folder):
-            os.close(self.file)  # of a file that its holder has removed meanwhile
+            os.close(self.file)  # the holder of this file's lock has removed the file meanwhile
         os.ftruncate(self.file, 0)
         os.write(self.file, f"run {run} on {socket.gethostname()}, process {os.getpid()}\n".encode())
 

@@ -1,6 +1,6 @@
-"""Weights to begin with: a directory of safetensors files, as transformers and `export` write it.
+"""Weights to start from: a directory of safetensors files, as transformers and `export` write it.
 
-Out: the tensors that are asked for, by name, mapped from the files: one that nobody copies or touches is not read.
+Out: the tensors that are asked for, by name, mapped from the files: one that is never used is not read.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ INDEX = "model.safetensors.index.json"
 class Pretrained:
     """Weights in a directory: model.safetensors, or files with an index, or any files that end in .safetensors.
 
-    Called with names, it gives the tensors that there are. They lie in memory that is mapped from the files, which
-    must not change as long as a tensor lives; what is written to one stays in this process.
+    Called with names, it returns those tensors that exist. They lie in memory that is mapped from the files, which
+    must not change while a tensor is alive; what is written to a tensor stays in this process.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """UsageError where there are no weights, or two files have a tensor of one name. Reads no tensor."""
+        """UsageError if there are no weights, or two files have a tensor of one name. Reads no tensor."""
         self.directory = Path(directory)
         self._files = self._listed()  # by name of a tensor
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return self._files.keys()
 
     def __str__(self) -> str:
@@ -40,11 +40,11 @@ class Pretrained:
         return f"weights in {self.directory}"
 
     def __call__(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Tensors on the CPU by name; names that no file has are left out. UsageError where a file is damaged."""
+        """Tensors on the CPU by name; names that no file has are left out. UsageError if a file is damaged."""
         values = {}
         for name in names:
             if name in self._files:
-                # Each with a mapping of its own, which ends with the tensor: pages count as this process's memory.
+                # Each has its own mapping, which ends with the tensor: mapped pages count as this process's memory.
                 try:
                     with safe_open(self._files[name], framework="pt") as file:
                         values[name] = file.get_tensor(name)

@@ -1,7 +1,7 @@
-"""Reads checkpoints: finds the newest whole one, and restores what a rank has of the model from it.
+"""Reads checkpoints: finds the newest whole one, and restores from it what a rank has of the model.
 
-A rank looks for what it needs by name, so that a run continues under any schedule, whichever wrote the checkpoint. A
-parameter that was cut is put together from its shares, and a tensor shard takes its own share of it.
+A rank looks for what it needs by name, so that a run continues under any schedule, whichever one the checkpoint was
+written under. A parameter in shares is put together from them, and a tensor shard takes its own share of the whole.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from schedgen.util.errors import UsageError
 
 
 def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Manifest | None:
-    """The newest whole checkpoint in `resume`, or a Stop where there is none. Collective.
+    """The newest whole checkpoint in `resume`; Stop if there is none. Collective.
 
-    None where there is no checkpoint at all and `save` is the same folder: the first of several runs by one command.
+    None if there is no checkpoint at all and `save` is the same folder: this is the first of several equal commands.
     """
     directory = Path(resume)
     folders = from_rank_0(comm, lambda: disk_format.step_folders(directory))
@@ -49,7 +49,7 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
 
 
 def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
-    """The manifest of a whole checkpoint, whose files the ranks verify in turns; else a Stop."""
+    """The manifest of a whole checkpoint, whose files the ranks divide among them to verify; else a Stop."""
     manifest = from_rank_0(comm, lambda: disk_format.read_manifest(folder))
 
     def verify() -> None:
@@ -69,9 +69,9 @@ def restore(
     settings: Mapping[str, object],
     beat: Callable[[], None],
 ) -> set[str]:
-    """Restore stages, and what the optimizer keeps for them; the entries of the weights that were read.
+    """Restore stages, and what the optimizer keeps for them; returns the entries of the weights that were read.
 
-    `name`, `settings`: of the optimizer, as checkpoints have them; `beat` is called after each stage. UsageError where
+    `name`, `settings`: of the optimizer, as checkpoints have them; `beat` is called after each stage. UsageError if
     the checkpoint is of another model or optimizer.
     """
     if name != manifest.settings["optimizer"]:
@@ -94,7 +94,7 @@ def restore(
 
 
 def check_all_read(manifest: Manifest, read: Iterable[Collection[str]]) -> None:
-    """UsageError where a checkpoint has weights that no rank has read; `read`: by rank, what `restore` gave."""
+    """UsageError if a checkpoint has weights that no rank has read; `read`: by rank, what `restore` returned."""
     left = set(Entries(manifest.folder, manifest.entry_files("weights")).names).difference(*read)
     if left:
         what = f"{len(left)} of its entries, as {min(left)}"
@@ -111,7 +111,7 @@ class _StageReader:
         self.dims = {model.entry_name(stage.index, name): dim for name, dim in stage.shape.sharded_dims.items()}
 
     def restore_weights(self, weights: Entries) -> Collection[str]:
-        """Frozen parameters, buffers, and the weights that this rank owns; their entries."""
+        """Restore frozen parameters, buffers, and the weights that this rank owns; returns their entries."""
         untrained = untrained_entries(self.model, self.stage)
         names = [*untrained, *self.places]
         values = weights.read(names, self.dims)
@@ -128,7 +128,7 @@ class _StageReader:
         return names
 
     def restore_optimizer(self, kept: Entries, of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer) -> None:
-        """What the optimizer keeps for these weights; `of_parameter`: its entries for each parameter's."""
+        """Restore what the optimizer keeps for these weights; `of_parameter`: by parameter's entry, the optimizer's."""
         parameters = {state: entry for entry in self.places for state in of_parameter.get(entry, ())}
         dims = {state: self.dims[entry] for state, entry in parameters.items() if entry in self.dims}
         values = kept.read(list(parameters), dims)
@@ -141,7 +141,7 @@ class _StageReader:
             restored: list[dict[str, Any]] = []
             for entry, piece in self._of_part(via):
                 states = {state.rpartition(".")[2]: values[state] for state in of_parameter.get(entry, ())}
-                if piece is not None:  # several pieces may be on this rank, each with numbers of its own
+                if piece is not None:  # several pieces may be on this rank, each with its own numbers
                     states = {
                         key: (piece.of_parameter(value) if value.dim() else value).clone()
                         if isinstance(value, Tensor)
@@ -160,7 +160,7 @@ class _StageReader:
     def _checked(
         self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, dim: ShardedDim | None
     ) -> Tensor:
-        """An entry's value, or this shard's share of one that is cut; UsageError unless that is as in the model."""
+        """An entry's value, or this shard's share of it if cut; UsageError unless shape and type are the model's."""
         if value is None:
             raise UsageError(f"{self.folder}: has no {entry}: is it of another model?")
         expected = tuple(shape) if dim is None else dim.full_shape(shape, self.shard)

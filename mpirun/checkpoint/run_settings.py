@@ -1,4 +1,4 @@
-"""The settings of a run that its checkpoints record, and how another run's differ from them."""
+"""The settings of a run that its checkpoints record, and how those of another run differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schedgen.util.errors import one_line
 def run_settings(
     header: Header, setup: Setup, optimizer: tuple[str, dict[str, Any]], schedule: str, rank: int
 ) -> dict[str, Any]:
-    """The manifest's entries beside step and files. The text is hashed on rank 0 only.
+    """The manifest's entries besides step and files. The text is hashed on rank 0 only.
 
     `optimizer`: its name and its settings; `schedule`: its SHA-256.
     """
@@ -32,14 +32,14 @@ def run_settings(
             "microbatches": header.microbatches * setup.passes,
         },
         "options": {option: value for option, value in options.items() if value is not None},
-        "threads": [torch.get_num_threads()] if setup.device.torch.type == "cpu" else [],  # of a rank, the last now
+        "threads": [torch.get_num_threads()] if setup.device.torch.type == "cpu" else [],  # by run, this one last
         "sums": [f"{'' if setup.canonical else 'no '}canonical" + f" and {tensor} tensor shards" * (tensor > 1)],
-        "changed": [],  # settings that changed across resumes, in words
+        "changed": [],  # settings that changed across resumes, as text
     }
 
 
 def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The settings of a checkpoint that are not the current ones, each in words. Right on rank 0 only."""
+    """The settings of a checkpoint that are not the current ones, each as text. Right on rank 0 only."""
     before, now = saved["data"], current["data"]
     counts = f"{before['microbatches']} microbatches a step, not {now['microbatches']}"
     differs = {
@@ -56,13 +56,13 @@ def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 
 def other_sums(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """That gradients have been summed in another order, in words if so."""
+    """If gradients were summed in another order before, the latest one that differs, as text; else nothing."""
     now = current["sums"][-1]
     return [f"{then}, not {now}" for then in saved["sums"] if then != now][-1:]
 
 
 def other_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """That torch has had another number of threads on a rank, by which its sums have other bits, in words if so."""
+    """If torch had another number of threads per rank before, which changes the bits of its sums, that one as text."""
     now = current["threads"][-1:]  # none on a GPU
     others = [threads for threads in saved["threads"] if now and threads != now[0]]
     return [f"{others[-1]} thread{'s' * (others[-1] > 1)} a rank, not {now[0]}"] if others else []

@@ -1,4 +1,4 @@
-"""Parameters that tensor shards wrote in shares, as entries NAME@t/T (share t of T), read as whole parameters."""
+"""Reads parameters that tensor shards wrote in shares, as entries NAME@t/T (share t of T), as whole parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
 
 
 class Entries:
-    """The entries of one kind, weights or optimizer, by the names that they have where nothing is cut."""
+    """The entries of one kind, weights or optimizer, by the names that they have without shares."""
 
     def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
         """`files`: the file of each entry as it was written; `folder`: the checkpoint, for messages."""
         self.folder, self.files = folder, files
-        self.shares: dict[str, dict[int, str]] = {}  # by name and share its entry; "": it is missing
+        self.shares: dict[str, dict[int, str]] = {}  # by name and number of the share, its entry; "": it is missing
         for entry in files:
             if (match := _SHARE.fullmatch(entry)) is not None:
                 name, index, count, suffix = match.groups(default="")
@@ -31,13 +31,13 @@ class Entries:
 
     @property
     def names(self) -> list[str]:
-        """All names, of parameters in shares as of others."""
+        """All names, including those of parameters in shares."""
         return [*(name for name in self.files if _SHARE.fullmatch(name) is None), *self.shares]
 
     def read(self, names: Sequence[str], dims: Mapping[str, ShardedDim]) -> dict[str, Any]:
-        """Whole entries, without those that are missing; `dims`: of those that may be in shares, where they were cut.
+        """Whole entries, without those that are missing; `dims`: how those that may be in shares were cut.
 
-        UsageError where shares do not fit together.
+        UsageError if shares do not fit together.
         """
         values = read_entries(self.files, [name for name in names if name in self.files])
         for name in names:

@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run: which rank writes what, and when a checkpoint counts.
 
-Each owner writes what it owns, under the parameters' names in the model. Of several owners of a stage one writes it;
-where they divide its weights, it gathers their parts first. Every tensor shard writes its share of a cut parameter.
+Each owner writes what it owns, under the parameters' names in the model. Of several owners of a stage one writes it; if
+they divide its weights, it gathers their parts first. Every tensor shard writes its share of a cut parameter.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CheckpointWriter:
     ) -> None:
         """`beat`: is called after each file; `schedule`: its SHA-256. Collective.
 
-        UsageError where two parts of the model would be one entry, or a module keeps more than tensors.
+        UsageError if two parts of the model would be one entry, or a module keeps more than tensors.
         """
         self.comm, self.header, self.setup, self.stages, self.optimizer = comm, header, setup, stages, optimizer
         self.beat = beat
@@ -58,7 +58,7 @@ class CheckpointWriter:
         written = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
         own = [(entry, stage.index) for stage in written for entry in written_untrained(setup.model, stage)]
         untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
-        self.first_stage: dict[str, int] = {}  # of an untrained entry: the stage that it is written with
+        self.first_stage: dict[str, int] = {}  # by untrained entry: the stage that it is written with
         for entry, stage in untrained:
             self.first_stage[entry] = min(stage, self.first_stage.get(entry, stage))
         self._check_entries([entry for entry, _ in untrained])
@@ -81,7 +81,7 @@ class CheckpointWriter:
                 raise UsageError(f"two layers of the model have a {entry}: in checkpoints names must differ")
 
     def resume(self, manifest: Manifest) -> None:
-        """Restore all that this rank has of the model, and say which settings differ. Collective."""
+        """Restore all that this rank has of the model, and report which settings differ. Collective."""
         comm, setup, stages, optimizer = self.comm, self.setup, self.stages, self.optimizer
         name, options = self.settings["optimizer"], self.settings["options"]
         own = together(comm, lambda: restore(manifest, setup, stages, optimizer, name, options, self.beat))
@@ -101,7 +101,7 @@ class CheckpointWriter:
     def open(self, directory: str, resumed: str | None) -> None:
         """Save to a directory from now on. Collective.
 
-        UsageError where ranks do not see one folder, or it is not the `resumed` one and has checkpoints of other runs.
+        UsageError if ranks do not see one folder, or if it has checkpoints of other runs and is not the `resumed` one.
         """
         path = Path(directory)
         on_rank_0(self.comm, lambda: self._lock(path, resumed))
@@ -110,7 +110,7 @@ class CheckpointWriter:
         self.directory = path
 
     def _lock(self, directory: Path, resumed: str | None) -> None:
-        """Make a folder and lock it for as long as the run lasts, if that is not done: it may come back to it."""
+        """Make a folder, and lock it until the run ends, unless it is locked already: the run may come back to it."""
         _prepare(directory)
         if (path := directory.resolve()) not in self.locks:
             lock = FolderLock(directory, self.settings["runs"][-1])
@@ -123,7 +123,7 @@ class CheckpointWriter:
             self.locks[path] = lock
 
     def _check_others(self, directory: Path) -> None:
-        """UsageError where it has checkpoints of another run than this and those before it."""
+        """UsageError if it has checkpoints of another run than this one and those that it continues."""
         newest = 0
         for folder in disk_format.step_folders(directory):
             if (folder / disk_format.MANIFEST).exists():
@@ -137,20 +137,20 @@ class CheckpointWriter:
             note(self.comm, f"{directory} {ahead}")
 
     def _is_of_this_run(self, saved: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint is of a run before this one, or of one that went on as this one does."""
+        """Whether a checkpoint is of a run that this one continues, or of one with the same first run and settings."""
         before, theirs = self.settings["runs"][:-1], saved["runs"]
         if not before or not theirs:
             return False
         return theirs[-1] in before or (theirs[0] == before[0] and not differing_settings(saved, self.settings))
 
     def close(self) -> None:
-        """Save no more: another run may."""
+        """Save no more, and let other runs save."""
         for lock in self.locks.values():
             lock.release()
         self.locks.clear()
 
     def save(self, step: int, keep: int) -> bool:
-        """Write a checkpoint after so many steps, and keep the newest `keep`; whether that succeeded. Collective."""
+        """Write a checkpoint after `step` steps, and keep the newest `keep`; whether that succeeded. Collective."""
         comm, directory = self.comm, self.directory
         assert directory is not None
         together(comm, self.optimizer.check_saved)
@@ -176,7 +176,7 @@ class CheckpointWriter:
         return True
 
     def _gather_divided(self) -> dict[int, list[Values]]:
-        """The values of every parameter, by stage that this rank writes and whose weights are divided. Collective."""
+        """The values of every parameter, by stage, of stages with divided weights that this rank writes. Collective."""
         gathered: dict[int, list[Values]] = {}
         for index, shape in enumerate(self.setup.shapes):
             if not self.header.is_divided(index):
@@ -192,7 +192,7 @@ class CheckpointWriter:
         return gathered
 
     def _write_files(self, directory: Path, step: int, divided: Mapping[int, list[Values]]) -> list[CheckpointFile]:
-        """Write all that this rank writes; `divided`: what `_gather_divided` gave."""
+        """Write all that this rank writes; `divided`: what `_gather_divided` returned."""
         weights: Values = {}
         kept: Values = {}
         for index, stage in self.stages.items():
@@ -217,14 +217,14 @@ class CheckpointWriter:
         return files
 
     def _cloned(self, stage: int) -> Iterable[tuple[str, Tensor]]:
-        """The untrained entries that a stage writes: the format takes no views, nor tensors that share memory."""
+        """Copies of the untrained entries of a stage: the format takes no views, nor tensors that share memory."""
         for entry, value in written_untrained(self.setup.model, self.stages[stage]).items():
             if self.first_stage[entry] == stage:
                 yield entry, value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _prepare(directory: Path) -> None:
-    """Make the folder; UsageError where it cannot be, or is a checkpoint."""
+    """Make the folder; UsageError if it cannot be made, or is a checkpoint."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / ".seen").write_bytes(b"")

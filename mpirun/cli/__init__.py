@@ -1,1 +1,1 @@
-"""`python -m mpirun`: its commands and their options. Nobody imports it."""
+"""`python -m mpirun`: its commands and their options. Only `mpirun.__main__` imports it."""

@@ -1,4 +1,4 @@
-"""`python -m mpirun graph`: what stages read of each other, and ties, for `schedgen compile --graph`."""
+"""`python -m mpirun graph`: what stages read from each other, and ties, for `schedgen compile --graph`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Graph:
         self.comm, self.options, self.traceback = comm, options, options.traceback
 
     def position(self) -> str:
-        """No instruction is executed."""
+        """Empty: no instruction is executed."""
         return ""
 
     def execute(self) -> int:

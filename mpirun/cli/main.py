@@ -1,8 +1,8 @@
-"""`python -m mpirun`: chooses the command, and answers what goes wrong on this rank or on all of them.
+"""`python -m mpirun`: chooses the command, and handles what goes wrong on this rank or on all of them.
 
 Exit codes: 0 done; 1 a refused file, a failed verification, or a rank that failed; 2 wrong usage; 143 left when asked
-to by SIGTERM. A mistake of the user's ends all ranks with one sentence, which one of them prints. A rank that fails on
-its own says where, and ends all others.
+to by SIGTERM. A user's mistake ends all ranks with one sentence, which one of them prints. A rank that fails on its own
+says where, and ends all others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Command(Protocol):
         """The instruction that this rank executes, followed by a colon; empty outside of a step."""
 
     def execute(self) -> int:
-        """Do what the command is for; the exit code. Collective."""
+        """Carry out the command; the exit code. Collective."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Command:
-    """The command that is asked for. torch is imported when the options are right: --help does not wait for it."""
+    """The command that is asked for. torch is imported only once the options are right: --help does not wait for it."""
     if arguments[:1] == ["profile"]:
         of_profile = profile_options(comm, arguments[1:])
         with _imports():
@@ -72,9 +72,9 @@ def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Command:
 
 @contextlib.contextmanager
 def _imports() -> Iterator[None]:
-    """What is imported lives until the end: it is not searched for garbage, now or in a step.
+    """What is imported inside lives until the end: garbage collection skips it, now and in steps.
 
-    Modules of the folder that the command runs in can be imported afterwards, as --model does.
+    Afterwards modules in the folder where the command runs can be imported, as --model does.
     """
     first = "torch" not in sys.modules
     if first:

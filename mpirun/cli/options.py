@@ -1,6 +1,6 @@
-"""The options of the three commands: declared for argparse, and made into frozen dataclasses once.
+"""The options of the three commands: declared for argparse, and converted to frozen dataclasses once.
 
-A mistake is a `Stop` that all ranks end with and rank 0 prints; so is --help, with exit code 0.
+A mistake is a `Stop`, which ends all ranks and which rank 0 prints; so is --help, with exit code 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Options = TypeVar("Options", "RunOptions", "ProfileOptions", "GraphOptions", Set
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Of `python -m mpirun FILE`; those without a comment mean what --help says."""
+    """Options of `python -m mpirun FILE`; those without a comment mean what --help says."""
 
     setup: SetupOptions
     file: str
@@ -55,7 +55,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Of `python -m mpirun profile`. `stages`, `schedule` or both are given."""
+    """Options of `python -m mpirun profile`. `stages`, `schedule` or both are given."""
 
     setup: SetupOptions
     traceback: bool
@@ -66,7 +66,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """Of `python -m mpirun graph`."""
+    """Options of `python -m mpirun graph`."""
 
     model: str
     traceback: bool
@@ -75,15 +75,15 @@ class GraphOptions:
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are said by rank 0 alone and end all ranks."""
+    """A parser whose errors end all ranks and are printed by rank 0 alone."""
 
     def error(self, message: str) -> NoReturn:
-        """End all ranks with this message, and where to read on."""
+        """End all ranks with this message and a hint at --help."""
         raise Stop(f"{message} (see {self.prog} --help)")
 
 
 def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
-    """From the arguments of `python -m mpirun`."""
+    """The options from the arguments of `python -m mpirun`."""
     parser = Parser(
         prog="python -m mpirun",
         description="Train a model by a schedule, one MPI rank a worker.",
@@ -104,7 +104,7 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
 
 
 def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
-    """From the arguments that follow `profile`. What a step costs depends neither on the rate nor on --canonical."""
+    """The options from the arguments after `profile`. A step's cost depends neither on the rate nor on --canonical."""
     parser = Parser(
         prog="python -m mpirun profile",
         description="Measure what a model's stages and messages cost here, on all ranks at once:\n"
@@ -131,7 +131,7 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
 
 
 def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> GraphOptions:
-    """From the arguments that follow `graph`."""
+    """The options from the arguments after `graph`."""
     parser = Parser(
         prog="python -m mpirun graph",
         description="Which stages of a model read which others, and share parameters:\n"
@@ -221,7 +221,7 @@ def _values(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: 
         if values[name] is None:
             parser.error(f"{words} is missing")
     for name in ("text", "schedule", "output", "metrics", "trace", "save", "resume"):
-        if values.get(name) == "":  # as of a variable of the shell that is not set
+        if values.get(name) == "":  # such as from an unset variable of the shell
             parser.error(f"--{name}: the {'folder' if name in ('save', 'resume') else 'file'} has no name")
     return values
 
@@ -232,7 +232,7 @@ def _check_momentum(parser: Parser, values: dict[str, Any]) -> None:
 
 
 def _check_company(parser: Parser, values: dict[str, Any]) -> None:
-    """Refuse options that say how something is done that is not asked for, and set their defaults."""
+    """Refuse options about something that is not asked for, and set the defaults of those that are not given."""
     for name, asked, default in (("every", "save", 100), ("keep", "save", 3), ("trace_steps", "trace", 1)):
         if values[name] is None:
             values[name] = default
@@ -243,13 +243,13 @@ def _check_company(parser: Parser, values: dict[str, Any]) -> None:
 
 
 def _check_files(comm: MPI.Comm, read: Sequence[str | None], written: Sequence[str | None]) -> None:
-    """A Stop where a file that is read would be written over, or two things be written to one file. Collective."""
+    """Stop if a file that is read would be overwritten, or two outputs would go to one file. Collective."""
 
     def check() -> None:
         names = [name for name in written if name]
         try:
             same = [name for name, other in itertools.product(names, filter(None, read)) if is_same_file(name, other)]
-        except OSError as error:  # as of a name that is too long
+        except OSError as error:  # such as a name that is too long
             raise UsageError(f"{error.filename}: {error.strerror}") from None
         if same:
             raise UsageError(f"{same[0]} would be written over, but it is read: give what is written another name")

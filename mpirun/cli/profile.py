@@ -1,10 +1,10 @@
 """`python -m mpirun profile`: what a model's stages cost here, in the form that `schedgen simulate --profile` reads.
 
 seconds      Every rank computes all stages by a schedule of one worker, with the interpreter that runs use, and times
-             its instructions. All ranks do so at once, and share cores and memory's bandwidth as they do in a run.
-             Whole backwards and backwards in halves take turns, so that what else the machine does slows both.
-overhead     On a CPU, what of a job's seconds passes outside of the stage's module and of autograd.
-bytes        The same on all ranks: rank 0 counts them by the memory tracker, in steps of its own.
+             its instructions. All ranks do so at once, and share cores and memory bandwidth as they do in a run.
+             Whole and split backwards alternate, so that whatever else the machine does slows both.
+overhead     On a CPU, the part of a job's seconds outside of the stage's module and of autograd.
+bytes        The same on all ranks: rank 0 counts them with the memory tracker, in a step of its own.
 alpha, beta  Messages are timed between neighbouring ranks.
 """
 
@@ -53,16 +53,16 @@ class Bytes(NamedTuple):
     before: int
     peak: int
     after: int
-    defined: int  # the buffers it makes: x, g
+    defined: int  # bytes of the buffers it makes: x, g
 
     @property
     def kept(self) -> int:
-        """What it leaves beside these buffers."""
+        """What it leaves behind besides these buffers."""
         return max(0, self.after - self.before - self.defined)
 
     @property
     def workspace(self) -> int:
-        """The peak above all that is alive when it begins or that it leaves."""
+        """The peak above what is alive when it begins plus what it leaves behind."""
         return max(0, self.peak - self.before - self.defined - self.kept)
 
 
@@ -73,7 +73,7 @@ class _Stopwatch:
         self.seconds = 0.0
 
     def watch(self, stage: LocalStage) -> None:
-        """Count those of this stage, too, from now on."""
+        """Count this stage's seconds, too, from now on."""
         methods = ((stage.module, "forward"), *((stage, f"backward{half}") for half in ("", "_input", "_weight")))
         for owner, name in methods:
             setattr(owner, name, self._timed(getattr(owner, name)))
@@ -125,14 +125,14 @@ class Profile:
         return 0
 
     def _interpreter(self) -> Interpreter:
-        """One that computes all stages on this rank alone."""
+        """An interpreter that computes all stages on this rank alone."""
         return build_interpreter(MPI.COMM_SELF, self.program, self.instructions, self.setup)
 
     def _bytes(self) -> dict[str, object]:
-        """Bytes by stage. The same in every run: no time comes in, nor what was measured before."""
+        """Bytes by stage. The same in every run: they depend on no time, nor on what was measured before."""
         measured: dict[Key, list[Bytes]] = {}
         gc.collect()
-        gc.disable()  # its moments are accidents: what only cycles of Python's objects keep, stays
+        gc.disable()  # it runs at arbitrary moments: what only reference cycles keep, stays
         machine = self._interpreter()
         with track_memory(self.setup.device.torch) as memory:
             for i, act in zip(self.instructions, machine.code, strict=True):
@@ -158,7 +158,7 @@ class Profile:
         }
 
     def _seconds(self) -> dict[str, object]:
-        """Seconds of jobs and STEPs, and overheads of jobs, by stage: medians of a rank's, and of these over ranks."""
+        """Seconds of jobs and STEPs, and overheads of jobs, by stage: medians over ranks of each rank's medians."""
         steps, silent = self.options.setup.steps, self.comm.rank > 0 or not sys.stderr.isatty()
         machine, inside = together(self.comm, self._interpreter), _Stopwatch()
         on_cpu = self.setup.device.kind == "cpu"
@@ -184,7 +184,7 @@ class Profile:
         """Execute and time every instruction once: its seconds, and its overhead."""
         for i, act in zip(self.instructions, machine.code, strict=True):
             self.current = i
-            machine.forward_backward.microbatches.clear()  # in a run they are made on several ranks
+            machine.forward_backward.microbatches.clear()  # so that each reader makes them anew, as on several ranks
             inside.seconds, begin = 0.0, time.perf_counter()
             act()
             self.setup.device.finish()
@@ -201,7 +201,7 @@ def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount
     act()
     peak = memory.peak
     read, made = _buffers(machine.header.graph, i)
-    # Copies replace the buffers: where a forward or BWD_I keeps one, it does so after the buffer's FREE too.
+    # Copies replace the buffers: one that a forward or BWD_I keeps stays alive beside the copy, as after its FREE.
     for key in (*read, *made):
         buffer = machine.context.buffers.get(*key)
         buffer.value = buffer.value.clone()
@@ -220,7 +220,7 @@ def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[B
 
 
 def _schedule(options: ProfileOptions) -> Program:
-    """One worker's program."""
+    """The program of one worker that computes all stages."""
     graph = ModelGraph(options.stages or 1)
     if options.schedule is not None:
         try:
@@ -234,7 +234,7 @@ def _schedule(options: ProfileOptions) -> Program:
 
 
 def _of_model(header: Header) -> ModelGraph:
-    """The graph of the model's stages, of which the schedule may have shards."""
+    """The graph of the model's stages, which the schedule may have in shards."""
     graph = header.unsharded_graph
     return ModelGraph(graph.stages, graph.edges, graph.per_consumer, header.unsharded_ties)
 
@@ -242,8 +242,8 @@ def _of_model(header: Header) -> ModelGraph:
 def _one_worker(graph: ModelGraph) -> Program:
     """A step on one worker.
 
-    Microbatches go by twos, so that a stage does two jobs of a kind in a row: what is in the caches then lies between
-    a pipeline's 1F1B and GPipe. The backwards of two are whole, those of the next two split.
+    Microbatches go in pairs, so that a stage does two jobs of a kind in a row: the state of the caches is then between
+    that of 1F1B and of GPipe. The backwards of one pair are whole, those of the next are split.
     """
 
     def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What rank 0 prints of the steps: a bar on a terminal, a line now and then elsewhere, --metrics, a summary."""
+"""What rank 0 prints of the steps: a bar on a terminal, else a line now and then; --metrics; a summary."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from schedgen.util.files import open_output
 
 
 class Progress:
-    """The steps of a run so far, as its user sees them."""
+    """Shows the user the steps of a run so far."""
 
     def __init__(self, begun: int, steps: int, metrics: str | None) -> None:
-        """`begun`: steps done by an earlier run; `metrics`: a file. UsageError if it cannot be."""
+        """`begun`: steps done by an earlier run; `metrics`: a file. UsageError if it cannot be written."""
         self.begun, self.steps, self.path = begun, steps, metrics
         self.failed = False  # whether a line or a row could not be written
         with contextlib.ExitStack() as end:
@@ -62,7 +62,7 @@ class Progress:
 
     def close(self, header: Header) -> None:
         """Print the summary."""
-        with contextlib.suppress(OSError):  # of a row that could not be written, as is said already
+        with contextlib.suppress(OSError):  # a row could not be written, as was reported already
             self.end.close()
         if self.bar is not None:
             self.bar.close()
@@ -88,14 +88,14 @@ def _metrics(path: str, begun: int, end: contextlib.ExitStack) -> BinaryIO:
             return out
         if begun and old.exists():
             out.writelines(row + b"\n" for row in old.read_bytes().splitlines() if _step(row) < begun)
-        end.close()  # now they take the place of the old file
+        end.close()  # now the rows replace the old file
         return end.enter_context(old.open("ab"))
     except OSError as error:
         raise UsageError(f"--metrics {path}: {error.strerror}") from None
 
 
 def _step(row: bytes) -> float:
-    """The step that a row is of; infinite where it is of none."""
+    """The step of a row; infinite if it has none."""
     try:
         step = json.loads(row)["step"]
     except (ValueError, TypeError, KeyError, RecursionError):

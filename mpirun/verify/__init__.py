@@ -1,1 +1,1 @@
-"""--verify: records what a run does, does the same steps in one process, and compares the two."""
+"""--verify: records what a run does, repeats its steps in one process, and compares the two."""

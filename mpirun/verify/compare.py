@@ -1,4 +1,4 @@
-"""How far the record of a run is from that of its reference, and what of that may be rounding."""
+"""How far the record of a run is from that of its reference, and how much of that may be rounding."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from mpirun.engine.setup import Setup
 from mpirun.verify.record import Parameters, Record, tensor_bytes
 
-ROUNDING = 8  # times float32's: what sums in another order may differ by
+ROUNDING = 8  # times float32's epsilon: what sums in another order may differ by
 EPSILON = torch.finfo(torch.float32).eps
-UPDATES = 0.1  # of what a parameter has changed by: less than one step of a few that is not made
+UPDATES = 0.1  # of a parameter's change since the start: one missing step out of a few exceeds it
 Buffers = Mapping[tuple[int, str], Tensor]  # by stage and name
-NARROW, MIXED, PLAIN = 5e-2, 1e-2, 1e-5  # the default of --tolerance: a hundred times float32's rounding, or six bf16's
+NARROW, MIXED, PLAIN = 5e-2, 1e-2, 1e-5  # defaults of --tolerance: 100 times float32's rounding, 6 times bf16's
 
 
 class Difference(NamedTuple):
@@ -33,12 +33,12 @@ def compare(
 ) -> list[Difference]:
     """Differences of losses, gradients, parameters and buffers, |ours - theirs| / |theirs| in the 2-norm.
 
-    limit     what may differ. Unless it is 0, a larger difference does not count as far as rounding explains it:
-              a gradient that should be zero, as that of a bias in front of a normalisation, is nothing but rounding
-              of its stage's. Also unless it is 0, the updates of parameters, their changes since the start, are
-              compared, and listed if they differ by more than UPDATES: a small step that is not made hardly shows in
-              the parameters themselves.
-    left_out  elements of parameters that are not compared, where True
+    limit     the difference that is allowed. Unless it is 0, what rounding may explain of a larger difference is
+              subtracted: a gradient that should be zero, such as that of a bias before a normalisation, is nothing but
+              rounding of its stage's gradient. Also unless it is 0, the updates of parameters (their changes since the
+              start) are compared, and listed if they differ by more than UPDATES: a small step that is missing hardly
+              shows in the parameters themselves.
+    left_out  by parameter a mask; elements that are True are not compared
     """
     losses = Difference("losses", 0.0, "", limit)
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
@@ -65,7 +65,7 @@ def compare(
 
 
 def same_bits(ours: Record, theirs: Record) -> bool:
-    """Whether losses, gradients and parameters have the same bits: a zero of the other sign is a difference."""
+    """Whether losses, gradients and parameters have the same bits; zeros of different signs differ."""
     losses = [np.array(record.losses, np.float64).tobytes() for record in (ours, theirs)]
     pairs = zip((*ours.gradients, ours.parameters), (*theirs.gradients, theirs.parameters), strict=True)
     return losses[0] == losses[1] and all(
@@ -74,17 +74,17 @@ def same_bits(ours: Record, theirs: Record) -> bool:
 
 
 def default_tolerance(setup: Setup) -> float:
-    """The relative difference that the types allow which are computed in."""
+    """The relative difference that is allowed, by the types that are computed in."""
     if any(place.dtype.itemsize < torch.float32.itemsize for shape in setup.shapes for place in shape.layout):
         return NARROW
     return MIXED if setup.autocast_dtype else PLAIN
 
 
 def directionless(theirs: Record) -> dict[tuple[int, str], Tensor]:
-    """Which elements of parameters had no gradients up to some step but zeros and what may be rounding alone.
+    """Masks of the elements of parameters whose gradients up to some step, not all zero, may be rounding alone.
 
-    Of such a gradient an optimizer that divides by the size of earlier gradients makes a whole step, whose direction
-    means nothing.
+    From such a gradient an optimizer that divides by the size of earlier gradients makes a full step, in a meaningless
+    direction.
     """
     masks = {key: torch.zeros_like(value, dtype=torch.bool) for key, value in theirs.parameters.items()}
     largest: Parameters = {}
@@ -102,7 +102,7 @@ def _norm(value: Tensor) -> float:
 
 
 def _rounding(values: Parameters) -> dict[int, float]:
-    """By stage, what rounding may make of an element of a parameter."""
+    """By stage, the error that rounding may make in an element of a parameter."""
     norms: dict[int, list[float]] = {}
     for (stage, _), value in values.items():
         norms.setdefault(stage, []).append(_norm(value))
@@ -128,7 +128,7 @@ def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], limit
 
 
 def _buffers(ours: Buffers, theirs: Buffers, limit: float) -> Difference:
-    """Of buffers, which may have any values; numbers that are whole may not differ."""
+    """The difference of buffers, whose values may be NaN or infinite; integers may not differ at all."""
     finite = {key: x.nan_to_num(0, 0, 0) for key, x in theirs.items() if x.is_floating_point()}
     worst, rounding = Difference("buffers", 0.0, "", limit), _rounding(finite)
     for key, value in theirs.items():

@@ -1,6 +1,6 @@
 """The reference for schedules with weight versions: the same delayed updates in one process.
 
-Each microbatch goes forward and back with the versions that the schedule names. A stage steps when it has the
+Each microbatch runs forward and backward with the versions that the schedule names. A stage steps when it has all
 gradients of an update.
 """
 
@@ -24,7 +24,7 @@ from schedgen.ir.instructions import F, Op
 from schedgen.ir.program import Program
 
 UsedVersions = Mapping[tuple[int, int], int]  # by stage and microbatch
-Weights = dict[str, Tensor]  # of a stage
+Weights = dict[str, Tensor]  # of a stage, by name
 
 
 def used_versions(comm: MPI.Intracomm, program: Program) -> UsedVersions | None:
@@ -44,7 +44,7 @@ def run_with_delayed_updates(
     steps: int,
     beat: Callable[[], None],
 ) -> Record:
-    """All steps from the first, recorded from step `begun` on; of every stage the gradient of its last update."""
+    """All steps from the first, recorded from step `begun` on; gradients are those of each stage's last update."""
     stages = [_Versions(setup, stage) for stage in range(header.stages)]
     modules = [stage.module for stage in stages]
     start = _by_key({stage.index: stage.kept[0] for stage in stages})
@@ -100,22 +100,22 @@ class _Versions:
         ]
         self.optimizer = setup.recipe.make(named, setup.seed) if named else None
         self.kept = [{name: weight.detach() for name, weight in self.parameters.items()}]  # the versions of this step
-        self.gradients: list[tuple[int, Weights]] = []  # of an update so far: the rank that computes each, and it
+        self.gradients: list[tuple[int, Weights]] = []  # of the next update so far: a rank, and what it computed
         self.gradient: Weights = {}  # of the last update
 
     def use(self, version: int) -> None:
-        """Until the next call the module has this version of its weights: a backward may compute with them again."""
+        """The module has this version of its weights until the next call: a backward may compute with them again."""
         for name, parameter in self.parameters.items():
             parameter.data = self.kept[version][name]
 
     def take_gradients(self) -> Weights:
-        """Of the parameters, which have none then: zero where there was none."""
+        """Take the gradients off the parameters; zeros where there was none."""
         gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in self.parameters.items()}
         self.module.zero_grad()
         return gradients
 
     def update(self, step: int) -> None:
-        """Step with the mean of the gradients: each owner adds its own, and these sums are added in order of ranks."""
+        """Step with the mean of the gradients: each rank's are summed first, and these sums are added in rank order."""
         count = len(self.gradients)
         self.kept.append({name: weight.clone() for name, weight in self.kept[-1].items()})
         self.use(-1)
@@ -133,5 +133,5 @@ class _Versions:
 
 
 def _by_key(stages: Mapping[int, Mapping[str, Tensor]]) -> Parameters:
-    """Tensors by stage and name, in the host's memory."""
+    """Tensors by stage and name, in host memory."""
     return on_host({(stage, name): x for stage, tensors in stages.items() for name, x in tensors.items()})

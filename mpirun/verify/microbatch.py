@@ -1,8 +1,8 @@
 """One microbatch in one process: forward through all stages, and backward.
 
-The autograd graph is cut at the borders of stages, so that gradients which several stages return for one value are
-added in the order of these stages. Autograd's own order for a graph in one piece is another: the same sum with other
-bits. The outputs of a stage's tensor shards are added in their order.
+The autograd graph is cut between stages, so that gradients which several stages return for one value are added in the
+order of these stages. For an uncut graph autograd would add in another order: the same sum with other bits. The outputs
+of a stage's tensor shards are added in the order of the shards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ForwardPass(NamedTuple):
 
     batch: Microbatch
     outputs: dict[Value, Tensor]
-    leaves: list[dict[Value, Tensor]]  # by stage: what it read, cut off from the graph of where that came from
+    leaves: list[dict[Value, Tensor]]  # by stage: what it read, detached from the graph of its producer
 
     def outputs_of(self, stage: int) -> list[Tensor]:
         """A stage's outputs."""
@@ -36,10 +36,10 @@ class ForwardPass(NamedTuple):
 
 
 def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]], step: int, number: int) -> ForwardPass:
-    """Compute all stages, whose modules these are, on microbatch `number` of a step."""
+    """Compute all stages on microbatch `number` of a step; `modules`: by stage."""
     batch = to_device(setup.microbatches(step, number), setup.device.torch)
     outputs: dict[Value, Tensor] = {}
-    read: dict[Value, Tensor] = {}  # by consumers: where stages are split, the sum over their shards
+    read: dict[Value, Tensor] = {}  # what consumers read: the sum over shards if a stage is split
     leaves: list[dict[Value, Tensor]] = []
     for stage, (module, sources) in enumerate(zip(modules, setup.dataflows[0].reads, strict=True)):
         values = dict.fromkeys(source for source in sources if isinstance(source, Value))
@@ -52,7 +52,7 @@ def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]],
         tensors = [output] if isinstance(output, Tensor) else list(output)
         for index in setup.shapes[stage].aliased_outputs:
             tensors[index] = tensors[index].clone()
-        if header.graph.consumers[stage]:  # what is sent is contiguous; the loss takes what it is given
+        if header.graph.consumers[stage]:  # what is sent is contiguous; the loss takes outputs as they are
             tensors = [x.contiguous() for x in tensors]
         made = {Value(stage, index): x for index, x in enumerate(tensors)}
         outputs |= made
@@ -73,7 +73,7 @@ def forward_backward(
 ) -> float:
     """Microbatch `number` of a step through all stages and back; its loss. Gradients are added to the parameters'.
 
-    They are those of the loss divided by `divisor`: the minibatch's size in such microbatches unless given.
+    The gradients are those of the loss divided by `divisor`; None: by the microbatch's own `loss_divisor`.
     """
     done = forward(setup, header, modules, step, number)
     end = header.first_shards[-1]  # shards of the last stage have the same loss
@@ -91,7 +91,7 @@ def forward_backward(
 
 
 def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[ForwardPass], step: int) -> list[float]:
-    """The loss of all microbatches of a step together, once for each; all of them back."""
+    """The backwards of all microbatches, from their common loss; returns that loss once for each microbatch."""
     loss, last = MinibatchLoss(setup.model, len(forwards), setup.device.kind, setup.autocast_dtype), header.stages - 1
     setup.device.seed(derived_seed(setup.seed, step, LOSS))
     for number, done in enumerate(forwards):
@@ -102,7 +102,7 @@ def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[Forwa
 
 
 def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tensor | None]) -> None:
-    """Back through all stages, from the gradients of the last ones' outputs."""
+    """Back through all stages; `gradients`: of the outputs of the last stage, or of its shards."""
     summands: dict[Value, list[Tensor]] = {value: [] for value in done.outputs}  # last consumer first
     for value, gradient in gradients.items():
         if gradient is not None:
@@ -124,7 +124,7 @@ def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tenso
 
 
 def _backward_of_stage(stage: int, outputs: Mapping[Value, Tensor], summands: Mapping[Value, list[Tensor]]) -> None:
-    """Back through one stage; `summands`: what each consumer gives of an output's gradient, taken off the lists."""
+    """Back through one stage; `summands`: by output, the gradients from its consumers, taken off the lists."""
     roots: list[Tensor] = []
     gradients: list[Tensor] = []
     for value in [v for v in outputs if v.stage == stage and outputs[v].requires_grad and summands[v]]:
@@ -142,7 +142,7 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def _in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum, added in their order."""
+    """The sum of the parts, added in their order."""
     total = parts[0].detach().clone()
     for part in parts[1:]:
         total += part.detach()

@@ -1,7 +1,7 @@
-"""The steps of a run in one process and without any schedule: the reference that a run is compared with.
+"""The steps of a run in one process, without any schedule: the reference that a run is compared with.
 
-The reference is the loop everyone knows: forward through all stages, loss / B, backward, microbatch after microbatch;
-then clip and step.
+The reference is the usual loop: forward through all stages, loss / B, backward, microbatch after microbatch; then clip
+and step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Model:
         return losses, total
 
     def _pass(self, step: int, numbers: range) -> list[float]:
-        """The microbatches that a schedule's list goes through once."""
+        """The microbatches of one pass through a schedule's list; their losses."""
         losses: list[float] = []
         forwards: list[ForwardPass] = []
         for number in numbers:
@@ -98,7 +98,7 @@ class _Model:
         return losses or backward_of_minibatch(self.setup, self.header, forwards, step)
 
     def _take_gradients(self) -> Parameters:
-        """The gradients, taken off the parameters; those of tied ones are added in the order of the stages."""
+        """Take the gradients off the parameters; those of tied ones are added in the order of the stages."""
         gradients: Parameters = {}
         for key, parameter in self.parameters.items():
             gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -112,7 +112,7 @@ class _Model:
         return gradients
 
     def update(self, step: int, gradients: Parameters, norm: float) -> None:
-        """Clip the gradients, whose whole norm this is, and do the optimizer's step."""
+        """Clip the gradients, and do the optimizer's step; `norm`: that of the whole gradient."""
         if self.setup.recipe.clip is not None:
             factor = clip_factor(norm, self.setup.recipe.clip)
             for gradient in gradients.values():

@@ -22,10 +22,10 @@ Packed = dict[tuple[int, str, int], tuple[torch.dtype, torch.Size, np.ndarray]]
 
 
 class Record(NamedTuple):
-    """What a run, or the reference that it is held against, did: enough to compare the two."""
+    """What a run did, or the reference that it is compared with: enough to compare the two."""
 
     losses: list[list[float]]  # by step and microbatch
-    gradients: list[Parameters]  # by step, before clipping; not of steps that changed nothing
+    gradients: list[Parameters]  # by step, before clipping; without steps that changed nothing
     parameters: Parameters  # in the end
     start: Parameters | None = None  # a reference's parameters before the first step
     buffers: Mapping[tuple[int, str], Tensor] = {}  # in the end: those that forwards change
@@ -41,7 +41,7 @@ class RankRecord(NamedTuple):
 
 
 def on_host(tensors: Mapping[tuple[int, str], Tensor]) -> Parameters:
-    """Copies in the host's memory, where records of all devices are compared."""
+    """Copies in host memory, where records of all devices are compared."""
     return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
 
@@ -58,7 +58,7 @@ def copy_pieces(stage: LocalStage, via: int, flat: Tensor) -> Pieces:
 def gather_record(
     comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], record: RankRecord
 ) -> Record | str | None:
-    """The record of all stages on rank 0, or a sentence where owners of a stage differ; None elsewhere. Collective.
+    """The record of all stages on rank 0, or a sentence if owners of a stage differ; None elsewhere. Collective.
 
     Each rank gives the parameters it owns; gradients come from the first owner.
     """
@@ -103,12 +103,12 @@ def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:
 
 
 def tensor_bytes(value: Tensor) -> bytes:
-    """The elements of a tensor, one behind the other."""
+    """The bytes of a tensor's elements, one after the other."""
     return raw_bytes(value).tobytes()
 
 
 def _packed(values: Pieces) -> Packed:
-    """Tensors as bytes: pickled quickly, and of types that numpy lacks."""
+    """Tensors as bytes, which pickle quickly and may be of types that numpy lacks."""
     return {key: (value.dtype, value.shape, raw_bytes(value)) for key, value in values.items()}
 
 

@@ -1,7 +1,7 @@
-"""Buffers that forwards change, as running statistics: by which microbatches, in a run and so in its reference.
+"""Buffers that forwards change, such as running statistics: which microbatches change them, in run and reference.
 
-A run's are those of one rank for each stage, which may do the forwards of some microbatches only. In the reference
-the others leave the buffers alone.
+A run's buffers are those of one rank for each stage, which may do the forwards of some microbatches only. In the
+reference the other microbatches leave the buffers alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Module = Callable[..., Any]
 
 
 class Statistics(NamedTuple):
-    """Of the stages whose forwards change buffers.
+    """What is known of the stages whose forwards change buffers.
 
     seen      by stage, the microbatches of the list that change the model's buffers
-    resumed   the buffers that a run went on with from a checkpoint; empty: it began with its own
+    resumed   the buffers that a run read from a checkpoint; empty: it began with its own
     names     the buffers, by stage
     left_out  stages whose buffers are not compared, and why
     """
@@ -39,14 +39,14 @@ class Statistics(NamedTuple):
     left_out: Mapping[int, str]
 
     def of_microbatch(self, modules: Sequence[nn.Module], calls: Sequence[Module], mb: int) -> list[Module]:
-        """`calls` of these modules on microbatch `mb`; such as change no buffer, where the run's did not see it."""
+        """`calls` of these modules for microbatch `mb`; they change no buffers if the run's buffers did not see it."""
         return [
             partial(_frozen, module, call) if mb not in self.seen.get(stage, (mb,)) else call
             for stage, (module, call) in enumerate(zip(modules, calls, strict=True))
         ]
 
     def of(self, modules: Sequence[nn.Module]) -> Parameters:
-        """Copies of the buffers of these modules, as far as they are compared."""
+        """Copies of those buffers of these modules that are compared."""
         compared = [stage for stage in self.seen if stage not in self.left_out]
         return {(stage, name): x for stage in compared for name, x in buffer_copies(modules[stage]).items()}
 
@@ -69,7 +69,7 @@ def own_buffers(program: Program, setup: Setup, stages: Mapping[int, LocalStage]
 def gather_statistics(
     comm: MPI.Intracomm, program: Program, setup: Setup, buffers: Parameters, resumed: Parameters
 ) -> Statistics:
-    """`program`: this rank's part; `buffers`: its `own_buffers`; `resumed`: as it went on with them. Collective."""
+    """`program`: this rank's part; `buffers`: its `own_buffers`; `resumed`: those after a resume. Collective."""
     seen: dict[int, list[int]] = {}
     for i in program.instructions(comm.rank):
         changes = i.op == Op.FWD and setup.shapes[i.stage].overwrites_buffers

@@ -1,4 +1,4 @@
-"""A run with tensor shards in terms of the model that has none: its record, and what one process has to run."""
+"""A run with tensor shards in terms of the model without shards: its record, and what one process has to run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from schedgen.ir.tensor_parallel import TensorParallel
 def without_shards(
     setup: Setup, header: Header, record: Record, statistics: Statistics
 ) -> tuple[Setup, Header, Record | str, Statistics]:
-    """What was recorded, and what it is compared with; a sentence in place of the record where copies differ.
+    """What was recorded, and what it is compared with; a sentence instead of the record if copies differ.
 
-    In canonical mode the reference adds shards up, as the ranks do; else it has the model without shards.
+    In canonical mode the reference has shards and adds them up, as the ranks do; else it runs the model without shards.
     """
     if not header.tensor_parallel:
         return setup, header, record, statistics
@@ -31,7 +31,7 @@ def without_shards(
 
 
 def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
-    """The set-up and the header of the model's stages, of which a schedule has shards."""
+    """The setup and the header of the model's stages, which a schedule has in shards."""
     stages = header.model_stages
     plain = replace(
         header,
@@ -50,7 +50,7 @@ def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
 
 
 def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
-    """Those of the model's stages."""
+    """The statistics of the model's stages."""
     of, is_split = header.model_stage, header.tensor_parallel.split
     seen = {of(s): order for s, order in statistics.seen.items() if header.is_first_shard(s) and not is_split[s]}
     split = {s: "each shard has its own" for s in statistics.seen if is_split[s]}
@@ -60,7 +60,7 @@ def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
 
 
 def _of_whole(header: Header, values: Mapping[tuple[int, str], Tensor]) -> Parameters:
-    """Of stages that are not split, what their first replica has."""
+    """The values of the first replica of each stage that is not split."""
     return {
         (header.model_stage(stage), name): x
         for (stage, name), x in values.items()
@@ -69,7 +69,7 @@ def _of_whole(header: Header, values: Mapping[tuple[int, str], Tensor]) -> Param
 
 
 def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
-    """The record of the model's stages; a sentence where shards differ in what should be copies."""
+    """The record of the model's stages; a sentence if shards differ in what should be copies."""
     tensor = header.tensor_parallel
     differing: list[str] = []
 

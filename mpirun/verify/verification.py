@@ -1,4 +1,4 @@
-"""Compares a run with the same steps in one process, and says how far what they compute is apart."""
+"""Compares a run with the same steps in one process, and reports how far their results differ."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ class Verification:
     def __init__(
         self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter, tolerance: float | None
     ) -> None:
-        """`program`: this rank's rows; `tolerance`: relative difference that is allowed; None: by the types."""
+        """`program`: this rank's rows; `tolerance`: the relative difference that is allowed; None: by the types."""
         self.comm, self.program, self.header, self.setup = comm, program, program.header, setup
         self.interpreter, self.tolerance = interpreter, tolerance
         self.record = RankRecord([], [], {}, {})
-        self.resumed_buffers: Parameters = {}  # of the model, that this rank went on with from a checkpoint
+        self.resumed_buffers: Parameters = {}  # the model's that this rank has, as read from a checkpoint
         interpreter.optimizer_step.on_gradients = self._add_gradients
 
     def resumed(self) -> None:
-        """The run goes on from a checkpoint."""
+        """Record the buffers with which the run goes on from a checkpoint."""
         self.resumed_buffers = self._buffers()
 
     def _buffers(self) -> Parameters:
         return own_buffers(self.program, self.setup, self.interpreter.stages, self.comm.rank)
 
     def _add_gradients(self, totals: dict[Unit, Tensor]) -> None:
-        """Record the gradients of what this rank is first owner of."""
+        """Record the gradients of the units of which this rank is the first owner."""
         self.record.gradients.append({})
         for (stage, via), total in totals.items():
             if self.header.first_owner(stage, via) == self.comm.rank:
                 self.record.gradients[-1].update(copy_pieces(self.interpreter.stages[stage], via, total))
 
     def _divides_by_gradients(self) -> bool:
-        """Whether the optimizer makes whole steps of the smallest gradients, as all do but SGD."""
+        """Whether the optimizer makes full steps even from tiny gradients, which is assumed of all but SGD."""
         description = self.interpreter.optimizer.description()
         return description is not None and description[0].rpartition(".")[2].lower() != "sgd"
 
     def compare(self, begun: int, steps: int, beat: Callable[[], None]) -> int:
-        """Do all steps again on rank 0, and compare those from `begun` on; the exit code on all ranks. Collective.
+        """Repeat all steps on rank 0, and compare those from `begun` on; the exit code on all ranks. Collective.
 
         `beat` is called after each microbatch.
         """
@@ -77,7 +77,7 @@ class Verification:
         elif ours is not None and used is not None:
             theirs = run_with_delayed_updates(setup, header, used, statistics, begun, steps, beat)
             code = self._report(ours, theirs, statistics)
-        sleeping_barrier(self.comm)  # rank 0 has done all steps again
+        sleeping_barrier(self.comm)  # meanwhile rank 0 has repeated all steps
         return int(self.comm.bcast(code))
 
     def _report(self, ours: Record, theirs: Record, statistics: Statistics) -> int:
@@ -105,7 +105,7 @@ class Verification:
 
 
 def check_repeatable(changed: Sequence[str]) -> None:
-    """UsageError where settings changed across resumes: one process would not do the same steps again."""
+    """UsageError if settings changed across resumes: one process would not repeat the same steps."""
     if changed:
         raise UsageError(
             f"verify repeats all steps from the first, but the checkpoint was made with {one_line(changed[0])}"
