@@ -1,6 +1,6 @@
-"""A stage's module, built from its entry in `Model.stages`: the same weights on whichever rank, whatever the cut.
+"""A stage's module, built from its entry in `Model.stages`: with the same weights on every rank, for every cut.
 
-Values come from `Model.weights` where that has them, else from what builds the stage.
+Values come from `Model.weights` if it has them, else from what builds the stage.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NeedsValues = Callable[[str, Tensor], bool]  # a stage's parameter or buffer, by
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
     """The module of a stage, its weights seeded by the names of its layers, or else by the stage's index.
 
-    Tied parameters have the value of the tie's first; those that the stage has twice are one. UsageError where the
-    model's function fails, a tie names what is not there, a parameter has a hook, or weights do not fit.
+    Tied parameters have the value of the tie's first; those that the stage has twice become one. UsageError if the
+    model's function fails, a tie names what does not exist, a parameter has a hook, or weights do not fit.
 
     values  False: trained parameters need none, since another rank has them
     mapped  trained parameters may lie in memory that is mapped from a file: the caller copies them
@@ -42,8 +42,8 @@ def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped
 def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.Module:
     """The same module, whose parameters and buffers are of `fake`: nothing is read for it.
 
-    What builds it runs in `fake`, in which a copy of a module that is there cannot be made, so that nothing is
-    initialised; where that fails, as where a constructor asks for values, it runs as always.
+    Functions that build it run in `fake`, so that nothing is initialised; copies of existing modules, which cannot be
+    made there, are made outside. If that fails, as when a constructor asks for values, the functions run as usual.
     """
     try:
         module = _Builder(model, stage, 0, lambda *_: False, making=fake).build()
@@ -55,7 +55,7 @@ def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.M
 
 
 def check_parameter_hooks(module: nn.Module, what: str) -> None:
-    """UsageError for hooks of parameters: a stage has parameters of its own. `what` has them, for the sentence."""
+    """UsageError if parameters have hooks: a stage has its own parameters. `what` has them, for the message."""
     for name, parameter in module.named_parameters():
         for method, attribute in HOOKS.items():
             if getattr(parameter, attribute, None):
@@ -74,10 +74,10 @@ class _Builder:
         mapped: bool = False,
         making: AbstractContextManager[object] | None = None,
     ) -> None:
-        """`making`: what functions of the model's author run in."""
+        """`making`: the context in which functions of the model's author run."""
         self.model, self.stage, self.seed, self.needs_values, self.mapped = model, stage, seed, needs_values, mapped
         self.making = nullcontext() if making is None else making
-        self.loaded: set[str] = set()  # names of what weights gave
+        self.loaded: set[str] = set()  # names of the values that `weights` gave
         self.missing: list[str] = []
 
     def build(self) -> nn.Module:
@@ -89,7 +89,7 @@ class _Builder:
         for tie in model.tied:
             if any(place == stage for place, _ in tie) and not model.ties_shards(tie):  # shards of one stage are equal
                 self._apply_tie(module, tie)
-        if self.missing and not hasattr(model.weights, "names"):  # else check_weights has said so
+        if self.missing and not hasattr(model.weights, "names"):  # else check_weights has warned of it
             warnings.warn(lack(self.missing, f"weights of stage {stage}"), MpirunWarning, stacklevel=3)
         return module
 
@@ -121,7 +121,7 @@ class _Builder:
             setattr(module.get_submodule(owner), attribute, kept)
 
     def untied(self) -> nn.Module:
-        """As its entry builds it. An entry with an attribute `seeded` is seeded by that, not by the stage."""
+        """The module as its entry builds it. If the entry has an attribute `seeded`, that seeds it, not the stage."""
         entry = self.model.stages[self.stage]
         if isinstance(entry, nn.Module):
             return self._layer(ModuleCopy(entry), "", "")
@@ -131,7 +131,7 @@ class _Builder:
         return self._layer(entry, getattr(entry, "seeded", f"stage {self.model.model_stage(self.stage)}"), "")
 
     def _layer(self, make: Callable[[], nn.Module], seeded: str, prefix: str) -> nn.Module:
-        """A layer, or the whole stage: `prefix` is what its names in the stage begin with."""
+        """Build a layer, or the whole stage; `prefix`: what its names in the stage begin with."""
         stage = self.model.model_stage(self.stage)
         seed_generators(derived_seed(self.seed, seeded))
 
@@ -162,7 +162,7 @@ class _Builder:
         raise UsageError(f"stage {stage} of the model should be an nn.Module, not {type(module).__name__}")
 
     def _load(self, module: nn.Module, prefix: str) -> dict[str, Tensor]:
-        """What weights have of a layer, by name in it."""
+        """The values that `weights` has for a layer, by name in the layer."""
         if self.model.weights is None:
             return {}
         tensors = {
@@ -181,7 +181,7 @@ class _Builder:
         return values
 
     def _fitted(self, weight: str, value: Tensor, name: str, module: nn.Module) -> Tensor:
-        """A value as the module's parameter or buffer `name` is: this shard's share of it, of the same type."""
+        """A value made to fit the module's parameter or buffer `name`: this shard's share of it, in the same type."""
         tensor = own_tensors(module)[name]
         shard, dim = self.model.shard_of(self.stage), sharded_dims(module).get(name)
         divided = dim is not None and shard.count > 1
@@ -197,9 +197,9 @@ class _Builder:
 
 
 def _take_as_given(stage: nn.Module) -> None:
-    """Give a stage without `reads` its arguments as one tuple where its forward takes less, as an nn.Sequential's does.
+    """Give a stage without `reads` its arguments as one tuple if its forward takes fewer, as an nn.Sequential's does.
 
-    The first forward tells how many they are; where it takes them, nothing is in the way of the next.
+    The first forward shows how many there are; if it takes them, the hook is removed.
     """
 
     def before(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -214,7 +214,7 @@ def _take_as_given(stage: nn.Module) -> None:
 
 
 def _with_values(module: nn.Module, values: Mapping[str, Tensor], needs_values: NeedsValues) -> nn.Module:
-    """The module, with these values by name; UsageError where others are on the meta device and needed."""
+    """The module, with these values by name; UsageError if others are needed and on the meta device."""
     new: dict[int, Tensor] = {}
     for name, tensor in own_tensors(module).items():
         if name in values:

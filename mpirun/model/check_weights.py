@@ -1,4 +1,4 @@
-"""What `Model.weights` has for nothing, and what they lack: said by name, before a step is made."""
+"""Reports by name, before the first step, what of `Model.weights` is not used, and what is missing."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from schedgen.util.errors import MpirunWarning, UsageError
 
 
 def check_weights(model: Model) -> None:
-    """Say by name what `Model.weights` has for nothing and what it lacks, and which types become others.
+    """Report by name what of `Model.weights` is not used and what is missing, and which types are converted.
 
-    Rank 0 calls it: these are MpirunWarnings. UsageError where it has nothing of the model. Weights without `names` are
-    not compared here: what a stage misses is said where it is built.
+    Rank 0 calls it: these are MpirunWarnings. UsageError if it has nothing of the model. Weights without `names` are
+    not compared here: what a stage lacks is reported when it is built.
     """
     if model.weights is None or (names := getattr(model.weights, "names", None)) is None:
         return
     missing: list[str] = []
-    types: set[tuple[torch.dtype, torch.dtype]] = set()  # of weights, and other ones in the model
+    types: set[tuple[torch.dtype, torch.dtype]] = set()  # of weights, and of the same tensors in the model
     unused, found, fake = dict.fromkeys(names), 0, fake_mode()
     for stage in range(len(model.stages)):
         module = stage_without_values(model, stage, fake)

@@ -1,4 +1,4 @@
-"""The contract between a model's author and mpirun: `Model`, its stages, a loss, and how a microbatch is made.
+"""The contract between a model's author and mpirun: `Model`, with its stages, a loss, and how a microbatch is made.
 
 `--model MODULE:FUNCTION` names a function that takes the number of stages and returns a `Model`. Nothing in it knows
 about ranks, steps or seeds. `load_model.py` calls the function, `build_stage.py` makes a stage's module.
@@ -20,12 +20,12 @@ from schedgen.ir.graph_file import ModelGraph
 Layers = Mapping[str, Callable[[], nn.Module]]
 StageEntry = Layers | Callable[[], nn.Module] | nn.Module
 Pair = Callable[[Any], tuple[Sequence[Any], Any]]  # collated samples -> (leaves of the input, target)
-Weights = Callable[[Collection[str]], Mapping[str, Tensor]]  # names -> values of those that there are
+Weights = Callable[[Collection[str]], Mapping[str, Tensor]]  # names -> values of those that exist
 CheckEval = Callable[[], Callable[[nn.Module], None] | None]
 
 
 def pair_of_leaves(collated: Any) -> tuple[Sequence[Any], Any]:
-    """The leaves of the input, flattened as a pytree, and the target, of collated samples."""
+    """The leaves of the input of collated samples, flattened as a pytree, and their target."""
     data, target = input_and_target(collated)
     return pytree.tree_leaves(data), target
 
@@ -33,44 +33,44 @@ def pair_of_leaves(collated: Any) -> tuple[Sequence[Any], Any]:
 class Model(NamedTuple):
     """What a model function returns.
 
-    stages           one entry a stage: a mapping from names of layers to functions that build them, a function that
+    stages           one entry per stage: a mapping from names of layers to functions that build them, a function that
                      builds the stage's module, or the module itself. Prefer layers: they run one after the other, and
                      weights and dropout are seeded by their names, so that these do not depend on the cut into stages.
                      forward takes the sources in `reads` and returns one tensor, or a tuple of them; its shapes are
                      the same for every microbatch. Trained parameters may have several types. They are found by
                      named_parameters: hooks on them, or references kept elsewhere, are lost. forward draws random
-                     numbers from torch's default generator only. Where its output depends on buffers that it changes,
-                     as with spectral norm, workers that share a stage differ: each has changed its own.
-    loss             (output of the last stage, target) -> scalar, a mean over the microbatch. The gradient is the mean
-                     over microbatches. Where the last stage returns a tuple, so is the output.
+                     numbers from torch's default generator only. If its output depends on buffers that it changes, as
+                     with spectral norm, workers that share a stage differ: each changes its own buffers.
+    loss             (output of the last stage, target) -> scalar, a mean over the microbatch, or (scalar, metrics by
+                     name). The gradient is the mean over microbatches. The output is a tuple if the stage returns one.
     batch            (text, rng) -> (input, target) of one microbatch, each a tensor or any pytree of them. `text` is a
                      uint8 tensor, shape (bytes,); `rng` is seeded by the run's seed, the step and the microbatch. Or a
                      Minibatch, which is made as a whole and then cut. None: a script gives the data.
     length           how many bytes of text `batch` needs at least.
     tied             shared parameters: for each, where it occurs, as (stage, name). All copies get the value of the
-                     first, and the sum of the gradients of all. Modules that share a parameter are tied without it.
+                     first, and the sum of the gradients of all. Modules that share a parameter are tied without this.
     reads            by stage: what each argument of its forward is, a Value (output k of an earlier stage) or an Input
-                     (leaf k of the input). None: all that its producers in the schedule return; where it has none, all
-                     leaves. Several are so many arguments, or one tuple where forward does not take so many.
+                     (leaf k of the input). None: all that its producers in the schedule return or, without producers,
+                     all leaves. Several are separate arguments, or one tuple if forward does not take that many.
     loss_of          "microbatch", or "minibatch": loss takes the outputs and targets of all microbatches, concatenated
                      along dimension 0. The schedule must then have all forwards of the last stage before its first
                      backward, as gpipe has.
-    named            the stages are cut from one module, and parameters and buffers have their names in it, whatever the
-                     cut. A buffer, or a frozen parameter, has the same value in all stages that have it.
-    split            stages that are sums over shards (see mpirun.model.parallel_layers), never the last. What builds
-                     such a stage, or its layers, is called with `shard` if it has a parameter of that name, and without
-                     it for the whole layer. Their parameters have no hooks, and their forward draws no random numbers.
-    weights          names in the whole model -> values of those that it has, as checkpoint.pretrained.Pretrained. A
-                     stage asks for its own parameters and buffers; those without a value keep the one they are built
-                     with, which is said, or are refused where they have none.
+    named            True: the stages are cut from one module, and parameters and buffers have their names in it, for
+                     every cut. A buffer, or a frozen parameter, has the same value in all stages that have it.
+    split            stages that are sums over shards (see mpirun.model.parallel_layers), never the last. A function
+                     that builds such a stage or its layer is called with `shard` if it has a parameter of this name,
+                     and without it for the whole layer. Such stages have no parameter hooks and draw no random numbers.
+    weights          names in the whole model -> values of those that it has, such as checkpoint.pretrained.Pretrained.
+                     A stage asks for its own parameters and buffers; those without a value keep the one they are built
+                     with, with a warning, or are refused if they have none.
     aliases          by name in the whole model, other names that the same parameter has there: weights may have it
-                     under one of these.
+                     under one of these names.
     pair             collated samples of a loader -> (leaves of the input, target).
-    traced           split has traced the stages: they are for microbatches of one shape.
-    check_eval       -> what makes a stage's module leave out in eval mode what the model does, None where all do; its
-                     UsageError, or that of what it gives: where the stages would still do something else.
-    tensor_parallel  T, set by mpirun: stage s of the function is the T stages from T s on, shards where `split` has s,
-                     replicas elsewhere.
+    traced           True: split has traced the stages, so they are for microbatches of one shape.
+    check_eval       () -> a function that makes a stage's module leave out in eval mode what the model leaves out, or
+                     None if stages do so anyway. Both raise UsageError if the stages would still do something else.
+    tensor_parallel  T, set by mpirun: stage s of the function becomes the T stages from T s on, which are shards if
+                     `split` has s, else replicas.
     """
 
     stages: Sequence[StageEntry]
@@ -90,9 +90,9 @@ class Model(NamedTuple):
     tensor_parallel: int = 1
 
     def resolved_reads(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:
-        """`reads`, or what None stands for: of stages with these producers and an input of so many leaves.
+        """`reads`, or what None stands for, given the producers of each stage and the number of the input's leaves.
 
-        That has the first output of each producer; `all_outputs` adds the others, once it is known how many there are.
+        The latter has the first output of each producer; `all_outputs` adds the others, once their number is known.
         """
         if self.reads is not None:
             return self.reads
@@ -100,16 +100,16 @@ class Model(NamedTuple):
         return [[Value(p, 0) for p in stages] or inputs for stages in producers]
 
     def graph(self) -> ModelGraph:
-        """What a schedule must know of the stages, which are a chain where `reads` is None."""
+        """What a schedule must know of the stages, which are a chain if `reads` is None."""
         reads = self.resolved_reads([[stage - 1] if stage else [] for stage in range(len(self.stages))], 1)
         return model_graph(reads, ([stage for stage, _ in tie] for tie in self.tied), self.split)
 
     def model_stage(self, stage: int) -> int:
-        """The function's stage that a stage is a shard or a replica of; without shards it is that."""
+        """The function's stage that a stage is a shard or a replica of; without shards the stage itself."""
         return stage // self.tensor_parallel
 
     def shard_of(self, stage: int) -> Shard:
-        """The shard that a stage is of one of the function's stages; UNSHARDED where that is not split."""
+        """Which shard of the function's stage a stage is; UNSHARDED if that stage is not split."""
         split = self.model_stage(stage) in self.split
         return Shard(stage % self.tensor_parallel, self.tensor_parallel) if split else UNSHARDED
 
@@ -136,7 +136,7 @@ class Model(NamedTuple):
     def entry_name(self, stage: int, name: str) -> str:
         """The name of a stage's parameter or buffer in the whole model; of a tied one, that of the tie's first.
 
-        Where a stage is given by its layers, or the model is `named`, names do not depend on how it is cut into stages.
+        If a stage is given by its layers, or the model is `named`, names do not depend on how it is cut into stages.
         """
         for tie in self.tied:
             if (stage, name) in tie:

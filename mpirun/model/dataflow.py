@@ -2,8 +2,8 @@
 
 A stage's forward takes positional arguments, its *sources*: leaves of the microbatch's input, which every rank makes
 for itself, and outputs of earlier stages. The outputs that a consumer reads travel as one message, a `Bundle`: the
-tensor itself, or several tensors packed one behind the other. Where all consumers read the same outputs, they all get
-the same message. A gradient travels back in the same form, without the outputs that are not floating-point.
+tensor itself, or several tensors packed one after the other. If all consumers read the same outputs, they all get the
+same message. A gradient travels back in the same form, without the outputs that are not floating-point.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import Kind
 from schedgen.util.errors import UsageError
 
-# Bytes: where each tensor begins in a message of several, and each parameter in a stage's flat weights. cuBLAS may
-# choose another kernel, which gives other bits, for memory that begins elsewhere than at a multiple of 256.
+# Bytes: the alignment of each tensor in a message of several, and of each parameter in a stage's flat weights. For
+# memory that does not begin at a multiple of 256, cuBLAS may choose another kernel, which gives other bits.
 ALIGN = 256
 
 
@@ -51,11 +51,11 @@ class TensorSpec(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Those of its elements."""
+        """The bytes of its elements."""
         return math.prod(self.size) * self.dtype.itemsize
 
     def zeros(self, device: torch.device) -> Tensor:
-        """Such a tensor."""
+        """Such a tensor, filled with zeros."""
         return torch.zeros(self.size, dtype=self.dtype, device=device)
 
 
@@ -100,7 +100,7 @@ class Dataflow:
 
     @cached_property
     def _bundles(self) -> dict[tuple[int, int, int], Bundle]:
-        """By kind, stage and consumer (-1: all); a gradient's has the floating-point outputs only."""
+        """By kind, stage and consumer (-1: all); those of gradients have the floating-point outputs only."""
         bundles: dict[tuple[int, int, int], Bundle] = {}
         for p, consumers in enumerate(self.graph.consumers):
             for c in consumers:
@@ -143,7 +143,7 @@ class Arguments:
         """`positions`, by argument, among `values` values and then the leaves."""
         self.positions = positions
         self.reads_input = any(position >= values for position in positions)
-        # How many arguments there are, where they are simply the first values in order; else 0.
+        # How many arguments there are, if they are simply the first values in order; else 0.
         self.first = len(positions) if list(positions) == list(range(len(positions))) else 0
 
     def __call__(self, values: Sequence[Tensor], leaves: Sequence[Any]) -> list[Any]:
@@ -153,7 +153,7 @@ class Arguments:
 
 
 def all_outputs(sources: Sequence[Source], counts: Sequence[int]) -> list[Source]:
-    """`sources` with all outputs of a stage in place of its first; `counts`: how many each stage before has."""
+    """`sources` with all outputs of a stage in place of its first; `counts`: how many each earlier stage has."""
     return [
         each
         for source in sources
@@ -164,7 +164,7 @@ def all_outputs(sources: Sequence[Source], counts: Sequence[int]) -> list[Source
 
 
 def unread_outputs(reads: Reads, outputs: Sequence[Sequence[TensorSpec]], header: Header) -> list[Value]:
-    """Of the model's stages, the outputs that no stage reads; the loss gets those of the last."""
+    """The outputs of the model's stages that no stage reads, without those of the last, which the loss gets."""
     read = {Value(header.model_stage(x.stage), x.output) for sources in reads for x in sources if isinstance(x, Value)}
     given = [Value(s, k) for s, first in enumerate(header.first_shards[:-1]) for k in range(len(outputs[first]))]
     return [value for value in given if value not in read]
@@ -204,7 +204,7 @@ def how_to_compile(header: Header) -> str:
 
 
 def check_reads(reads: Reads, header: Header) -> None:
-    """UsageError where `reads` is malformed, or the schedule's edges are not the model's."""
+    """UsageError if `reads` is malformed, or the schedule's edges are not the model's."""
     if len(reads) != header.stages:
         raise UsageError(f"the model says what {len(reads)} stages read, but there are {header.stages}")
     for stage, sources in enumerate(reads):

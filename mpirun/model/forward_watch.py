@@ -1,4 +1,4 @@
-"""What a stage's forward does beside its outputs: it draws random numbers, and writes to tensors that it is given."""
+"""What a stage's forward does besides computing outputs: draw random numbers, and write to tensors that it is given."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.utils._pytree import tree_leaves
 
 from mpirun.model.rng import WHOLE_STAGE, RandomOp
 
-BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # where it trains, whatever its schema says
+BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in training, whatever the schema says
 
 
 def memory(x: Tensor) -> Any:
-    """What a tensor lies in: that of its views has the same `_cdata`, a number that no other has while it is held."""
+    """The memory of a tensor. That of its views has the same `_cdata`, a number that is unique while it is held."""
     return x.untyped_storage() if x.layout == torch.strided else x
 
 
 class ForwardWatch(TorchDispatchMode):
-    """While it is active, notes in `random_layers` the layers of a module that draw, and what is written to.
+    """While it is active, records in `random_layers` the layers of a module that draw, and what is written to.
 
-    Only what operations of torch write is seen: NumPy's views are not.
+    Only writes by torch operations are seen, not those through NumPy views.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[str]) -> None:
@@ -43,7 +43,7 @@ class ForwardWatch(TorchDispatchMode):
             layer.register_forward_hook(lambda *_, name=name: self.random_layers.append(name) if self.drawn else None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; note whether it draws, and where it writes.
+        """Run an operation; record whether it draws, and where it writes.
 
         Attention says that it draws, but does so only with dropout.
         """
@@ -60,7 +60,7 @@ class ForwardWatch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def has_written_to(self, x: object) -> bool:
-        """Whether it is a tensor that was there before and has been changed."""
+        """Whether `x` is a tensor whose memory has been written to."""
         return isinstance(x, Tensor) and memory(x)._cdata in self.written
 
     def changed_buffers(self) -> list[str]:
@@ -72,7 +72,7 @@ class ForwardWatch(TorchDispatchMode):
 
 @cache
 def _may_write_to(operation: Any) -> frozenset[str]:
-    """The arguments that it writes to."""
+    """The names of the arguments that an operation may write to."""
     return frozenset(
         argument.name
         for argument in operation._schema.arguments

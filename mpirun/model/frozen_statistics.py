@@ -1,7 +1,7 @@
-"""Buffers that forwards change, as running statistics: copies of them, and forwards that leave them alone.
+"""Buffers that forwards change, such as running statistics: copies of them, and forwards that leave them alone.
 
-A forward that is done again must not update them twice, and computes with the values that they had the first time. What
-modules with buffers count as attributes, such as their calls, goes with them.
+A forward that is repeated must not update them twice, and computes with the values that they had the first time.
+Numbers that modules with buffers have as attributes, such as a count of calls, are treated in the same way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 def frozen_statistics(module: nn.Module, begin: Mapping[str, Tensor] | None = None) -> Iterator[None]:
     """Inside, forwards compute the same, but what they write to buffers is lost: they write to copies.
 
-    So are the numbers that a module with buffers counts as attributes. `begin`: in place of copies of what the buffers
-    are now, these, as `buffer_copies` has given them; forwards write to them.
+    Changes of numbers that a module with buffers has as attributes are lost, too. `begin`: values from `buffer_copies`
+    that forwards begin with and write to, in place of copies of the buffers as they are now.
     """
     before = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     numbers = [(part, _numbers(part)) for part, _ in before]
@@ -38,7 +38,7 @@ def frozen_statistics(module: nn.Module, begin: Mapping[str, Tensor] | None = No
 
 
 def take_numbers(module: nn.Module, source: nn.Module) -> None:
-    """Give a stage's module the numbers that another module of the same stage has counted as attributes."""
+    """Give a stage's module the numbers that another module of the same stage has as attributes."""
     for part, other in zip(module.modules(), source.modules(), strict=True):
         if part._buffers:
             vars(part).update(_numbers(other))

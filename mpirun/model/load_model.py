@@ -26,8 +26,8 @@ def load_model(
 ) -> Model:
     """The model `name` (MODULE:FUNCTION) in `stages` stages.
 
-    `layers`: the function is asked for sum(layers) stages, of which each stage joins so many; None: one each.
-    `needs_batch`: UsageError where the model does not say how a microbatch is made.
+    `layers`: the function is asked for sum(layers) stages, of which stage k joins layers[k]; None: one each.
+    `needs_batch`: UsageError if the model does not say how a microbatch is made.
     """
     if layers is not None:
         return join_stages(load_model(name, sum(layers), seed, None, needs_batch), layers)
@@ -41,7 +41,7 @@ def load_model(
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(f"--model {name}: {module_name} has no function {function_name}")
-    torch.manual_seed(seed)  # for models that return modules, not functions
+    torch.manual_seed(seed)  # for model functions that return modules, not functions
     try:
         model = function(stages)
     except UsageError as error:
@@ -59,7 +59,7 @@ def load_model(
 
 
 def join_stages(model: Model, layers: Sequence[int]) -> Model:
-    """The model with stages that join, one behind the other, so many of its own."""
+    """The model with stages that join consecutive stages of its own; `layers`: how many, by stage."""
     stages: list[Layers] = []
     stage_of: list[int] = []
     parts = iter(model.stages)
@@ -81,7 +81,7 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
 
 
 def check_model(model: Model, stages: int) -> Model:
-    """The model, its numbers Python's own; UsageError where a field is not what it should be."""
+    """The model, with Python's own numbers; UsageError if a field is not what it should be."""
     _check_stages(model, stages)
     make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch
     functions = {"loss": model.loss, "batch": make, "weights": model.weights, "pair": model.pair}
@@ -146,7 +146,7 @@ def _checked_ties(model: Model, stages: int) -> list[list[tuple[int, str]]]:
     for (stage, name), count in Counter(place for tie in ties for place in tie).items():
         if count > 1:
             raise UsageError(f"the model ties {name} of stage {stage} twice")
-    for shared in shared_parameters(model.stages):  # of given ties that have some of its places it makes one
+    for shared in shared_parameters(model.stages):  # joins the given ties that have some of its places
         joined = [tie for tie in ties if not set(tie).isdisjoint(shared)]
         ties = [tie for tie in ties if tie not in joined]
         ties.append(list(dict.fromkeys(place for tie in (*joined, shared) for place in tie)))

@@ -1,4 +1,4 @@
-"""The loss of one microbatch: of its samples without padding, with the metrics that it may return beside it."""
+"""The loss of one microbatch: of its samples without padding, with the metrics that it may return besides."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from schedgen.util.errors import UsageError, clip, raised
 Outputs = TypeVar("Outputs")
 Found = TypeVar("Found")
 
-# What `log` and the rows of --metrics call a step's other numbers.
+# The names of a step's other numbers in `log` and in the rows of --metrics.
 STEP_NUMBERS = frozenset({"grad_norm", "loss", "lr", "seconds", "step", "tokens"})
 
 
 def check_loss(function: object) -> None:
-    """UsageError where a loss has parameters of its own that nothing would train."""
+    """UsageError if a loss has parameters of its own, which nothing would train."""
     named = function.named_parameters() if isinstance(function, nn.Module) else ()
     trained = [name for name, parameter in named if parameter.requires_grad]
     if trained:
@@ -37,14 +37,14 @@ def loss_input(outputs: Sequence[Tensor]) -> Any:
 def loss_and_metrics(
     function: Callable[[Any, Any], Any], output: Any, batch: Microbatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, shape (), and its metrics, numbers by name. Of padding alone the loss is 0, and so is its gradient.
+    """The loss, shape (), and its metrics, numbers by name. If all is padding, the loss and its gradient are 0.
 
-    `function`: (output, target) -> loss, or (loss, metrics). UsageError where it returns anything else.
+    `function`: (output, target) -> loss, or (loss, metrics). UsageError if it returns anything else.
     """
     target = batch.target
     if batch.padding:
         if batch.padding == batch.size:
-            # Sums of no elements: 0 times a sum is NaN where logits are masked.
+            # Sums of no elements: 0 times a sum would be NaN if logits are masked.
             nothing = [x.real.flatten()[:0].float().sum() for x in tree_leaves(output) if isinstance(x, Tensor)]
             return torch.stack(nothing).sum(), {}
         output, target = without_padding("output", output, batch), without_padding("target", target, batch)
@@ -66,9 +66,9 @@ def loss_and_metrics(
 
 
 def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[], Outputs]) -> Found:
-    """What it makes of outputs that are zero, or of real ones where it takes no zeros, as for scales.
+    """The result of `loss` on outputs that are zero or, if it fails on zeros (such as scales), on real ones.
 
-    UsageError where it fails on these, too.
+    UsageError if it fails on these, too.
     """
     try:
         return loss(zeros)
@@ -87,7 +87,7 @@ def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[]
 def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
     """The tensors of a microbatch, nested as they are, without the samples that are padding.
 
-    UsageError where a tensor has not the samples in dimension 0; `what` they are: output or target.
+    UsageError if a tensor does not have the samples in dimension 0; `what`: output or target.
     """
     if (why := why_uncut(what, tree, batch.size)) is not None:
         raise UsageError(why)

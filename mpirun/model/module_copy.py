@@ -1,6 +1,6 @@
-"""Stages as copies of a module that is there.
+"""Stages as copies of an existing module.
 
-One on the meta device has no values: a rank gives values to the stages that it builds, and no others.
+A module on the meta device has no values: a rank gives values to the stages that it builds, and no others.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class MetaModule(NamedTuple):
 
     module: nn.Module
     init: Init | None  # None: the submodule's reset_parameters
-    prefix: str = ""  # of names in it: those in the whole model begin so
+    prefix: str = ""  # what names in the whole model have before those in it
 
 
 def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
-    """None where the module has its values; UsageError where there is an `init` all the same."""
+    """The `MetaModule` of a module; None if the module has values, and then UsageError if there is an `init`."""
     if init is not None and not callable(init):
         raise UsageError(f"init should be a function of a module, not {type(init).__name__}")
     if is_on_meta(module):
@@ -45,23 +45,23 @@ def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
 
 
 class ModuleCopy:
-    """Builds a stage, or a layer of one, as a copy of a module that is there, which stays as it is.
+    """Builds a stage, or a layer of one, as a copy of an existing module, which stays as it is.
 
-    Of a module on the meta device each submodule's values are seeded by its name, whatever the cut.
+    In a module on the meta device each submodule's values are seeded by its name, for every cut.
     """
 
-    seeded = "module"  # by this and the run's seed: all stages alike
+    seeded = "module"  # by this word and the run's seed: the same for all stages
 
     def __init__(self, module: nn.Module, source: MetaModule | None = None) -> None:
-        """`source`: where `module` is on the meta device, made of tensors of that under the same names."""
+        """`source`: if `module` is on the meta device, the module whose tensors it has, under the same names."""
         self.module, self.source = module, source
 
     def __call__(self) -> nn.Module:
-        """A copy with values on the CPU; UsageError where nothing gives values to one of its tensors."""
+        """A copy with values on the CPU; UsageError if nothing gives values to one of its tensors."""
         return self.build({}, lambda name, tensor: True)
 
     def build(self, values: Mapping[str, Tensor], needs_values: Callable[[str, Tensor], bool]) -> nn.Module:
-        """The copy with these values by name; of its other tensors those that need none have memory only."""
+        """The copy with these values by name; other tensors that need no values have memory only."""
         seed = torch.initial_seed()
         tensors = own_tensors(self.module)
         copies: dict[int, Tensor] = {}
@@ -79,7 +79,7 @@ class ModuleCopy:
             owner, _, attribute = name.rpartition(".")
             value = getattr(filled[owner], attribute)
             fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
-            if fits and _is_byte(value.dtype):  # any value may be meant: two inits of other memory should make the same
+            if fits and _is_byte(value.dtype):  # any value may be meant: inits of other memory should agree
                 fits = torch.equal(value, getattr(self._filled(owner, derived_seed(seed, owner), 1), attribute))
             if not fits or _is_unset(value):
                 by = "init" if self.source is not None and self.source.init else "reset_parameters"
@@ -90,7 +90,7 @@ class ModuleCopy:
     def _filled(self, name: str, seed: int, byte: int = 0) -> nn.Module:
         """A copy of the source's submodule whose own parameters and buffers, but not its children's, have values.
 
-        `byte`: what booleans and bytes are before.
+        `byte`: what booleans and bytes are filled with before.
         """
         source = self.source or MetaModule(self.module, None)
         module = copy.copy(source.module.get_submodule(name))
@@ -102,7 +102,7 @@ class ModuleCopy:
             own: buffer if buffer is None else _unset(buffer, byte) for own, buffer in module._buffers.items()
         }
         own_init = getattr(type(module), "reset_parameters", None)
-        init = source.init or own_init or getattr(source.module, "_init_weights", None)  # as of transformers
+        init = source.init or own_init or getattr(source.module, "_init_weights", None)  # as in transformers
         if init is None:
             raise UsageError(
                 f"{name or 'the module'}, {type(module).__name__}: is on the meta device and has no reset_parameters: "
@@ -128,7 +128,7 @@ def compiled_in_place(module: nn.Module) -> list[str]:
 
 
 def parameter_aliases(module: nn.Module) -> dict[str, list[str]]:
-    """By parameter that has several names in a module, those beside its first."""
+    """By first name of a parameter that has several names in a module, the other names."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -136,7 +136,7 @@ def parameter_aliases(module: nn.Module) -> dict[str, list[str]]:
 
 
 def shared_parameters(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
-    """The trained parameters of modules that have more than one name there, each as a tie: its (stage, name)."""
+    """The trained parameters with more than one name in stages that are modules, each as a tie of (stage, name)."""
     places: dict[int, list[tuple[int, str]]] = {}
     for stage, module in enumerate(stages):
         if isinstance(module, nn.Module):
@@ -147,7 +147,7 @@ def shared_parameters(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
 
 
 def shared_buffers(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
-    """The buffers that several stages, or layers of one, have as modules: of each its (stage, name)."""
+    """The buffers that the modules of several stages, or of layers of one, share: each as a list of (stage, name)."""
     places: dict[int, list[tuple[int, str]]] = {}
     for stage, entry in enumerate(stages):
         for prefix, layer in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
@@ -159,15 +159,15 @@ def shared_buffers(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
 
 
 def like(tensor: Tensor, value: Tensor) -> Tensor:
-    """The value as a parameter, where `tensor` is one: frozen or trained as that."""
+    """The value; as a parameter if `tensor` is one, frozen or trained like that."""
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def _takes_name(init: Init) -> bool:
-    """Whether it has a second argument without a default: the submodule's name."""
+    """Whether an `init` has a second argument without a default: the submodule's name."""
     try:
         parameters = inspect.signature(init).parameters.values()
-    except (ValueError, TypeError):  # not of Python
+    except (ValueError, TypeError):  # not written in Python
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) > 1
@@ -178,7 +178,7 @@ def _is_byte(dtype: torch.dtype) -> bool:
 
 
 def _unset(tensor: Tensor, byte: int) -> Tensor:
-    """Memory for it on the CPU, filled with the value that stands for none; booleans and bytes with `byte`."""
+    """Memory for a tensor on the CPU, filled with a value that means unset; booleans and bytes with `byte`."""
     filler = byte if _is_byte(tensor.dtype) else _filler(tensor.dtype)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").fill_(filler)
 
@@ -189,7 +189,7 @@ def _filler(dtype: torch.dtype) -> float:
 
 
 def _is_unset(value: Tensor) -> bool:
-    """Whether nothing was written to it, as far as that can be seen."""
+    """Whether nothing was written to a tensor, as far as that can be seen."""
     if _is_byte(value.dtype) or not value.numel():
         return False
     inexact = value.is_floating_point() or value.is_complex()

@@ -28,7 +28,7 @@ class Shard:
     count: int = 1
 
     def share(self, size: int, what: str) -> int:
-        """How many of `size` a shard has; UsageError, which says of `what`, where they do not divide."""
+        """How many of `size` a shard has; UsageError, which names them by `what`, if they do not divide evenly."""
         if size % self.count:
             raise UsageError(f"{size} {what} do not divide into {self.count} shards")
         return size // self.count
@@ -59,7 +59,7 @@ class ShardedDim(NamedTuple):
 
 
 def sharded_dims(module: nn.Module) -> dict[str, ShardedDim]:
-    """The parameters and buffers that are divided, as the submodules that own them say in their `sharded_dims`."""
+    """The parameters and buffers that are divided, as the submodules that own them declare in `sharded_dims`."""
     dims: dict[str, ShardedDim] = {}
     for prefix, part in module.named_modules():
         own: Mapping[str, ShardedDim] = getattr(part, "sharded_dims", {})
@@ -103,5 +103,5 @@ class HeadParallelAttention(nn.Module):
 
 
 def skip(x: Tensor, y: Tensor, shard: Shard) -> Tensor:
-    """x + y, where y is a term of the sum: x is added in shard 0 only. All shards give the same type."""
+    """x + y, where y is a term of the sum: x is added in shard 0 only. All shards return the same type."""
     return x + y if shard.index == 0 else y.to(torch.promote_types(x.dtype, y.dtype))

@@ -2,9 +2,9 @@
 
 Rank, scheme, order and cut do not matter. A *layer* is an entry of the mapping that a stage is given as; in a stage
 made by `mpirun.split`, an operation that draws; any other stage is one layer. A loss is seeded as if it were one, an
-optimizer by the step and its first parameter. A `ForwardWatch` finds the layers whose forward draws (dropout), where
-shapes are found. `LayerRng` then seeds the generator before each of their forwards: the same forward draws the same
-numbers again, on whichever rank.
+optimizer by the step and its first parameter. A `ForwardWatch` finds the layers whose forward draws (dropout), when
+shapes are inferred. `LayerRng` then seeds the generator before each of their forwards: the same forward draws the same
+numbers again, on any rank.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def derived_seed(*parts: int | str) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's generators: that of the CPU and, where there are devices, theirs.
+    """Seed torch's generators: that of the CPU and, if there are devices, theirs.
 
-    `torch.manual_seed` would do the same, but for each kind of device that is not there it formats a stack trace.
+    `torch.manual_seed` would do the same, but formats a stack trace for each kind of device that does not exist.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
@@ -39,7 +39,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states(device: torch.device) -> list[list[int]]:
-    """Of torch's generator of the CPU and of a GPU: they are others as soon as something has drawn."""
+    """The states of torch's CPU generator and of a GPU's: they differ as soon as something has drawn."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     return [state.tolist() for state in states]
 
@@ -48,7 +48,7 @@ def generator_states(device: torch.device) -> list[list[int]]:
 def generators_kept() -> Iterator[None]:
     """Afterwards torch's generators, of the CPU and of the current GPU, are as they were, whatever drew or seeded.
 
-    Ranks have other layers and seed differently; what a script draws from these generators has to be the same on all.
+    Ranks have different layers and seed differently; what a script draws from these must be the same on all ranks.
     """
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         yield
@@ -83,7 +83,7 @@ class LayerRng:
             layer.register_forward_pre_hook(self._hook(name or f"stage {stage}"))
 
     def seed(self, name: str) -> int:
-        """What the forward of a layer draws from now."""
+        """The seed for a layer's forward in the job at `at`."""
         return derived_seed(*self.at, name)
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any], None]:

@@ -1,9 +1,9 @@
 """What every rank knows of all stages: shapes and types, memory, which layers draw.
 
 Rank 0 finds it by running all stages once on fake tensors, which have shapes but no data and need little memory. They
-are on the run's device, because autocast has another list of operations for GPUs than for CPUs. Where that fails, as
-where a stage asks for values to route tokens to experts, rank 0 runs the stages up to it on the microbatch itself, one
-after the other. By its values such a stage may draw, or change its buffers, in other microbatches only.
+are on the run's device, because autocast has another list of operations for GPUs than for CPUs. If that fails, as when
+a stage asks for values to route tokens to experts, rank 0 runs the stages up to it on the microbatch itself, one after
+the other. Depending on values, such a stage may draw, or change its buffers, in other microbatches only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where its last byte is, plus one."""
+        """Where the byte after its last one is."""
         return self.begin + self.size.numel() * self.dtype.itemsize
 
     def of(self, flat: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ class StageShape(NamedTuple):
     parameter_names: tuple[str, ...]  # of the trained parameters
     weight_bytes: int = 0  # of all of them, flat
     overwrites_inputs: bool = False  # whether it changes its inputs in place
-    overwrites_buffers: bool = False  # whether it changes its buffers, as running statistics, or might by its values
+    overwrites_buffers: bool = False  # whether it changes its buffers, or might in other microbatches
     changed_buffers: tuple[str, ...] = ()  # those that it has changed here
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
-    random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might by their values
+    random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might elsewhere
     loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
-    metrics: tuple[str, ...] = ()  # the last stage: what the loss returns beside it, ascending
+    metrics: tuple[str, ...] = ()  # the last stage: names of what the loss returns besides, sorted
     loss_draws: bool = False  # the last stage: whether the loss draws random numbers
     layout: tuple[Place, ...] = ()  # of the trained parameters, flat
     sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters and buffers that are divided among shards
@@ -71,7 +71,7 @@ class StageShape(NamedTuple):
 
 
 def flat_layout(parameters: Sequence[Tensor]) -> tuple[list[Place], int]:
-    """Where each parameter lies in the stage's flat weights, one type behind the other, and the bytes of all."""
+    """Where each parameter lies in the stage's flat weights, one type after the other, and the bytes of all."""
     places, end = dict[int, Place](), 0
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         for number, parameter in enumerate(parameters):
@@ -91,8 +91,8 @@ def infer_shapes(
 ) -> list[StageShape]:
     """By stage, its shape on this microbatch, found by running all stages, and the loss on zeros or their outputs.
 
-    `prepare`: what is done to every stage's module before; None: it is in train mode, as it is built.
-    UsageError where a stage, or the loss, cannot take what it reads, or does not return what the contract says.
+    `prepare`: is called with every stage's module before; None: modules stay in train mode, as they are built.
+    UsageError if a stage, or the loss, cannot take what it reads, or does not return what the contract says.
     """
     for stage, sources in enumerate(reads):
         for source in sources:
@@ -101,7 +101,7 @@ def infer_shapes(
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
     trial = Trial(model, reads, batch, autocast_dtype, device, prepare)
     shapes = trial.shapes()
-    if model.loss_of == "minibatch":  # its outputs are those of all microbatches
+    if model.loss_of == "minibatch":  # it takes the outputs of all microbatches
         return shapes
     on_device = to_device(batch, device)
 
@@ -122,7 +122,7 @@ def infer_shapes(
 
 @dataclass
 class Trial:
-    """All stages on one microbatch, one after the other; what it is made of is as for `infer_shapes`."""
+    """Runs all stages on one microbatch, one after the other; its fields are as for `infer_shapes`."""
 
     model: Model
     reads: Reads
@@ -131,10 +131,10 @@ class Trial:
     device: torch.device
     prepare: Callable[[nn.Module], object] | None
     fake: FakeTensorMode = field(default_factory=fake_mode)
-    real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages
+    real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
     def shapes(self) -> list[StageShape]:
-        """By stage, without the loss."""
+        """The shapes by stage, without the loss."""
         outputs: list[Sequence[Tensor]] = []
         shapes: list[StageShape] = []
         for stage in range(len(self.model.stages)):
@@ -150,19 +150,19 @@ class Trial:
         return shapes
 
     def with_values(self, stage: int) -> tuple[Sequence[Tensor], StageShape]:
-        """The outputs of a stage, and its shape, where all stages up to it and the microbatch have their values."""
+        """The outputs of a stage, and its shape, when all stages up to it run with real values."""
         while len(self.real) <= stage:
             self.real.append(self._forward(len(self.real), [outputs for outputs, _ in self.real], None))
         return self.real[stage]
 
     def last_outputs(self) -> Sequence[Tensor]:
-        """Those of the last stage where everything has its values."""
+        """The outputs of the last stage when all stages run with real values."""
         return self.with_values(len(self.model.stages) - 1)[0]
 
     def _forward(
         self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None
     ) -> tuple[Sequence[Tensor], StageShape]:
-        """`outputs`: of the stages before; `fake`: None: it has its values, by which other microbatches may differ."""
+        """Run a stage. `outputs`: of earlier ones; `fake`: None: with values, by which microbatches may differ."""
         model, device, entry = self.model, self.device, self.model.stages[stage]
         module = _real_stage(model, stage) if fake is None else stage_without_values(model, stage, fake)
         parameters = _parameter_shape(module)
@@ -201,7 +201,7 @@ class _Failed(UsageError):
 
 def _real_stage(model: Model, stage: int) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MpirunWarning)  # who trains it says the same
+        warnings.simplefilter("ignore", MpirunWarning)  # building it for training warns of the same
         return build_stage(model, stage, seed=0)
 
 
@@ -222,7 +222,7 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
 
 
 def _input(x: Any, fake: FakeTensorMode | None, needs_grad: bool) -> Any:
-    """What a stage is called with for x, which it may change."""
+    """What a stage is called with in place of x: a copy, which it may change."""
     if not isinstance(x, Tensor):
         return x
     if fake is not None and not fake.is_our_fake(x):
@@ -253,14 +253,14 @@ def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[
 
 
 def _parameter_shape(module: nn.Module) -> StageShape:
-    """Of its trained parameters only."""
+    """The shape of a stage, with its trained parameters only."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     layout, size = flat_layout(list(trained.values()))
     return StageShape((), tuple(trained), size, layout=tuple(layout), sharded_dims=sharded_dims(module))
 
 
 def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:
-    """UsageError where the last of `shapes`, shard `index` of its stage, is no term of a sum over the shards."""
+    """UsageError if the last of `shapes`, shard `index` of its stage, cannot be a term of a sum over the shards."""
     shape = shapes[-1]
     name = f"stage {shape.model_stage} of the model"
     if shape.random_layers:

@@ -31,11 +31,11 @@ def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
 
 
 def lack(names: Sequence[str], where: str) -> str:
-    """That weights lack these names, in words; `where` they are."""
+    """A sentence: the weights that are `where` lack these names."""
     return f"{where}: has no {listed(names)}: trained from the values that the model is built with"
 
 
 def listed(names: Collection[str]) -> str:
-    """Some of the names, and how many more there are."""
+    """The first names, and how many more there are."""
     shown, more = list(names)[:4], len(names) - 4
     return ", ".join(map(clip, shown)) + (f" and {more} more" if more > 0 else "")

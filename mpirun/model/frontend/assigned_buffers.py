@@ -1,6 +1,6 @@
-"""Buffers that a traced forward assigns new tensors to: changes in place of the buffers, as its last operations.
+"""Buffers that a traced forward assigns new tensors to: its last operations change the buffers in place instead.
 
-torch.export makes these of the root's buffers alone, and of another than was assigned where one before is None.
+torch.export does this for the root's buffers only, and changes another than was assigned if one before it is None.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ aten = torch.ops.aten
 def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
     """Inside, a forward of `module` ends by copying into its buffers what it has assigned to them.
 
-    UsageError, raised by the assignment, where the buffer had another shape or type, or was none.
+    UsageError, raised by the assignment, if the buffer had another shape or type, or if either is None.
     """
     parts = {*module.modules()}
-    before: dict[tuple[nn.Module, str], Tensor] = {}  # what was there when the forward began
+    before: dict[tuple[nn.Module, str], Tensor] = {}  # the tensors when the forward began
 
     def assign(part: nn.Module, name: str, value: Tensor | None) -> Any:
         buffer = part._buffers.get(name)
@@ -40,7 +40,7 @@ def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
             )
         before.setdefault((part, name), buffer)
         memory = {x.untyped_storage()._cdata for x in (*before.values(), *module.buffers())}
-        return value.clone() if value.untyped_storage()._cdata in memory else None  # that may be changed in between
+        return value.clone() if value.untyped_storage()._cdata in memory else None  # else it may change before the end
 
     def change(*_: object) -> None:
         for (part, name), buffer in before.items():
@@ -49,7 +49,7 @@ def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
 
     register = torch_module.register_module_buffer_registration_hook
     handles = [register(assign), module.register_forward_hook(change)]
-    # By this torch.export would do so, too.
+    # With its own hook torch.export would do the same, too.
     torch_module.register_module_buffer_registration_hook = lambda hook: RemovableHandle(OrderedDict())
     try:
         yield
@@ -60,7 +60,7 @@ def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def set_lines_of_changes(graph: fx.Graph) -> None:
-    """Copies at the end of the forward, which no line of the source makes, get those of what they copy."""
+    """Give copies at the end of the forward, which come from no source line, the source line of what they copy."""
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         if isinstance(node.args[1], fx.Node) and not node.meta.get("stack_trace"):
             node.meta = dict(node.args[1].meta)

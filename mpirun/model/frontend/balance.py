@@ -1,4 +1,4 @@
-"""A sequence divided into runs, even in number, or so that the costliest run costs as little as it can."""
+"""Divides a sequence into runs of equal length, or so that the costliest run costs as little as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NEVER = float("inf")  # the price of a place where no run may begin
 
 
 def even_starts(count: int, runs: int) -> list[int]:
-    """Where each of `runs` runs of `count` items begins; the first ones are longer where they do not divide."""
+    """Where each of `runs` runs of `count` items begins; the first ones are longer if needed."""
     shorter, longer = divmod(count, runs)
     return [shorter * k + min(k, longer) for k in range(runs)]
 
@@ -21,7 +21,7 @@ def balanced_starts(
     """Where each of `runs` runs of items with these costs begins, so that the largest sum is least; None: impossible.
 
     `prices`, whole numbers, by item: what it costs to begin a run there, or NEVER. Of all divisions whose largest sum
-    is within `slack` of the least, it is the one of least total price, and then of least sum of squares.
+    is within a fraction `slack` of the least, it is the one of least total price, and then of least sum of squares.
     """
     count = len(costs)
     ends = np.concatenate([[0.0], np.cumsum(costs if any(costs) else np.ones(count))])

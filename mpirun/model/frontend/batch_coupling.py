@@ -1,4 +1,4 @@
-"""Layers that couple the samples of a batch: their statistics are a microbatch's, not the minibatch's."""
+"""Layers that couple the samples of a batch: their statistics are those of a microbatch, not of the minibatch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mpirun.model.frontend.errors import warn_user
 def batch_coupled(module: nn.Module) -> list[str]:
     """The names of normalisations that train on statistics of the whole batch.
 
-    BatchNorm of any kind, unless it is in eval mode and so uses its running statistics; and
-    InstanceNorm that keeps running statistics.
+    BatchNorm of any kind, unless it is in eval mode and has running statistics; and InstanceNorm
+    in train mode that keeps running statistics.
     """
     return [name for name, part in module.named_modules() if isinstance(part, _NormBase) and _couples(part)]
 
@@ -25,7 +25,7 @@ def _couples(norm: _NormBase) -> bool:
 
 
 def warn_of_batch_statistics(module: nn.Module) -> None:
-    """Say what a pipeline makes of such layers."""
+    """Warn of what a pipeline does to such layers."""
     if names := batch_coupled(module):
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warn_user(

@@ -1,4 +1,4 @@
-"""Where a graph is cut: at pipe_split(), where submodules begin, or where stages are balanced and little is sent.
+"""Where a graph is cut: at pipe_split(), where submodules begin, or so that stages are balanced and send little.
 
 Out: the nodes of the body that begin the second stage, the third and so on.
 """
@@ -23,7 +23,7 @@ SLACK = 0.1  # how much slower the slowest stage may be so that less is sent
 
 
 def starts_at_pipe_splits(dependencies: Dependencies) -> list[fx.Node]:
-    """The first nodes behind each pipe_split() in the model's source."""
+    """The first nodes after each pipe_split() in the model's source."""
     starts: list[fx.Node] = []
     for mark in dependencies.graph.nodes:
         if str(mark.target) == PIPE_SPLIT:
@@ -62,7 +62,7 @@ def starts_at_modules(dependencies: Dependencies, module: nn.Module, points: Col
 def balanced_stages(
     dependencies: Dependencies, module: nn.Module, stages: int, costs: Mapping[str, float] | None
 ) -> list[fx.Node]:
-    """The first nodes of stages that take equally long and send little; `costs`: of submodules, as `split` takes."""
+    """The first nodes of stages that take equally long and send little; `costs`: of submodules, as for `split`."""
     if stages < 1:
         raise UsageError(f"{stages} stages: there should be one at least")
     prices = _prices(dependencies)
@@ -89,7 +89,7 @@ def module_names(node: fx.Node) -> list[str]:
 
 
 def uncut_ranges(dependencies: Dependencies) -> list[tuple[fx.Node, int, int]]:
-    """Roots of memory that is changed in place, and the first and last index in the body that no cut may separate."""
+    """Roots of memory changed in place, each with the first and last index in the body that no cut may separate."""
     root, index = dependencies.root, {node: k for k, node in enumerate(dependencies.body)}
     ranges = []
     for memory, writes in dependencies.writes.items():
@@ -121,7 +121,7 @@ def _empty_stage(what: str) -> UsageError:
 
 
 def _prices(dependencies: Dependencies) -> list[float]:
-    """By node of the body, what a cut in front of it costs: bytes that it sends, and modules that it cuts through."""
+    """By node of the body, what a cut before it costs: bytes that are sent there, and modules that are cut through."""
     body = dependencies.body
     index = {node: k for k, node in enumerate(body)}
     changes = [0] * (len(body) + 1)  # of the bytes that are alive
@@ -135,7 +135,7 @@ def _prices(dependencies: Dependencies) -> list[float]:
         alive += changes[k]
         prices.append(float(alive + len(module_calls(before).keys() & module_calls(node).keys())))
     for k, node in enumerate(body):
-        if node.target is getitem:  # goes with what it is part of
+        if node.target is getitem:  # stays with the node whose result it is a part of
             prices[k] = NEVER
     for _, first, last in uncut_ranges(dependencies):
         prices[first + 1 : last + 1] = [NEVER] * (last - first)
@@ -143,7 +143,7 @@ def _prices(dependencies: Dependencies) -> list[float]:
 
 
 def _node_costs(dependencies: Dependencies, module: nn.Module, costs: Mapping[str, float] | None) -> list[float]:
-    """By node of the body, its flops and the bytes of its parameters; where `costs` are given, scaled to these.
+    """By node of the body, its flops plus the bytes of its parameters; if `costs` are given, scaled to them.
 
     The cost of a submodule is that of its nodes, without those of submodules in it that have costs of their own.
     """

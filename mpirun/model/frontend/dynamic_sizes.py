@@ -1,4 +1,4 @@
-"""Microbatches of two sizes: the exports on the example, and on a sample less, merged into one graph.
+"""Microbatches of two sizes: the exports on the example, and on one sample less, are merged into one graph.
 
 The two graphs have the same nodes and differ in numbers only, such as the shape of a view. These become `SizedInt`
 and `SizedFloat`; `size_and_device_lookup.py` makes stages choose between them by the shape of an input.
@@ -28,13 +28,13 @@ class SizedInt(int):
 
 
 class SizedFloat(float):
-    """The same of a floating-point number."""
+    """The same for a floating-point number."""
 
     by_size: tuple[float, float]
 
 
 def smaller_example(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> Call:
-    """The example with a sample less; UsageError where that leaves none."""
+    """The example with one sample less; UsageError if that leaves none."""
     nested: Any = (args, kwargs) if args and kwargs else args or kwargs
     if sample_count(nested, dims) < 2:
         raise UsageError("dims: the example has one sample, so a smaller microbatch would have none")
@@ -48,16 +48,16 @@ def smaller_example(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -
 
 
 def merge_sizes(exported: ExportedGraph, smaller: ExportedGraph) -> ExportedGraph:
-    """The first, its numbers that depend on the size marked; `smaller`: the export on a sample less.
+    """`exported`, with marks on the numbers that depend on the size; `smaller`: the export on one sample less.
 
-    UsageError, with the line, where the two differ in more than numbers.
+    UsageError, with the line, if the two differ in more than numbers.
     """
     _merge(exported.graph, smaller.graph, exported.state, smaller.state)
     return exported._replace(example=Example(*exported.example[:2], smaller.example[:2]))
 
 
 def _merge(graph: fx.Graph, other: fx.Graph, state: dict[str, Any], other_state: dict[str, Any]) -> None:
-    """`other` and `other_state` are those of the smaller size."""
+    """Mark the numbers of `graph` that differ from `other`; `other` and `other_state` are those of the smaller size."""
     node_of: dict[fx.Node, fx.Node] = {}  # by node of the other graph
     for node, twin in zip(graph.nodes, other.nodes, strict=False):  # each ends with its only output
         if node.op != twin.op or (node.op != "placeholder" and node.target != twin.target):

@@ -1,4 +1,4 @@
-"""Errors and warnings about a model's source, which name the line that is the reason."""
+"""Errors and warnings about a model's source, which name the line that causes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOREIGN = "found a fake tensor in the exported program constant"  # in the messa
 
 
 def warn_user(sentence: str) -> None:
-    """An MpirunWarning, on rank 0 alone where ranks are running."""
+    """Issue an MpirunWarning, on rank 0 alone if ranks are running."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.rank == 0:
         warnings.warn(sentence, MpirunWarning, stacklevel=3)
@@ -41,7 +41,7 @@ class SourceLine(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        """FILE:LINE: in FUNCTION: `text`, the file relative to the working directory where it lies in that."""
+        """FILE:LINE: in FUNCTION: `text`, the file relative to the working directory if it lies there."""
         path, here = Path(self.file), Path.cwd()
         text = linecache.getline(self.file, self.line).strip()
         name = path.relative_to(here) if path.is_relative_to(here) else path
@@ -49,7 +49,7 @@ class SourceLine(NamedTuple):
 
 
 def line_of_node(node: fx.Node) -> str:
-    """The user's line that a node of an exported graph comes from; the node itself where none is known."""
+    """The user's line that a node of an exported graph comes from; the node itself if no line is known."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     lines = [SourceLine(file, int(line), name) for file, line, name in frames]
     return str(_innermost(lines) or f"{node.op} {node.target}")
@@ -62,7 +62,7 @@ def line_of_forward(module: nn.Module) -> SourceLine:
 
 
 def export_error(module: nn.Module, error: BaseException) -> UsageError:
-    """What to tell the user where torch.export has failed with `error`."""
+    """What to tell the user if torch.export has failed with `error`."""
     chain = list(_chain(error))
     lines = [
         SourceLine(frame.filename, frame.lineno or 0, frame.name)
@@ -96,7 +96,7 @@ def check_hooks(module: nn.Module) -> None:
 
 
 def check_names(module: nn.Module) -> None:
-    """UsageError for parameters, buffers and children of a name that fx.GraphModule has for something else."""
+    """UsageError for parameters, buffers and children whose name fx.GraphModule uses for something else."""
     traced = fx.GraphModule(nn.Module(), fx.Graph())
     for name in (*module._parameters, *module._buffers, *module._modules):
         if hasattr(traced, name):
@@ -108,7 +108,7 @@ def check_names(module: nn.Module) -> None:
 
 
 def check_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """UsageError where the module's forward cannot be called with the example."""
+    """UsageError if the module's forward cannot be called with the example."""
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -122,7 +122,7 @@ def unknown_name(what: str, name: object, names: Iterable[str]) -> UsageError:
 
 
 def called_by_user(frame: FrameType | None) -> bool:
-    """Whether gradients are switched on or off by the user, not inside torch; `frame` does it."""
+    """Whether the user, not torch, made a call; `frame`: that of the caller, perhaps inside torch's grad modes."""
     while frame is not None and frame.f_code.co_filename.endswith(("grad_mode.py", "_contextlib.py")):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS)

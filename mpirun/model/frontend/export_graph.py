@@ -1,4 +1,4 @@
-"""A module's forward as a graph: torch.export's, and a UsageError where that would not be what the forward does.
+"""A module's forward as a graph, by torch.export; UsageError if the graph would not do what the forward does.
 
 In: a module and an example of a microbatch's input. Out: an `ExportedGraph`. Nothing is computed: tensors have no data.
 """
@@ -57,7 +57,7 @@ class ExportedGraph(NamedTuple):
     spec: pytree.TreeSpec  # of the output
 
     def output(self) -> tuple[list[fx.Node], ModuleOutput]:
-        """What the last stage returns, and how the module's own output is made of it."""
+        """What the last stage returns, and how the module's own output is made from it."""
         nodes = list(dict.fromkeys(leaf for leaf in self.results if isinstance(leaf, fx.Node)))
         leaves = [nodes.index(leaf) if isinstance(leaf, fx.Node) else None for leaf in self.results]
         constants = [None if isinstance(leaf, fx.Node) else leaf for leaf in self.results]
@@ -65,9 +65,9 @@ class ExportedGraph(NamedTuple):
 
 
 def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedGraph:
-    """The graph of `module(*args, **kwargs)`; UsageError, with the line that is the reason, where there is none."""
+    """The graph of `module(*args, **kwargs)`; UsageError, with the line that is the reason, if there is none."""
     _check_inputs(args, kwargs)
-    # torch.export takes a tensor that is given twice, or is a buffer too, for one
+    # torch.export would merge a tensor that is given twice, or that is a buffer too
     args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     where: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if is_on_meta(module):
@@ -77,7 +77,7 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     check_hooks(module)
     check_names(module)
     export = torch.export.export
-    if torch.__version__ < "2.7":  # where export makes the graph for inference
+    if torch.__version__ < "2.7":  # there export makes a graph for inference
         export = getattr(torch.export, "export_for_training", export)
     try:
         with _silent(), _refusing_untraced(), _tracing_data(), changing_assigned_buffers(module), where:
@@ -131,7 +131,7 @@ def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_nodes(graph: fx.Graph) -> None:
-    """Refuse objects, as a Generator, and numbers and shapes that depend on data: stages are given tensors only."""
+    """Refuse objects, such as a Generator, and numbers and shapes that depend on data: stages get tensors only."""
     for node in graph.nodes:
         for operand in [operand.meta.get("val") for operand in node.all_input_nodes]:
             if isinstance(operand, CustomObjArgument):
@@ -149,7 +149,7 @@ def _check_nodes(graph: fx.Graph) -> None:
 
 
 def _set_region_lines(part: fx.GraphModule) -> None:
-    """The line of a node that runs a subgraph is that of the subgraph's first operation."""
+    """Give each node that runs a subgraph the source line of the subgraph's first operation."""
     state = attributes(part)
     for node in part.graph.nodes:
         for code, _ in subgraphs(node, state):
@@ -158,7 +158,7 @@ def _set_region_lines(part: fx.GraphModule) -> None:
 
 
 def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
-    """By name what get_attr nodes refer to; these are renamed so that each parameter has one node and name."""
+    """By name, what get_attr nodes refer to; nodes are renamed so that each parameter has one node and name."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     state: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict
 
 
 def _check_values(module: nn.Module, state: dict[str, Any], graph: fx.Graph) -> None:
-    """Refuse tensors that the forward makes of numbers: on the meta device the numbers are lost."""
+    """Refuse tensors that the forward makes from numbers: on the meta device the numbers are lost."""
     names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     for node in graph.find_nodes(op="get_attr"):
         value = state.get(node.target)
@@ -187,7 +187,7 @@ def _check_values(module: nn.Module, state: dict[str, Any], graph: fx.Graph) -> 
 
 @contextlib.contextmanager
 def _refusing_untraced() -> Iterator[None]:
-    """Errors for what torch.export would drop though gradients depend on it: it traces the forward's operations."""
+    """Refuse what torch.export would drop although gradients depend on it: it traces only forward operations."""
     autocast_depth = 0
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     switch = torch.set_grad_enabled.__init__
@@ -232,7 +232,7 @@ def _refusing_untraced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tracing_data() -> Iterator[None]:
-    """The forward's `x.data` is `x.detach()`, which can be traced; UsageError for what it assigns to that."""
+    """Inside, the forward's `x.data` is `x.detach()`, which can be traced; assigning to it is a UsageError."""
     data: Any = vars(torch._C.TensorBase)["data"]
 
     def read(x: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def _tracing_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Errors that torch raises are not printed as well."""
+    """Inside, torch does not print the errors that it raises."""
     levels = [(logger, logger.level) for logger in map(logging.getLogger, LOGS)]
     for logger, _ in levels:
         logger.setLevel(logging.CRITICAL)

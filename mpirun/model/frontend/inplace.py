@@ -1,6 +1,6 @@
-"""Changes in place: where they are done, and copies where a cut lies between a value and its change.
+"""Changes in place: when they are done, and copies if a cut lies between a value and its change.
 
-Each function changes the graph, and returns what its nodes need then.
+Each public function changes the graph, and returns its new `Dependencies`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ aten = torch.ops.aten
 
 
 def update_buffers_early(dependencies: Dependencies) -> Dependencies:
-    """A buffer gets its new value as soon as it may, not at the end of the graph, where torch.export assigns it."""
+    """Give each buffer its new value as early as possible, not at the end of the graph, where torch.export does it."""
     changed = False
     for buffer in filter(is_buffer, dependencies.writes):
         for write in dependencies.writes[buffer]:
             value = write.args[1] if write.target is aten.copy_.default and write.args[0] is buffer else None
             if not isinstance(value, fx.Node) or value.op != "call_function":
                 continue
-            if _is_changed_in_place(value, buffer, dependencies.exported.state):  # it is there already
+            if _is_changed_in_place(value, buffer, dependencies.exported.state):  # the buffer has the value already
                 write.replace_all_uses_with(buffer)
                 dependencies.graph.erase_node(write)
             else:
@@ -39,7 +39,7 @@ def update_buffers_early(dependencies: Dependencies) -> Dependencies:
 
 
 def copy_changed_inputs(dependencies: Dependencies) -> Dependencies:
-    """Where the input is changed in place, a copy is changed: other stages read the input, too."""
+    """Change a copy wherever the input is changed in place: other stages read the input, too."""
     roots = [root for root in dependencies.writes if root.op == "placeholder"]
     for root in roots:
         _change_copies(dependencies, root, "changes the input in place, which other stages read")
@@ -47,9 +47,9 @@ def copy_changed_inputs(dependencies: Dependencies) -> Dependencies:
 
 
 def copy_at_cuts(dependencies: Dependencies, starts: Sequence[fx.Node]) -> tuple[Dependencies, list[fx.Node]]:
-    """Where a stage would change what an earlier stage made, it changes a copy, and later ones read that.
+    """Make a stage that would change a value of an earlier stage change a copy, which later stages read.
 
-    `starts`: the first nodes of the second stage, the third and so on; returned as they are then. UsageError where
+    `starts`: the first nodes of the second stage, the third and so on; the new ones are returned, too. UsageError if
     several stages would have the same buffer, or there are views of what is changed.
     """
     new_starts, changed = list(starts), False
@@ -86,7 +86,7 @@ def _is_changed_in_place(node: object, root: fx.Node, state: Mapping[str, Any]) 
 def _last_use(dependencies: Dependencies, roots: Sequence[fx.Node], after: fx.Node, before: fx.Node) -> fx.Node:
     """The last node between two that reads or writes the memory of `roots`; else the first of the two."""
     last, node = after, after.next
-    while node is not before:  # by the graph as it is now, not by `position`: others were moved
+    while node is not before:  # by the graph as it is now, not by `position`: nodes were moved
         if any(dependencies.root(operand) in roots for operand in node.all_input_nodes):
             last = node
         node = node.next
@@ -94,7 +94,7 @@ def _last_use(dependencies: Dependencies, roots: Sequence[fx.Node], after: fx.No
 
 
 def _change_copies(dependencies: Dependencies, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:
-    """By write to the memory of `root`, the copy that it now changes."""
+    """Make each write to the memory of `root` change a copy; returns the copies by write."""
     writes, position, exported = dependencies.writes[root], dependencies.position, dependencies.exported
     aliases = [root, *(node for node, viewed in dependencies.views.items() if viewed is root)]
     if not all(_is_changed_in_place(node, root, exported.state) for node in aliases):

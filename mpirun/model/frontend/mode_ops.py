@@ -1,8 +1,8 @@
 """Train and eval mode: operations of a traced stage that follow its `train()` and `eval()`, as in the module.
 
 A graph is traced in one mode, and has what the mode decides as constants: whether a dropout drops, whether BatchNorm
-takes the batch's statistics. `compare_with_eval` finds what else differs: what eval mode leaves out, as `follow_eval`
-makes stages do, and all else, which they cannot follow.
+uses the batch's statistics. `compare_with_eval` finds what else differs: what eval mode leaves out, which `follow_eval`
+makes stages leave out too, and anything else, which stages cannot follow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
 MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
-TRACED = "traced"  # in the meta of a stage's node: the name of the traced graph's
+TRACED = "traced"  # in the meta of a stage's node: the name of its node in the traced graph
 EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by parameter of aten's
 DROPOUTS = (  # in eval mode they return their first argument
     aten.dropout.default,
@@ -56,7 +56,7 @@ class ModeOp(nn.Module):
 
 
 class CountOp(nn.Module):
-    """A change in place of a counter, its first argument; in eval mode it stays as it is."""
+    """A change in place of a counter, the first argument; in eval mode the counter stays as it is."""
 
     def __init__(self, operation: Callable[..., Any]) -> None:
         """`operation`: the node's target."""
@@ -72,7 +72,7 @@ class Changed(nn.Module):
     """A buffer that a node changes in place; in eval mode the node changes a copy."""
 
     def forward(self, buffer: Tensor) -> Tensor:
-        """What the node changes."""
+        """The tensor that the node changes."""
         return buffer if self.training else buffer.clone()
 
 
@@ -87,13 +87,13 @@ class Choice(nn.Module):
 class LeftOut(NamedTuple):
     """What eval mode leaves out, by names of nodes of the graph of train mode."""
 
-    nodes: frozenset[str] = frozenset()  # nothing but these uses their values, in eval mode
-    twins: Mapping[str, str] = {}  # by one whose value others use in train mode: what they use in eval mode
-    changes: tuple[tuple[str, str], ...] = ()  # in place: a node, and its argument, which is a buffer
+    nodes: frozenset[str] = frozenset()  # in eval mode only these use their values
+    twins: Mapping[str, str] = {}  # by node that others use in train mode: what they use in eval mode
+    changes: tuple[tuple[str, str], ...] = ()  # in place: a node, and the buffer that it changes
 
 
 def mode_op(node: fx.Node, counters: Collection[fx.Node]) -> nn.Module | None:
-    """What runs a node so that it follows the mode; None where the mode changes nothing. `counters`: nodes of them."""
+    """A module that runs a node by the mode; None if the mode changes nothing. `counters`: the nodes of counters."""
     if _counts(node, counters):
         return CountOp(node.target)  # type: ignore[arg-type]
     in_eval = _in_eval(node)
@@ -123,7 +123,7 @@ def follow_mode_inside(node: fx.Node, state: Mapping[str, Any], counters: Collec
 
 
 def keep_eval_mode(stages: Iterable[nn.Module]) -> None:
-    """Of a module that is traced in eval mode: what drops there, or takes the batch's statistics, always does."""
+    """For a module that is traced in eval mode: what drops there, or uses the batch's statistics, always does so."""
     for stage in stages:
         for part in stage.modules():
             if isinstance(part, ModeOp):
@@ -149,14 +149,14 @@ def _in_eval(node: fx.Node) -> dict[int | str, Any]:
     given = arguments_of(node)
     for position, parameter in enumerate(node.target._schema.arguments):
         value = EVAL_VALUES.get(parameter.name)
-        keeps_statistics = given.get("running_mean", node) is not None  # without them, eval mode is as train mode
+        keeps_statistics = given.get("running_mean", node) is not None  # without them, eval mode is like train mode
         if value is not None and given[parameter.name] != value and keeps_statistics:
             changed[position if position < len(node.args) else parameter.name] = value
     return changed
 
 
 def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut:
-    """What eval mode leaves out; UsageError, with the line, where without it the graphs of both modes still differ."""
+    """What eval mode leaves out; UsageError, with the line, if the graphs of both modes differ in anything else."""
     node_of = dict(zip(evaluated.inputs, train.inputs, strict=True)) | _attributes_of(train, evaluated)
     comparison = _Comparison(train.state, evaluated.state, counters_of(train.graph), node_of)
     comparison.compare(train.graph, evaluated.graph)
@@ -168,9 +168,9 @@ def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut
 
 
 def _attributes_of(train: ExportedGraph, evaluated: ExportedGraph) -> dict[fx.Node, fx.Node]:
-    """By node of a parameter or buffer in eval mode, that in train mode.
+    """By node of a parameter or buffer in the graph of eval mode, its node in that of train mode.
 
-    Without buffers that eval mode changes, too: what stands for one in train mode may be used after the change.
+    Buffers that eval mode changes, too, are left out: their node in train mode may be used after the change.
     """
     changed = written_roots(evaluated.graph, evaluated.state)
     nodes = {id(train.state[str(node.target)]): node for node in train.graph.find_nodes(op="get_attr")}
@@ -179,9 +179,9 @@ def _attributes_of(train: ExportedGraph, evaluated: ExportedGraph) -> dict[fx.No
 
 
 def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
-    """Have a traced stage leave out in eval mode what the module leaves out.
+    """Make a traced stage leave out in eval mode what the module leaves out.
 
-    UsageError where its twin of a value, which eval mode uses in its place, is another stage's.
+    UsageError if a value that eval mode uses in place of another one is another stage's.
     """
     if not isinstance(stage, fx.GraphModule):
         return
@@ -196,7 +196,7 @@ def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
     for name, twin in left_out.twins.items():
         node = traced.get(name)
         if node is None or node.op == "placeholder" or hasattr(stage, f"{MODE_OPS}{name}"):
-            continue  # another stage's, who sends what the mode asks for, or done before
+            continue  # another stage's, which sends what the mode needs; or done before
         users = {user for user in node.users if user.meta.get(TRACED) not in left_out.nodes}
         if users and twin not in traced:
             raise _differs(node)
@@ -208,14 +208,14 @@ def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
 
 
 def _call(stage: fx.GraphModule, name: str, layer: nn.Module, args: tuple[fx.Node, ...], after: fx.Node) -> fx.Node:
-    """The call of a new layer behind a node."""
+    """The call of a new layer, inserted after a node."""
     stage.add_module(f"{MODE_OPS}{name}", layer.train(stage.training))
     with stage.graph.inserting_after(after):
         return stage.graph.call_module(f"{MODE_OPS}{name}", args)
 
 
 class _Comparison:
-    """Of the graphs of both modes, node by node."""
+    """Compares the graphs of both modes, node by node."""
 
     def __init__(
         self,
@@ -224,26 +224,26 @@ class _Comparison:
         counters: Collection[fx.Node],
         node_of: dict[fx.Node, fx.Node],
     ) -> None:
-        """`counters`: nodes of the train mode's graph; `node_of`: by placeholder of the other graph, the one here."""
+        """`counters`: nodes of the train mode's graph; `node_of`: by input or attribute of the other, the one here."""
         self.state, self.eval_state, self.counters, self.node_of = state, eval_state, counters, node_of
-        self.dropped: dict[fx.Node, fx.Node] = {}  # by node that eval mode has not, what users of it have there
-        self.left_out: dict[fx.Node, None] = {}  # nodes that eval mode has not, beside dropouts
-        self.changes: dict[tuple[fx.Node, fx.Node], None] = {}  # of buffers, as of LeftOut
-        self.views: dict[fx.Node, fx.Node] = {}  # by node, whose memory it has
+        self.dropped: dict[fx.Node, fx.Node] = {}  # by node that eval mode lacks: what its users use there
+        self.left_out: dict[fx.Node, None] = {}  # nodes that eval mode lacks, without dropouts
+        self.changes: dict[tuple[fx.Node, fx.Node], None] = {}  # of buffers, as in LeftOut
+        self.views: dict[fx.Node, fx.Node] = {}  # by node, the one whose memory it shares
         self.inside: UsageError | None = None  # the first difference in a subgraph
 
     def compare(self, graph: fx.Graph, other: fx.Graph, whole: bool = True) -> None:
-        """UsageError where `other`, in eval mode, does something else than leave out some nodes.
+        """UsageError unless `other`, the graph of eval mode, is `graph` without some nodes.
 
-        Each of its nodes then has one of `graph` with the same operation on what stands for its arguments. `whole`: of
-        the graphs, not of subgraphs, which leave nothing out.
+        Then each of its nodes matches one of `graph`: the same operation on matching arguments. `whole`: they are no
+        subgraphs, which leave nothing out.
         """
         self.views = views_of(graph, self.state)
         nodes = [node for node in graph.nodes if _computes(node) and not _counts(node, self.counters)]
         twins = [node for node in other.nodes if _computes(node)][::-1]
         for node in nodes:  # each graph ends with its only output
             twin, before = twins[-1], dict(self.dropped)
-            if node.target in DROPOUTS and twin.target is not node.target:  # as of nn.MultiheadAttention
+            if node.target in DROPOUTS and twin.target is not node.target:  # as in nn.MultiheadAttention
                 self.dropped[node] = self._uncopied(node.args[0])
             elif self._same_subgraphs(node, twin) if self._runs_subgraph(node) else self._same_call(node, twin):
                 self.node_of[twins.pop()] = node
@@ -253,7 +253,7 @@ class _Comparison:
                     raise self.inside or _differs(next(iter(self.left_out), node))
 
     def _leave_out(self, node: fx.Node) -> bool:
-        """Whether eval mode may do without a node: it changes nothing but what eval mode does without, or buffers."""
+        """Whether eval mode may leave out a node: all that it changes are values that are left out, too, or buffers."""
         if node.op == "output":
             return False
         written = [] if _in_eval(node) else written_arguments(node, self.state)  # in eval mode statistics stay
@@ -288,7 +288,7 @@ class _Comparison:
         return self._same(traced | changes, in_eval)
 
     def _same_subgraphs(self, node: fx.Node, twin: fx.Node) -> bool:
-        """Of nodes that run subgraphs: these do the same, with the same operands beside counters."""
+        """Whether the subgraphs that two nodes run do the same, with the same operands except for counters."""
         inside, others = list(subgraphs(node, self.state)), list(subgraphs(twin, self.eval_state))
         if node.target != twin.target or len(inside) != len(others):
             return False
@@ -327,12 +327,12 @@ class _Comparison:
         return bool(value == other)
 
     def _kind(self, node: fx.Node) -> object:
-        """The shape and type of a value, on which what is left out is still computed in eval mode."""
+        """The shape and type of a value, on which nodes that are left out are still computed in eval mode."""
         value = node.meta.get("val", self.state.get(str(node.target)))
         return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
     def _uncopied(self, node: fx.Node) -> fx.Node:
-        """The same values, in whichever layout, which in eval mode is another for kernels of attention."""
+        """The node of the same values, or its replacement, in any layout: attention may use others in eval mode."""
         while node.target is aten.contiguous.default:
             node = node.all_input_nodes[0]
         return self.dropped.get(node, node)

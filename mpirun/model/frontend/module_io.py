@@ -19,13 +19,13 @@ class Example(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]  # tensors in both have no data
-    smaller: Call | None = None  # the same with a sample less, where a microbatch may have that too
+    smaller: Call | None = None  # the same with one sample less; None: no microbatch has that
 
     def leaves(self, data: Any, minibatch: bool = False) -> tuple[Any, ...]:
         """The leaves of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor.
 
-        UsageError where it is not like the example. A `minibatch`, from which microbatches are cut, has other shapes.
-        A list, as a DataLoader collates tuples, stands for a tuple of args where there are several.
+        UsageError if it is not like the example. A `minibatch`, from which microbatches are cut, has other shapes.
+        A list, to which a DataLoader collates tuples, stands for a tuple of args if there are several.
         """
         if isinstance(data, list) and len(self.args) > 1:
             data = tuple(data)
@@ -46,9 +46,9 @@ class Example(NamedTuple):
         return tuple(leaves)
 
     def pair(self, collated: Any) -> tuple[tuple[Any, ...], Any]:
-        """Of collated samples the leaves of the input, and the target. UsageError where there is no such input.
+        """The leaves of the input, and the target, of collated samples. UsageError if there is no such input.
 
-        Of a pair (input, target) as it is; of a mapping its entries that are kwargs of the example, and all of it.
+        A pair is (input, target). Of a mapping, the example's kwargs are the input, and all of it is the target.
         """
         if not isinstance(collated, Mapping):
             data, target = input_and_target(collated)
@@ -63,7 +63,7 @@ class Example(NamedTuple):
         return self.leaves({name: collated[name] for name in self.kwargs}), collated
 
     def check(self, leaves: Sequence[Any]) -> None:
-        """UsageError where the leaves of a microbatch are neither like the example nor like `smaller`."""
+        """UsageError if the leaves of a microbatch are neither like the example nor like `smaller`."""
         if self.smaller is not None and _unlike_example(leaves, self.smaller) is None:
             return
         if (difference := _unlike_example(leaves, (self.args, self.kwargs))) is not None:
@@ -74,7 +74,7 @@ class Example(NamedTuple):
 
 
 class ModuleOutput(NamedTuple):
-    """How the module's own output is made of the last stage's outputs."""
+    """How the module's own output is made from the last stage's outputs."""
 
     leaves: list[int | None]  # which output of the last stage each leaf is; None: the constant
     constants: list[Any]
@@ -91,7 +91,7 @@ class ModuleOutput(NamedTuple):
 
 
 def _unlike_example(leaves: Sequence[Any], example: Call) -> str | None:
-    """The first leaf that is not like the example's."""
+    """What is wrong with the first leaf that is not like the example's; None: there is none."""
     for (path, expected), leaf in zip(pytree.tree_leaves_with_path(example), leaves, strict=True):
         if _traced_part(leaf) != _traced_part(expected):
             name = pytree.keystr(path)[3:]
@@ -103,5 +103,5 @@ def _unlike_example(leaves: Sequence[Any], example: Call) -> str | None:
 
 
 def _traced_part(leaf: Any) -> str:
-    """What of an input's leaf is part of the exported graph: all but the elements of tensors."""
+    """The part of an input's leaf that the exported graph is made for: all but the elements of tensors."""
     return f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

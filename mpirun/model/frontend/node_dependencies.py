@@ -1,7 +1,7 @@
 """What each node of an exported graph needs, and which nodes every stage computes for itself.
 
 A node needs its operands, and the last write in place to their memory. It is *replicated* if it needs no parameters
-and no random numbers and is cheap, as masks and positions are: every stage that uses it computes it. The other nodes
+and no random numbers and is cheap, such as a mask or positions: every stage that uses it computes it. The other nodes
 are the *body* of the graph: each is computed once, in one stage, and sent to others.
 """
 
@@ -24,12 +24,12 @@ from mpirun.model.frontend.subgraphs import any_inside, attributes, result_insid
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten
-STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}  # written, says no schema
-CHEAP = 16  # flops a byte of output: a replicated node does no more
+STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}  # written, which no schema says
+CHEAP = 16  # flops per byte of output that a replicated node may do
 
 
 class Dependencies:
-    """Of an exported graph, whose nodes may still be changed: after a change it is made anew.
+    """The dependencies of an exported graph, which may still be changed: after a change they are made anew.
 
     position    by node, its index in the graph
     views       by node that shares memory with an earlier one, the node whose memory it is, its *root*
@@ -42,7 +42,7 @@ class Dependencies:
     """
 
     def __init__(self, exported: ExportedGraph, flops: Mapping[fx.Node, int] | None = None) -> None:
-        """`flops`: where they have been counted before the graph was changed."""
+        """`flops`: if they were counted before the graph was changed."""
         self.exported, self.graph = exported, exported.graph
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
         self.views = views_of(self.graph, exported.state)
@@ -64,11 +64,11 @@ class Dependencies:
         self.body = [node for node in self.graph.nodes if node in body and node.op == "call_function"]
 
     def root(self, node: fx.Node) -> fx.Node:
-        """The node whose memory it shares; itself where it has its own."""
+        """The node whose memory a node shares; the node itself if it has its own."""
         return self.views.get(node, node)
 
     def final_writes(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """The writes to their memory, after which they are what later stages see."""
+        """The writes to the memory of these nodes, after which they are what later stages see."""
         return [write for node in nodes for write in self.writes.get(self.root(node), []) if write in self.alive]
 
     def closure(self, nodes: Iterable[fx.Node], inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -84,11 +84,11 @@ class Dependencies:
         return reached
 
     def ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """In the order of execution."""
+        """The nodes in the order of execution."""
         return sorted(nodes, key=self.position.__getitem__)
 
     def draws(self, node: fx.Node) -> bool:
-        """Whether it draws random numbers."""
+        """Whether a node draws random numbers."""
         return any_inside(_is_random, node, self.exported.state)
 
     def _replicated(self) -> set[fx.Node]:
@@ -118,12 +118,12 @@ class Dependencies:
 
 
 def is_buffer(root: fx.Node) -> bool:
-    """Whether writes to its memory outlive the forward."""
+    """Whether writes to a root's memory outlive the forward."""
     return root.op == "get_attr"
 
 
 def value_bytes(node: fx.Node) -> int:
-    """Bytes of the tensors that a node gives."""
+    """Bytes of the tensors that a node returns."""
     return sum(x.numel() * x.element_size() for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor))
 
 
@@ -186,9 +186,9 @@ def _viewed(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
 
 
 def _count_flops(exported: ExportedGraph) -> dict[fx.Node, int]:
-    """Of the nodes that have any, as torch counts them."""
+    """The flops of the nodes that have any, as torch counts them."""
     flops: dict[fx.Node, int] = {}
-    by_call: dict[str, int] = {}  # an operator on these shapes
+    by_call: dict[str, int] = {}  # flops of an operator on these shapes
     values = [node.meta.get("val") for node in exported.graph.nodes]
     fake = detect_fake_mode([value for value in values if isinstance(value, Tensor)])
     if fake is None:

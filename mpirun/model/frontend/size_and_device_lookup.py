@@ -1,7 +1,7 @@
-"""What a stage looks up when it runs rather than takes from the export: the microbatch's size, and the device.
+"""What a stage looks up when it runs, instead of taking it from the export: the microbatch's size, and the device.
 
-Numbers that depend on the size are chosen by the shape of a placeholder; new tensors are made where a placeholder is.
-A subgraph that has no such placeholder gets one more operand.
+Numbers that depend on the size are chosen by the shape of a placeholder; new tensors are made on the device of a
+placeholder. A subgraph that has no such placeholder gets one more operand.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _sized_placeholder(graph: fx.Graph) -> fx.Node | None:
 
 
 def _device_node(graph: fx.Graph, state: Mapping[str, Any]) -> fx.Node | None:
-    """A node whose value lies where the stage does."""
+    """A node whose value lies on the stage's device."""
     tensors = [node for node in graph.find_nodes(op="get_attr") if isinstance(state.get(str(node.target)), Tensor)]
     return next(iter([*graph.find_nodes(op="placeholder"), *tensors]), None)
 
@@ -100,7 +100,7 @@ def _names_device(node: fx.Node) -> bool:
 
 
 def _look_up_device(graph: fx.Graph, like: fx.Node) -> None:
-    """Make new tensors where `like` is, not where the example's were."""
+    """Make new tensors on the device of `like`, not on that of the example."""
     for node in [node for node in graph.nodes if _names_device(node)]:
         with graph.inserting_before(node):
             device = graph.call_function(getattr, (like, "device"))

@@ -1,4 +1,4 @@
-"""A list of layers as stages: runs of layers, as even in number as they go."""
+"""A list of layers as stages: runs of layers, of lengths as equal as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schedgen.util.errors import UsageError
 
 
 def split_layers(layers: Layers, stages: int) -> list[Layers]:
-    """`stages` runs of `layers`, as `Model.stages` takes them; the first ones are longer where they do not divide."""
+    """`stages` runs of `layers`, as `Model.stages` takes them; the first ones are longer if not all can be equal."""
     if stages > len(layers):
         raise UsageError(f"it has {len(layers)} layers, too few for {stages} stages")
     names = list(layers)

@@ -1,9 +1,9 @@
 """`mpirun.split`: any module that torch.export can trace, as stages.
 
 1. Export the forward as a graph (export_graph); for microbatches of two sizes, merge two graphs (dynamic_sizes).
-2. Find what each node needs (node_dependencies), and make changes in place where that lets stages be cut (inplace).
-3. Choose the nodes that begin stages (cut_points); a change in place behind a cut is made to a copy (inplace).
-4. Decide of parameters that several stages use whether they are sent or replicated.
+2. Find what each node needs (node_dependencies), and move or copy changes in place so that stages can be cut (inplace).
+3. Choose the nodes that begin stages (cut_points); a change in place after a cut is made to a copy (inplace).
+4. Decide whether parameters that several stages use are sent or replicated.
 5. Build a module for each stage (stage_modules).
 """
 
@@ -49,16 +49,16 @@ def split(
 ) -> Cut:
     """The stages of `module`, traced on the example of one microbatch's input.
 
-    `example`: a tensor, a tuple of args or a mapping of kwargs; where there are both, `example_kwargs` has the latter.
-    It is cut where submodules named in `points` begin and where its source calls `pipe_split()`; if there are
-    none, into `stages` balanced parts between which little is sent. `costs`, by submodule, replace the estimate
-    of what they cost, flops and bytes of parameters; others then cost nothing. `shared`: whether a parameter
-    that several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or that by name.
+    `example`: a tensor, a tuple of args or a mapping of kwargs; if there are both, `example_kwargs` has the latter.
+    The module is cut where submodules named in `points` begin and where its source calls `pipe_split()`; if there are
+    none, into `stages` balanced parts between which little is sent. `costs`, by submodule, replace the estimated
+    costs (flops plus bytes of parameters); other submodules then cost nothing. `shared`: whether a parameter that
+    several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or a mapping from names.
     `dims`: the dimension of the example's samples, a number, or nested as args, kwargs or (args, kwargs), with None
-    for what has no samples: the module is traced a second time, and microbatches may have a sample less.
-    `init`: of a module on the meta device, what gives a submodule its own parameters and buffers, in place, on the
-    ranks that build them (the default is its reset_parameters). UsageError, with the line of the model that is the
-    reason, where the module cannot be split.
+    for what has no samples: the module is traced a second time, and microbatches may have one sample less.
+    `init`: for a module on the meta device, a function that gives a submodule its own parameters and buffers, in
+    place, on the ranks that build them (default: its reset_parameters). UsageError, with the line of the model that
+    is the reason, if the module cannot be split.
     """
     args, kwargs = _call(example, example_kwargs)
     _check_options(module, stages, points, costs, shared)
@@ -111,7 +111,7 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
 
 
 def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckEval:
-    """As `Model.check_eval`: eval mode beside the mode that the module is in."""
+    """As `Model.check_eval`: it compares eval mode with the mode that the module is in."""
     traced = [(part, part.training) for part in module.modules()]
 
     def exported(modes: Sequence[tuple[nn.Module, bool]]) -> ExportedGraph:
@@ -134,7 +134,7 @@ def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _check_options(module: object, stages: object, points: object, costs: object, shared: object) -> None:
-    """UsageError where they are not of the types that `split` takes."""
+    """UsageError if they are not of the types that `split` takes."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
     if isinstance(points, str) or not isinstance(points, Collection):
@@ -148,7 +148,7 @@ def _check_options(module: object, stages: object, points: object, costs: object
 
 
 def _warn_of_what_is_lost(module: nn.Module) -> None:
-    """Say what of the module its stages do not have: dropout in eval mode, what torch.compile does."""
+    """Warn of what of the module its stages do not have: dropout in eval mode, what torch.compile does."""
     if not module.training:
         warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
     if compiled_in_place(module) or any(hasattr(part, "_orig_mod") for part in module.modules()):
@@ -156,7 +156,7 @@ def _warn_of_what_is_lost(module: nn.Module) -> None:
 
 
 def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> Dependencies:
-    """The module's graph, and what each node of it needs; UsageError where nothing depends on its parameters."""
+    """The module's graph, and what each node of it needs; UsageError if nothing depends on its parameters."""
     dependencies = Dependencies(_export(module, args, kwargs, dims))
     dependencies = copy_changed_inputs(update_buffers_early(dependencies))
     if not dependencies.body:
@@ -165,7 +165,7 @@ def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dim
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> ExportedGraph:
-    """The module's graph; where `dims` are given, for the example's size and a sample less."""
+    """The module's graph; if `dims` are given, for the example's size and for one sample less."""
     exported = export_graph(module, args, kwargs)
     if dims is None:
         return exported
@@ -204,7 +204,7 @@ def _stages_of_nodes(dependencies: Dependencies, starts: Sequence[fx.Node]) -> d
     """The stage of each node of the body."""
     stage_of: dict[fx.Node, int] = {}
     for node in dependencies.body:
-        if node.target is getitem:  # goes with what it is part of
+        if node.target is getitem:  # stays with the node whose result it is a part of
             stage_of[node] = stage_of[node.all_input_nodes[0]]
         else:
             position = dependencies.position
@@ -215,7 +215,7 @@ def _stages_of_nodes(dependencies: Dependencies, starts: Sequence[fx.Node]) -> d
 
 
 def _stages_of_shared_parameters(dependencies: Dependencies, stage_of: Mapping[fx.Node, int]) -> dict[str, list[int]]:
-    """The stages that use each trained parameter that several do."""
+    """By trained parameter that several stages use, these stages."""
     parameters = dependencies.exported.parameters
     stages = {
         str(node.target): sorted({stage_of[user] for user in node.users if user in stage_of})
@@ -226,7 +226,7 @@ def _stages_of_shared_parameters(dependencies: Dependencies, stage_of: Mapping[f
 
 
 def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> dict[str, str]:
-    """By parameter, what is to be done where several stages use it."""
+    """By parameter, what is to be done if several stages use it."""
     parameters = dependencies.exported.parameters
     treatments = dict.fromkeys(parameters, shared) if isinstance(shared, str) else shared
     for name, treatment in treatments.items():
@@ -238,6 +238,6 @@ def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> 
 
 
 def _stage_name(nodes: Sequence[fx.Node]) -> str:
-    """The first and the last submodule in a stage."""
+    """The name of a stage: its first and its last submodule."""
     names = [name for name in ((module_names(node) or [""])[-1] for node in nodes) if name] or ["the module itself"]
     return names[0] if names[0] == names[-1] else f"{names[0]} to {names[-1]}"

@@ -30,9 +30,9 @@ class Cut(NamedTuple):
     example     the input that the module was traced on; None: the input is a tensor, or a pytree of them, whose
                 leaves the stages read in their order.
     output      None: the module's output is the last stage's.
-    flops       by stage, of its forward; empty where they are not known.
+    flops       by stage, of its forward; empty if they are not known.
     sent_bytes  by value that is sent, as far as they are known.
-    meta        where the module is on the meta device: what gives values to its stages.
+    meta        if the module is on the meta device: what gives values to its stages.
     aliases     by parameter, other names that it has in the module.
     check_eval  as Model.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
     """
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
         return tuple(leaves), target
 
     def loss(self, function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """A loss of the last stage's outputs, from one of the module's own output."""
+        """A loss of the last stage's outputs, from a loss of the module's own output."""
         check_loss(function)
         if self.output is None:
             return function
@@ -84,11 +84,11 @@ class Cut(NamedTuple):
         loss_of: str = "microbatch",
         weights: Weights | None = None,
     ) -> Model:
-        """For mpirun. `loss` takes the module's own output; the input that `batch` returns is the module's own.
+        """The `Model`. `loss` takes the module's own output; the input that `batch` returns is the module's own.
 
-        That is a tuple of args, a dict of kwargs, (args, kwargs) where the example had both, or the one tensor.
-        Of a Minibatch, `make` returns so much for all microbatches; its dims are one number, or count leaves.
-        `batch`: None where a script gives the data. `weights` as Model.weights.
+        That is a tuple of args, a dict of kwargs, (args, kwargs) if the example had both, or the one tensor.
+        The `make` of a Minibatch returns the same for all microbatches together; its dims are one number, or by leaf.
+        `batch`: None if a script gives the data. `weights` as Model.weights.
         """
         return Model(
             stages=[_entry(stage, self.meta) for stage in self.stages],
@@ -107,7 +107,7 @@ class Cut(NamedTuple):
         )
 
     def _batch_of_leaves(self, batch: MakeBatch | Minibatch) -> MakeBatch | Minibatch:
-        """The same whose input is leaves as stages count them."""
+        """The same batch, with the input as leaves in the order that stages count."""
         make = batch.make if isinstance(batch, Minibatch) else batch
 
         def make_leaves(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:

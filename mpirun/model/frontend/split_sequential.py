@@ -29,9 +29,9 @@ def split_sequential(
 
     `stages`: how many, or the names (or indices) of the children that begin the second stage, the third and so
     on; the first child's may be among them. `costs`: of each child, in any unit, or the profile that `python -m
-    mpirun profile` wrote of a model with one stage a child; the slowest stage is then as fast as can be.
-    Without them stages have even numbers of children. Parameters that several children share are tied. `init` as
-    of split.
+    mpirun profile` wrote of a model with one stage per child; the slowest stage is then as fast as possible.
+    Without costs, stages have children as equal in number as possible. Parameters that several children share are
+    tied. `init`: as for `split`.
     """
     if not isinstance(module, nn.Sequential):
         raise UsageError(

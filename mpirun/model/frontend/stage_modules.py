@@ -1,4 +1,4 @@
-"""A module for each stage of an exported graph, what it reads of others, and what it sends to them."""
+"""A module for each stage of an exported graph, what it reads from others, and what it sends to them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class StageBuilder:
                 turned.add(node)
 
     def _size_input(self, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> list[fx.Node]:
-        """An input that tells the size of the microbatch, where a stage needs it and sees it nowhere else."""
+        """An input that tells the size of the microbatch, if a stage needs it and sees it nowhere else."""
         state = self.exported.state
         if any(SHAPES in node.meta for node in received) or not any(depends_on_size(node, state) for node in nodes):
             return []
@@ -117,7 +117,7 @@ class StageBuilder:
         return self.owners.get(str(node.target)) if node.op == "get_attr" else self.stage_of.get(node)
 
     def _is_here(self, node: fx.Node, stage: int) -> bool:
-        """Whether a stage has or computes it."""
+        """Whether a stage has or computes a node's value."""
         return node.op != "placeholder" and self._sender(node) in (None, stage)
 
     def _module(
@@ -148,7 +148,7 @@ class StageBuilder:
         for name in self.exported.temporary & {name for name, _ in module.named_buffers()}:
             owner, _, attribute = name.rpartition(".")
             module.get_submodule(owner)._non_persistent_buffers_set.add(attribute)
-        module.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = {  # its copies would save these otherwise
+        module.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = {  # else copies of the module would save these
             "_non_persistent_buffers_set": module._non_persistent_buffers_set
         }
         return module
@@ -169,7 +169,7 @@ class StageBuilder:
         return graph.create_node("call_module", f"{where}.{node.name}", args, kwargs, node.name)
 
     def _put(self, root: nn.Module, name: str) -> None:
-        """Give a stage what `name` refers to: a parameter itself where no stage has it yet, else a copy."""
+        """Give a stage what `name` refers to: a parameter itself if no stage has it yet, else a copy."""
         value = self.exported.state[name]
         owner, _, attribute = name.rpartition(".")
         for part in owner.split(".") if owner else ():
@@ -186,9 +186,9 @@ class StageBuilder:
 
 
 def _reshape(graph: fx.Graph, state: Mapping[str, Any], written: Collection[fx.Node]) -> None:
-    """Make views reshapes, at any depth: what is received is contiguous, whatever was traced.
+    """Turn views into reshapes, at any depth: received values are contiguous, whatever was traced.
 
-    `state`: what get_attr nodes refer to; `written`: the nodes whose memory is changed, where a copy would not do.
+    `state`: what get_attr nodes refer to; `written`: the nodes whose memory is changed, for which a copy will not do.
     """
     for node in graph.nodes:
         if node.target is aten.view.default and node not in written:

@@ -1,4 +1,4 @@
-"""Subgraphs of an exported graph: a region under `no_grad` or autocast is a graph of its own, which one node runs."""
+"""Subgraphs of an exported graph: a region under `no_grad` or autocast is a separate graph, which one node runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def subgraphs(node: fx.Node, state: Mapping[str, Any]) -> Iterator[tuple[fx.Grap
 
 
 def result_inside(node: fx.Node, state: Mapping[str, Any]) -> tuple[fx.Node, dict[fx.Node, Any], dict[str, Any]] | None:
-    """Of a node that is a result of a subgraph: the node in it, the operands by placeholder, what `state` is in it."""
+    """For a node that is a result of a subgraph: the node inside, the operands by placeholder, the inner `state`."""
     if node.target is getitem:
         for code, operands in subgraphs(node.all_input_nodes[0], state):
             operand_of = dict(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
@@ -38,13 +38,13 @@ def any_inside(test: Callable[[fx.Node], object], node: fx.Node, state: Mapping[
 
 
 def attributes(module: Any, graph: fx.Graph | None = None) -> dict[str, Any]:
-    """What the get_attr nodes of a module's graph refer to, by target; `graph`: another that is to be the module's."""
+    """What the get_attr nodes of a module's graph refer to, by target; `graph`: in place of the module's own."""
     nodes = (graph or module.graph).find_nodes(op="get_attr")
     return {str(node.target): attribute(module, str(node.target)) for node in nodes}
 
 
 def same_values(value: Any, other: Any) -> bool:
-    """Whether two attributes are one, or tensors that are the same; NaN is itself."""
+    """Whether two attributes are one object, or tensors with the same values; NaN equals NaN."""
     if not (isinstance(value, Tensor) and isinstance(other, Tensor)) or value is other:
         return value is other
     same = (value.shape, value.dtype) == (other.shape, other.dtype)
