@@ -30,10 +30,10 @@ class Run:
             on_rank_0(comm, lambda: check_writable(option, path))
         file = read_schedule(comm, options.file)
         if not options.trace:
-            file = file._replace(all_ranks=None)  # now the rows of other ranks can go
+            file = file._replace(all_ranks=None)  # now the rows of other ranks can be freed
         self.session = Session(comm, file, options.timeout)
         with contextlib.ExitStack() as end:
-            end.push(self.session.end)  # if the set-up fails; else in the end of the run
+            end.push(self.session.end)  # called if the setup fails, else at the end of the run
             self._set_up()
             self.end = end.pop_all()
 
@@ -58,7 +58,7 @@ class Run:
         return self.session.position()
 
     def execute(self) -> int:
-        """All steps, and what follows them; the exit code. Collective."""
+        """Do all steps, and what follows them; the exit code. Collective."""
         session, options = self.session, self.options
         with self.end:
             begun, steps = session.begun, options.setup.steps
@@ -75,10 +75,10 @@ class Run:
             code = session.verify()
             unsaved = options.save and begun < steps and not saved
             unwritten = self.progress is not None and self.progress.failed
-            return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # nobody is done before all are
+            return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # no rank is done before all are
 
     def _steps(self, traced: int) -> tuple[bool, bool]:
-        """All steps, of which the last `traced` are traced; whether the end is saved, and whether SIGTERM made it."""
+        """Do all steps, and trace the last `traced`; whether the end is saved, and whether SIGTERM caused it."""
         session, options, saved, left = self.session, self.options, False, False
         steps, source = options.setup.steps, session.setup.microbatches
         weights, tokens = source.loss_weights, source.tokens

@@ -1,1 +1,1 @@
-"""Models to begin with: functions from the number of stages to a `Model`, as `--model MODULE:FUNCTION` names them."""
+"""Example models: functions from the number of stages to a `Model`, as `--model MODULE:FUNCTION` names them."""

@@ -20,7 +20,7 @@ EPOCHS, EVERY = 3, 8
 
 
 class Residual(nn.Module):
-    """Two convolutions with BatchNorm, and a way around them."""
+    """Two convolutions with BatchNorm, and a skip connection around them."""
 
     def __init__(self, width: int) -> None:
         """`width`: channels."""
@@ -46,7 +46,7 @@ def loss(scores: torch.Tensor, digits: torch.Tensor) -> tuple[torch.Tensor, dict
 
 
 def main(schedule: str, epochs: int = EPOCHS, checkpoints: str | None = None, **options: Any) -> list[float]:
-    """Train; the accuracies. `options`: more for the Engine."""
+    """Train; returns the accuracies. `options`: more arguments of the Engine."""
     images, digits = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(digits))
     train, test = (torch.utils.data.Subset(data, range(*ends)) for ends in ((0, 1500), (1500, len(data))))

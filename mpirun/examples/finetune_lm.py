@@ -23,14 +23,14 @@ LENGTH, EPOCHS, RATE, EVERY = 32, 2, 1e-3, 5
 
 
 class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Pieces of LENGTH tokens, one behind the other."""
+    """Consecutive pieces of LENGTH tokens."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         """`tokens`: shape (n,)."""
         self.pieces = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
 
     def __len__(self) -> int:
-        """How many."""
+        """How many pieces there are."""
         return len(self.pieces)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def optimizer(named: Sequence[mpirun.NamedParameter]) -> torch.optim.Optimizer:
 
 
 def main(model: str, text: str, schedule: str, tuned: str, **options: Any) -> None:
-    """Train, evaluate, save, export. `options`: more for the Engine."""
+    """Train, evaluate, save, export. `options`: more arguments of the Engine."""
     tokens = AutoTokenizer.from_pretrained(model)(Path(text).read_text(), return_tensors="pt").input_ids[0]
     cut = len(tokens) * 9 // 10
     with torch.device("meta"):  # each rank reads only what it holds

@@ -1,7 +1,7 @@
 """A byte-level GPT: embedding, blocks of attention and MLP, head.
 
 `--model mpirun.examples.gpt:tiny`, `:small`, `:tied` or `:tensor`. Its layers are divided among the stages of the
-schedule, as even in number as they go.
+schedule as evenly as possible.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
         nn.init.normal_(self.byte.weight, std=scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: integers below 256, at most `length` a sequence."""
+        """tokens: integers below 256, at most `length` per sequence."""
         return self.byte(tokens) + self.place.weight[: tokens.shape[1]]
 
 
@@ -75,7 +75,7 @@ class MLPPart(nn.Module):
 
 
 class Block(nn.Sequential):
-    """Causal attention and an MLP, each behind a norm and beside a skip connection."""
+    """Causal attention and an MLP, each after a norm and with a skip connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         """`heads` divides `width`; the MLP is 4 times as wide."""
@@ -108,8 +108,8 @@ def gpt(
 ) -> Model:
     """A GPT of `blocks` blocks on microbatches of `sequences` pieces of text of `length` bytes.
 
-    `tied`: embedding and head share the vectors of bytes. `halves`: attention and MLP of a block are layers of their
-    own, and a stage that has one such layer only can be split.
+    `tied`: embedding and head share the vectors of bytes. `halves`: attention and MLP of a block are separate layers,
+    and a stage that has only one such layer can be split.
     """
     scale = width**-0.5 if tied else 1.0
     layers: OrderedDict[str, Callable[..., nn.Module]] = OrderedDict(embedding=partial(Embedding, length, width, scale))
@@ -141,7 +141,7 @@ def tiny(stages: int) -> Model:
 
 
 def tied(stages: int) -> Model:
-    """As tiny, but the first and the last stage share the vectors of bytes, so it needs a graph file."""
+    """Like tiny, but the first and the last stage share the vectors of bytes, so it needs a graph file."""
     return gpt(stages, blocks=8, width=64, heads=4, length=64, sequences=4, tied=True)
 
 

@@ -1,7 +1,7 @@
 """An MLP that guesses the next byte from the 16 before it, after Bengio et al. (2003).
 
-`--model mpirun.examples.mlp:tiny` or `:small`. Its layers are divided among the stages of the schedule, as even in
-number as they go.
+`--model mpirun.examples.mlp:tiny` or `:small`. Its layers are divided among the stages of the schedule as evenly as
+possible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """A hidden layer beside a skip connection: (samples, width) -> (samples, width)."""
+    """A hidden layer with a skip connection: (samples, width) -> (samples, width)."""
 
     def __init__(self, width: int) -> None:
         """`width` of the vectors."""

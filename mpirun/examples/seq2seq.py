@@ -1,7 +1,7 @@
 """A byte-level encoder and decoder: an nn.Module written without any thought of stages, split by `mpirun.split`.
 
-`--model mpirun.examples.seq2seq:tiny` or `:small`. The encoder reads a piece of text, the decoder guesses how it goes
-on; every stage of the decoder reads the encoder's output.
+`--model mpirun.examples.seq2seq:tiny` or `:small`. The encoder reads a piece of text, the decoder predicts what
+follows; every stage of the decoder reads the encoder's output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Seq2Seq(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
 
     def forward(self, before: Tensor, behind: Tensor) -> Tensor:
-        """Bytes, the second piece behind the first."""
+        """Bytes; in the text the second piece follows the first."""
         length = before.shape[1]
         memory = self.byte(before) + self.place.weight[:length]
         for layer in self.encoder:
@@ -46,7 +46,7 @@ class Seq2Seq(nn.Module):
 
 
 def seq2seq(stages: int, layers: int, width: int, heads: int, length: int, sequences: int) -> Model:
-    """A model of so many layers on each side; a microbatch is `sequences` pieces of text of `2 * length` bytes."""
+    """A model with `layers` layers on each side; a microbatch is `sequences` pieces of text of `2 * length` bytes."""
 
     def batch(text: Tensor, rng: np.random.Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
         starts = torch.from_numpy(rng.integers(0, len(text) - 2 * length, sequences))
