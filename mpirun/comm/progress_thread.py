@@ -28,7 +28,7 @@ RATE, SHARE = 2e9, 0.05  # messages that take a smaller share of a computation, 
 
 
 def needs_calls(seconds: float, size: int) -> bool:
-    """Whether to call MPI during a computation that takes so long, with so many bytes under way."""
+    """Whether to call MPI during a computation that takes `seconds`, with `size` bytes in flight."""
     return seconds > LONG and size / RATE > SHARE * seconds
 
 

@@ -60,7 +60,7 @@ class Transport:
             for tag, members in enumerate(groups)
         ]
         self.receives: list[MPI.Prequest] = []
-        self.watched: list[Done] | None = None  # since `watch`, larger messages that may be under way
+        self.watched: list[Done] | None = None  # since `watch`, larger messages that may be in flight
         self.waited = 0.0  # seconds, all waits together
         # Advances allreduces; every poll calls it, and so does the thread. Returns whether to call it again.
         self.background: Callable[[], bool] | None = None

@@ -62,7 +62,7 @@ class MicrobatchSource(ABC):
 
     @abstractmethod
     def __call__(self, step: int, number: int) -> Microbatch:
-        """Microbatch `number` of a step; UsageError where there is none."""
+        """Microbatch `number` of a step; UsageError if there is none."""
 
     @abstractmethod
     def examples(self) -> list[Microbatch]:

@@ -29,7 +29,7 @@ class Optimizer:
     """One torch optimizer for every unit that a rank owns: a stage, or a part of its weights."""
 
     def __init__(self, recipe: Recipe, model: Model, stages: Mapping[int, LocalStage], seed: int = 0) -> None:
-        """`stages`: those of which the rank owns all weights or some parts. UsageError where the recipe fails.
+        """`stages`: those of which the rank owns all weights or some parts. UsageError if the recipe fails.
 
         `seed`: of the run.
         """

@@ -37,7 +37,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     parameter_norms: list[float]  # of every parameter's gradient, in the order of the model
     leave: bool  # some rank wants to leave
-    metrics: list[dict[str, float]]  # by microbatch, what the loss returned beside it
+    metrics: list[dict[str, float]]  # by microbatch, what the loss returned besides its value
     rate: float  # the learning rate; 0 where no rank has parameters
 
 

@@ -35,7 +35,7 @@ class Evaluation:
     """What an evaluation found; the same on all ranks.
 
     loss     the mean over the samples
-    metrics  what the loss returned beside itself: means over the samples, by name
+    metrics  what the loss returned besides its value: means over the samples, by name
     samples  how many there were, without padding
     """
 

@@ -27,7 +27,7 @@ from mpirun.training.shapes import check_new_shape
 
 
 class OfShape(NamedTuple):
-    """What trains on microbatches of one shape."""
+    """What a run needs to train on microbatches of one shape."""
 
     interpreter: Interpreter
     tokens: int  # elements of the target, a sample

@@ -53,7 +53,7 @@ class Result:
     losses     by microbatch
     grad_norm  the norm of the whole gradient, before clipping
     lr         the learning rate of the first parameter group; 0 where nothing is trained
-    metrics    what the loss returned beside itself: means over the samples of the step, by name
+    metrics    what the loss returned besides its value: means over the samples of the step, by name
     seconds    that the step took on this rank
     tokens     elements of the targets
     leave      some rank was asked to leave by SIGTERM

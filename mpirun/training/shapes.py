@@ -71,7 +71,7 @@ def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
 
 
 def check_new_shape(header: Header) -> None:
-    """Stop if the schedule can train on microbatches of one shape only; these have another."""
+    """Stop if the schedule can train on microbatches of one shape only; called for a second shape."""
     if not header.has_flush:
         raise Stop("with weight versions there is one shape: evaluate first what has that of the steps")
 

@@ -8,7 +8,7 @@ from mpirun.watchdog.rank_state import State
 
 
 def different_calls(states: list[State]) -> str | None:
-    """Two ranks whose scripts do different things where all have to do the same; None: there are none.
+    """Two ranks whose scripts do different things though all have to do the same, in a sentence; None: there are none.
 
     After the same number of calls the last one is the same on all ranks, at any time, so one look is enough.
     """

@@ -31,7 +31,7 @@ TICK = 0.1  # seconds between two looks
 REPORT = 1.0  # seconds between two reports to the other watchdogs, and comparisons with the time limit
 SET_UP = 300.0  # seconds without a move that the set-up may take, if the time limit is not longer
 SILENCE = 60.0  # seconds after which a silent host counts as lost, if the time limit is not shorter
-LAST_WORDS = 5.0  # seconds that a rank which fails has to speak and to end the others
+LAST_WORDS = 5.0  # seconds that a failing rank has to report why and to end the others
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
 DIED = "ended without a word: killed, perhaps for lack of memory"
 DIED_AT = {PHASES[TRYING]: "MPI died on GPU memory: --gpu-messages host"}
@@ -175,7 +175,7 @@ class WatchdogProcess:
         if any(state["at"] == PHASES[SETTING_UP] for state in left):
             limit = max(limit, SET_UP)
         if all(state["in_script"] for state in left):
-            return  # nobody waits in this run: they may be in another, or one of them for somebody at a keyboard
+            return  # nobody waits in this run: ranks may be in another one, or wait for somebody at a keyboard
         if left and min(state["moved"] for state in left) > limit:
             self._end_job(f"nothing has moved for {limit:g} s: {explain_hang(left)}", left)
 

@@ -82,7 +82,7 @@ class Rank:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it has said that it is done."""
+        """Whether it has shown that it is done."""
         return bool(self.words[PHASE] == DONE)
 
     def _line(self, row: int) -> str:

@@ -1,6 +1,6 @@
 """Buffers that a traced forward assigns new tensors to: its last operations change the buffers in place instead.
 
-torch.export does this for the root's buffers only, and changes another than was assigned if one before it is None.
+torch.export does this for the root's buffers only, and changes the wrong buffer if one before it is None.
 """
 
 from __future__ import annotations
