@@ -129,6 +129,7 @@ class _Versions:
         self.gradients.clear()
         if self.optimizer is not None:
             self.optimizer.step(step, self.setup.device.seed, len(self.kept) - 1)
+            self.kept[-1] = {name: weight.detach() for name, weight in self.parameters.items()}  # or what it put there
         self.module.zero_grad()
 
 

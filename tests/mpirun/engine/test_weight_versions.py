@@ -150,6 +150,32 @@ def test_they_train_differently(recorded):
     assert len({record["losses"][-1][-1] for record in recorded.values()}) == len(LATE)
 
 
+REPLACING = """
+import sys, torch, mpirun
+from torch.nn.functional import mse_loss
+class Replacing(torch.optim.SGD):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - 0.01 * p.grad
+def optimizer(named):
+    return Replacing([entry.parameter for entry in named], 0.01)
+torch.manual_seed(0)
+x = torch.randn(8, 4)
+stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+with mpirun.Engine(sys.argv[1], stages, loss=mse_loss, optimizer=optimizer, timeout=0, verify=True) as run:
+    run.step((x, x))
+    sys.exit(not run.verify())
+"""
+
+
+def test_an_update_that_ranks_lose_is_seen(launch, compiled, tmp_path):
+    """Of an optimizer that puts other tensors in the place of the weights, where its rank sends what it was given."""
+    script = tmp_path / "replacing.py"
+    script.write_text(REPLACING)
+    done = launch(2, compiled("pipedream", stages=2, microbatches=4), program=(str(script),))
+    assert done.code == 1 and "verify: failed" in done.out, done.err
+
+
 def test_what_needs_the_whole_gradient_is_refused(mistakes, compiled, text):
     file = compiled("pipedream", stages=4, microbatches=8)
     common = [file, "--model", GPT, "--text", text, "--steps", 1]
