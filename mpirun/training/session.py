@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -83,8 +82,7 @@ class Session:
         self.end.push(self.watchdog.end)
         self.end.callback(self._end_saving)
         self.end.callback(self._give_back_sigterm)
-        self.sigterm_before: Any = None  # what SIGTERM did before it was this session's
-        self.leaves_after_step = self.closed = False
+        self.leaves_after_step = False
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._take_sigterm()
         self.begun = 0  # steps done before this run
@@ -154,22 +152,12 @@ class Session:
         self._take_sigterm()
 
     def _take_sigterm(self) -> None:
-        """Handle SIGTERM from now on, instead of its default or another session; the script's own handler stays."""
-        now = signal.getsignal(signal.SIGTERM)
-        if now is signal.SIG_DFL or _session_of(now) is not None:
-            if self.sigterm_before is None:
-                self.sigterm_before = now
-            _set_sigterm(self._on_sigterm)
-
-    def _on_sigterm(self, *_: object) -> None:
-        if self.leaves_after_step and self.asked is None:
-            self.asked = time.monotonic()
-            self.interpreter.optimizer_step.leave_requested = True
-        elif not self.leaves_after_step or time.monotonic() - (self.asked or 0) > ASKED_TWICE:
-            # SIGTERM ends this rank, as it does by default; the watchdog says so, and ends the others.
-            self.watchdog.state[ASKED] = True
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTERM)
+        """Only from another session: a handler of the script's own stays."""
+        if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _on_sigterm) and _sets_signals():
+            if self in _taking_sigterm:
+                _taking_sigterm.remove(self)
+            _taking_sigterm.append(self)
+            signal.signal(signal.SIGTERM, _on_sigterm)
 
     def checkpoints(self) -> CheckpointWriter:
         """The writer of this run's checkpoints, which also restores them."""
@@ -303,13 +291,11 @@ class Session:
         self.leaves_after_step = False
 
     def _give_back_sigterm(self) -> None:
-        """Restore the handler of SIGTERM from before this run, and from before runs that have ended meanwhile."""
-        self.closed, self.leaves_after_step = True, False
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            before = self.sigterm_before
-            while (session := _session_of(before)) is not None and session.closed:
-                before = session.sigterm_before
-            _set_sigterm(before)
+        """SIGTERM is that of the runs which have not ended; after the last it means what it meant before."""
+        if self in _taking_sigterm:
+            _taking_sigterm.remove(self)
+        if not _taking_sigterm and signal.getsignal(signal.SIGTERM) == _on_sigterm and _sets_signals():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def leave(self, saved: bool) -> None:
         """Stop on all ranks together, as SIGTERM asked: a nonzero exit code makes launchers end the other ranks."""
@@ -371,15 +357,28 @@ class Session:
         self.end.close()
 
 
-def _session_of(handler: object) -> Session | None:
-    """The session that a handler of SIGTERM belongs to; None: no session."""
-    session = getattr(handler, "__self__", None)
-    return session if isinstance(session, Session) else None
+_taking_sigterm: list[Session] = []  # those that SIGTERM asks to leave, in the order in which they took it
 
 
-def _set_sigterm(handler: Any) -> None:
-    if threading.current_thread() is threading.main_thread():  # no other thread can
-        signal.signal(signal.SIGTERM, handler)
+def _on_sigterm(*_: object) -> None:
+    """Ask all: one of them may only evaluate, and another step."""
+    last, now = _taking_sigterm[-1] if _taking_sigterm else None, time.monotonic()
+    if last is None or not last.leaves_after_step or now - (last.asked or now) > ASKED_TWICE:
+        # It ends this rank, as it does by itself; the watchdog says so, and ends the others.
+        for session in _taking_sigterm:
+            session.watchdog.state[ASKED] = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+        return
+    for session in _taking_sigterm:
+        if session.leaves_after_step and session.asked is None:
+            session.asked = now
+            session.interpreter.optimizer_step.leave_requested = True
+
+
+def _sets_signals() -> bool:
+    """Whether this is the main thread: no other can."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def mean(values: list[float], weights: list[float]) -> float:

@@ -418,7 +418,7 @@ print(signal.getsignal(signal.SIGTERM) is own)
 
 @pytest.mark.parametrize("last_first", [False, True])
 def test_runs_at_one_time_give_back_sigterm_and_threads_in_whatever_order_they_end(last_first, tmp_path, launch):
-    """Those that have not ended keep them: SIGTERM ends the one that began to step last."""
+    """Those that have not ended keep them: SIGTERM ends the next one that steps."""
     script = tmp_path / "two.py"
     script.write_text(
         HANDLERS
@@ -443,6 +443,27 @@ print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, torch.get_num_threads(
     )
     done = launch(None, last_first, program=(str(script),))
     assert (done.code, done.out.split()) == (0, ["True", "143", "True", "True"]), done.err
+
+
+@pytest.mark.parametrize("teacher_first", [False, True])
+def test_sigterm_ends_the_run_that_trains_beside_one_that_only_evaluates(teacher_first, tmp_path, launch):
+    script = tmp_path / "teacher.py"
+    script.write_text(
+        HANDLERS
+        + """
+x, (teacher, student) = torch.zeros(8, 4), [engine() for _ in range(2)][:: 1 if sys.argv[1] == "True" else -1]
+step(student)
+teacher.evaluate([(x, x)])
+signal.raise_signal(signal.SIGTERM)
+teacher.evaluate([(x, x)])
+try:
+    step(student)
+except SystemExit as end:
+    print(end.code)
+"""
+    )
+    done = launch(None, teacher_first, program=(str(script),))
+    assert (done.code, done.out.split()) == (0, ["143"]), done.err
 
 
 def test_a_run_in_another_thread_leaves_sigterm_alone(tmp_path, launch):
