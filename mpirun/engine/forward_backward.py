@@ -28,7 +28,10 @@ from schedgen.ir.instructions import Instruction, Kind, Op
 # Computes the loss of a microbatch from the last stage's outputs, and puts its metrics into the dict.
 Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
 # Torch's message when a backward needs a tensor that no operation made and that has changed since it was saved.
-CHANGED = re.compile(r"modified by an inplace operation: \[\S+ \[[\d, ]*\]\] is at version (\d+)")
+# The tensor's type is there as torch.FloatTensor, torch.cuda.FloatTensor or CPUBFloat16Type.
+CHANGED = re.compile(
+    r"modified by an inplace operation: \[\S*?(?:\.|CPU|CUDA)(\w+)(?:Tensor|Type) (\[[\d, ]*\])\] is at version (\d+)"
+)
 
 
 class PendingBackward:
@@ -339,10 +342,15 @@ def _naming_buffers(stage: LocalStage, job: Callable[..., Any], *arguments: Any)
         return job(*arguments)
     except RuntimeError as error:
         found = CHANGED.search(str(error))
-        names = [name for name, x in stage.module.named_buffers() if found and x._version == int(found[1])]
+        names = [name for name, x in stage.module.named_buffers() if found and _as_torch_says(x) == found.groups()]
         if not names:
             raise
         raise RuntimeError(
             f"stage {stage.index} changes {' or '.join(names)} in place in every forward, but the backward of an "
             "earlier forward still needs the buffer as it was: compute with a clone of it"
         ) from None
+
+
+def _as_torch_says(x: Tensor) -> tuple[str, ...]:
+    """The type, the shape and the version of a tensor, as `CHANGED` finds them."""
+    return x.type().rpartition(".")[2].removesuffix("Tensor"), str(list(x.shape)), str(x._version)

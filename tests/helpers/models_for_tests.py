@@ -423,6 +423,25 @@ def rescaling(stages: int) -> Model:
     return with_stage(stages, 1, Rescaling)
 
 
+class RescalingHidden(mlp.Layer):
+    """A hidden layer of mlp.tiny divided by a tensor, no buffer, that each forward changes, as it does a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.scale = torch.ones(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.scale.mul_(0.9)
+        return super().forward(x) / self.scale
+
+
+def rescaling_hidden(stages: int) -> Model:
+    """mlp.tiny with such a layer as its second stage."""
+    return with_stage(stages, 1, RescalingHidden)
+
+
 class Checkpointed(mlp.Layer):
     """A hidden layer of mlp.tiny that computes itself again in its backward."""
 

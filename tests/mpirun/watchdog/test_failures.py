@@ -102,6 +102,12 @@ def test_a_buffer_that_a_backward_needs_as_it_was_is_named(launch, traces, text,
     assert result.code == 1 and re.search("RuntimeError: stage 1 changes scale in place in every forward, but", message)
 
 
+def test_a_buffer_is_not_blamed_for_another_tensor(launch, traces, text):
+    result = launch(4, traces / "1f1b.json", "--model", "models_for_tests:rescaling_hidden", "--text", text)
+    (message,) = result.ours
+    assert result.code == 1 and re.search(r"RuntimeError: one of the variables needed .* inplace operation", message)
+
+
 # A job in which nothing moves
 
 LIMIT = 3  # seconds
