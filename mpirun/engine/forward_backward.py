@@ -20,7 +20,7 @@ from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output_gradients
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
-from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics
+from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, frozen_statistics
 from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.rng import LOSS, derived_seed
 from schedgen.ir.instructions import Instruction, Kind, Op
@@ -37,8 +37,9 @@ CHANGED = re.compile(
 class PendingBackward:
     """What a forward, or the first half of a backward, leaves for the jobs of its stage and microbatch that follow."""
 
-    __slots__ = ("buffers", "half", "loss_gradient", "saved")
-    buffers: dict[str, Tensor]  # if forwards change some: their values before a forward that is recomputed
+    __slots__ = ("buffers", "counts", "half", "loss_gradient", "saved")
+    buffers: dict[str, Tensor]  # of a stage whose forwards change some: what they were before one that is redone
+    counts: Counts  # the same of what it counts as attributes
     saved: SavedForward
     half: WeightHalf | None
     loss_gradient: Tensor  # of the last stage: what its backward starts from
@@ -144,7 +145,7 @@ class ForwardBackward:
                 values = [x for message, bundle in zip(values, bundles, strict=True) for x in bundle.unpack(message)]
             batch = None if read is None else read()
             if statistics:
-                stage.take_numbers()
+                stage.take_counts()
             if draws:
                 stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
             leaves = batch.leaves if batch is not None and arguments.reads_input else ()
@@ -166,18 +167,20 @@ class ForwardBackward:
         A RECOMPUTE changes no buffers. It starts from their first values, or the present ones if the FWD was elsewhere.
         """
         module, pending, again = self.stage_of(i).module, self._pending(i), i.op == Op.RECOMPUTE
-        pending.buffers = {}
+        pending.buffers, pending.counts = {}, {}
 
         def compute_with_buffers(before: dict[str, Tensor], *inputs: Any) -> tuple[Any, Any, dict[str, Tensor]]:
             if again:
-                with frozen_statistics(module, before):
+                with frozen_statistics(module, before, pending.counts):
                     return *compute(*inputs), {}
-            kept = buffer_copies(module)
+            kept = buffer_copies(module, every_name=True)
             return *compute(*inputs), kept
 
         job = self._job(i, compute_with_buffers)
 
         def run(*inputs: Any) -> tuple[Any, Any]:
+            if not again:
+                pending.counts = counts(module)
             outputs, found, pending.buffers = job(pending.buffers if again else {}, *inputs)
             return outputs, found
 

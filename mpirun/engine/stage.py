@@ -21,7 +21,7 @@ from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.weight_shards import part_slices, pieces, sections
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
-from mpirun.model.frozen_statistics import take_numbers
+from mpirun.model.frozen_statistics import counts, set_counts
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import StageShape, flat_layout
 
@@ -131,10 +131,10 @@ class LocalStage:
         stage.latest, stage.tied_to_earlier = self.latest, self.tied_to_earlier
         return stage
 
-    def take_numbers(self) -> None:
-        """Before a forward: take over what the module of another version counted in the latest forward."""
+    def take_counts(self) -> None:
+        """Before a forward: the module gets what that of another version has counted in the latest one."""
         if self.latest[0] is not self.module:
-            take_numbers(self.module, self.latest[0])
+            set_counts(self.module, counts(self.latest[0]))
             self.latest[0] = self.module
 
     def elsewhere(self, memory: Tensor | None, shape: StageShape) -> LocalStage:

@@ -387,7 +387,7 @@ def spectral(stages: int) -> Model:
 
 
 class Averaging(mlp.Layer):
-    """A hidden layer of mlp.tiny less the mean of all it has computed: a buffer that it assigns, and a count."""
+    """A hidden layer of mlp.tiny of x less the mean of all x so far: a buffer that it assigns, and a count."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -395,15 +395,34 @@ class Averaging(mlp.Layer):
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
         self.calls += 1
         self.mean = self.mean + (x.detach().mean(0) - self.mean) / self.calls
-        return x - self.mean
+        return super().forward(x - self.mean)
 
 
 def averaging(stages: int) -> Model:
     """mlp.tiny with such a layer as its second stage."""
     return with_stage(stages, 1, Averaging)
+
+
+class Merging(mlp.Layer):
+    """A hidden layer of mlp.tiny of x less a buffer: zeros in its first forward, which makes it one with another."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.register_buffer("sum", torch.zeros(WIDTH))
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sum.add_(x.detach().mean(0))
+        x = x - self.shift
+        self.shift = self.sum
+        return super().forward(x)
+
+
+def merging(stages: int) -> Model:
+    """mlp.tiny with such a layer as its second stage."""
+    return with_stage(stages, 1, Merging)
 
 
 class Rescaling(mlp.Layer):

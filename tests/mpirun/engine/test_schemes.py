@@ -68,6 +68,12 @@ COMPILED = {
     "buffers of then, computed again": (
         "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:spectral", r'"op": "RECOMPUTE"'
     ),
+    "counts of then, computed again": (
+        "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:averaging", r'"op": "RECOMPUTE"'
+    ),
+    "two buffers that become one, computed again": (
+        "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:merging", r'"op": "RECOMPUTE"'
+    ),
     "all but the last microbatch computed again": (
         "gpipe", {"stages": 4, "recompute": "except-last"}, GPT, r'"recompute": \[\[0, 0\], .*\[3, 6\]\]'
     ),
