@@ -31,7 +31,8 @@ class ForwardWatch(TorchDispatchMode):
         """`layers`: their names; empty: each `RandomOp` in the module is one, or else the module."""
         super().__init__()
         self.module = module
-        self.buffers = {name: memory(x) for name, x in module.named_buffers()}
+        self.held = [memory(x) for x in module.buffers()]
+        self.buffers = {name: _place(x) for name, x in module.named_buffers()}
         self.drawn = False  # by the layer whose forward is running
         self.random_layers: list[str] = []
         self.written: set[int] = set()  # the `_cdata` of memory
@@ -65,9 +66,14 @@ class ForwardWatch(TorchDispatchMode):
 
     def changed_buffers(self) -> list[str]:
         """The module's buffers that have been changed, replaced, added or taken away."""
-        after = {name: memory(x)._cdata for name, x in self.module.named_buffers()}
-        before = {name: where._cdata for name, where in self.buffers.items()}
-        return [n for n in {**before, **after} if before.get(n) != after.get(n) or before[n] in self.written]
+        before, after = self.buffers, {name: _place(x) for name, x in self.module.named_buffers()}
+        return [n for n in {**before, **after} if before.get(n) != after.get(n) or before[n][0] in self.written]
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """The `_cdata` of its memory, and where in that its numbers lie."""
+    strided = x.layout == torch.strided and not x.is_nested
+    return memory(x)._cdata, *((x.shape, x.stride(), x.storage_offset()) if strided else ())
 
 
 @cache

@@ -56,6 +56,7 @@ class Statistics(nn.Module):
         self.change = change
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("variance", torch.ones(6))
+        self.register_buffer("square", torch.arange(36.0).view(6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.variance
@@ -66,6 +67,11 @@ class Statistics(nn.Module):
 def replaced(module: nn.Module, new: Tensor, x: Tensor) -> None:
     """Assigned as an attribute."""
     module.mean = new
+
+
+def viewed(module: nn.Module, new: Tensor, x: Tensor) -> None:
+    """A view of itself, that has its numbers in another order."""
+    module.square = module.square.t()
 
 
 def with_other_data(module: nn.Module, new: Tensor, x: Tensor) -> None:
@@ -82,6 +88,7 @@ CHANGES = {
     "batch norm": lambda module, new, x: nn.functional.batch_norm(x, module.mean, module.variance, training=True),
     "instance norm": lambda module, new, x: nn.functional.instance_norm(x[None], module.mean[:4], module.variance[:4]),
     "replaced": replaced,
+    "viewed": viewed,
     "other data": with_other_data,
 }
 NO_CHANGES = {
