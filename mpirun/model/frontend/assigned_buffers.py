@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,14 +20,32 @@ from schedgen.util.errors import UsageError
 aten = torch.ops.aten
 
 
+class Merged(NamedTuple):
+    """A buffer that is set to another one: to a copy of it, in the trace."""
+
+    part: nn.Module
+    name: str
+    value: Tensor
+    copy: Tensor
+    value_version: int
+    copy_version: int
+
+
 @contextlib.contextmanager
 def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
     """Inside, a forward of `module` ends by copying into its buffers what it has assigned to them.
 
-    UsageError, raised by the assignment, if the buffer had another shape or type, or if either is None.
+    UsageError, raised by the assignment, where the buffer had another shape or type, or was none; and by the end of
+    the forward, where two buffers became one, which is then changed in place: in a stage they stay two.
     """
     parts = {*module.modules()}
-    before: dict[tuple[nn.Module, str], Tensor] = {}  # the tensors when the forward began
+    before: dict[tuple[nn.Module, str], Tensor] = {}  # what was there when the forward began
+    versions: dict[int, int] = {}  # of the buffers when the forward began, by memory
+    merged: list[Merged] = []
+
+    def begin(*_: object) -> None:
+        versions.clear()
+        versions.update({_memory(x): x._version for x in module.buffers()})
 
     def assign(part: nn.Module, name: str, value: Tensor | None) -> Any:
         buffer = part._buffers.get(name)
@@ -39,17 +57,30 @@ def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
                 "a stage's buffer keeps the shape and type that it has before the forward"
             )
         before.setdefault((part, name), buffer)
-        memory = {x.untyped_storage()._cdata for x in (*before.values(), *module.buffers())}
-        return value.clone() if value.untyped_storage()._cdata in memory else None  # else it may change before the end
+        if _memory(value) not in {_memory(x) for x in (*before.values(), *module.buffers())}:
+            return None
+        copy = value.clone()  # that of before may be changed in between
+        if _memory(value) in {_memory(x) for x in module.buffers() if x is not buffer}:
+            merged.append(Merged(part, name, value, copy, value._version, copy._version))
+        return copy
 
     def change(*_: object) -> None:
+        for part, name, value, copy, *then in merged:
+            stays = part._buffers[name] is copy and _memory(value) in {_memory(x) for x in module.buffers()}
+            since_begin = stays and value._version != versions.get(_memory(value), then[0])
+            if since_begin or then != [value._version, copy._version]:
+                raise UsageError(
+                    f"cannot be traced: makes the buffer {name} one with another, and changes it in place: "
+                    "assign a clone of the other"
+                )
         for (part, name), buffer in before.items():
             part._buffers[name] = buffer.copy_(part.get_buffer(name))
         before.clear()
+        merged.clear()
 
     register = torch_module.register_module_buffer_registration_hook
-    handles = [register(assign), module.register_forward_hook(change)]
-    # With its own hook torch.export would do the same, too.
+    handles = [register(assign), module.register_forward_pre_hook(begin), module.register_forward_hook(change)]
+    # By this torch.export would do so, too.
     torch_module.register_module_buffer_registration_hook = lambda hook: RemovableHandle(OrderedDict())
     try:
         yield
@@ -64,6 +95,10 @@ def set_lines_of_changes(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         if isinstance(node.args[1], fx.Node) and not node.meta.get("stack_trace"):
             node.meta = dict(node.args[1].meta)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def _what(buffer: Tensor | None) -> str:

@@ -668,6 +668,8 @@ def line_of(name: str) -> str:
         ("Counted", "changes the buffer seen, which several stages would use"),
         ("Resized", r"sets the buffer seen, which is .* of shape \(16,\), to torch.float32 of shape \(4, 16\): "),
         ("Begun", r"sets the buffer mean, which is None, to torch.float32 of shape \(16,\): a stage's buffer keeps"),
+        ("Merged", "makes the buffer last one with another, and changes it in place: assign a clone of the other"),
+        ("MergedAfterwards", "makes the buffer last one with another, and changes it in place"),
         ("Data", "what is assigned to .data cannot be traced; change the tensor without .data, as by copy_"),
         ("Kept", "1 stage at most, not 2: 4 operations stay together, since the buffer seen is changed in place at "),
         ("First", "would have no computation"),
