@@ -32,6 +32,7 @@ from mpirun.model.rng import generator_states
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 CPU = torch.device("cpu")
+CHANGES_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # of torch's message
 
 
 class Place(NamedTuple):
@@ -162,7 +163,20 @@ class Trial:
     def _forward(
         self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None
     ) -> tuple[Sequence[Tensor], StageShape]:
-        """Run a stage. `outputs`: of earlier ones; `fake`: None: with values, by which microbatches may differ."""
+        """`outputs`: of the stages before; `fake`: None: it has its values, by which other microbatches may differ.
+
+        It is given leaves of the graph, as in training; where it changes these in place, copies.
+        """
+        try:
+            return self._forward_on(stage, outputs, fake, copies=False)
+        except _Failed as failed:
+            if CHANGES_LEAF not in str(failed):
+                raise
+            return self._forward_on(stage, outputs, fake, copies=True)
+
+    def _forward_on(
+        self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None, copies: bool
+    ) -> tuple[Sequence[Tensor], StageShape]:
         model, device, entry = self.model, self.device, self.model.stages[stage]
         module = _real_stage(model, stage) if fake is None else stage_without_values(model, stage, fake)
         parameters = _parameter_shape(module)
@@ -173,12 +187,13 @@ class Trial:
             if model.reads is None:
                 sources = all_outputs(sources, list(map(len, outputs)))
             inputs = [
-                _input(_argument(source, outputs, self.batch.leaves, stage), fake, isinstance(source, Value))
+                _input(_argument(source, outputs, self.batch.leaves, stage), fake, device, isinstance(source, Value))
                 for source in sources
             ]
             if device != CPU:
-                inputs = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
                 module.to(device)
+            if copies:
+                inputs = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
             watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
             with autocast(device.type, self.autocast_dtype), watch:
                 made = _outputs(module, inputs, stage)
@@ -221,13 +236,14 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
     return produced[source.output]
 
 
-def _input(x: Any, fake: FakeTensorMode | None, needs_grad: bool) -> Any:
-    """What a stage is called with in place of x: a copy, which it may change."""
+def _input(x: Any, fake: FakeTensorMode | None, device: torch.device, needs_grad: bool) -> Any:
+    """What a stage is called with for x, which it may change: a leaf of the graph, with a gradient in training."""
     if not isinstance(x, Tensor):
         return x
     if fake is not None and not fake.is_our_fake(x):
         x = fake.from_tensor(x)
-    return x.detach().requires_grad_(needs_grad and x.is_floating_point()).clone()
+    own = x.detach().to(device).clone()
+    return own.requires_grad_(needs_grad and torch.is_grad_enabled() and x.is_floating_point())
 
 
 def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[Tensor]:

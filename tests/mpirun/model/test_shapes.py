@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -120,3 +122,28 @@ def test_what_a_stage_does_by_its_values_it_may_do_in_another_microbatch():
     assert [shape.random_layers for shape in shapes] == [(), ("",), (), ("",)]
     (layers,) = shapes_of({"first": lambda: Statistics(still), "second": lambda: Statistics(restarted)})
     assert layers.random_layers == ("first", "second")
+
+
+class Takes(nn.Module):
+    """Does something with its input that depends on whether it is a leaf of the graph."""
+
+    def __init__(self, what) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.what(x)
+
+
+TAKEN = {
+    "copied": copy.deepcopy,
+    "cut off": lambda x: x.requires_grad_(False),
+    "changed": lambda x: x.add_(1),
+    "a view changed": lambda x: torch.cat([x[1:].add_(1), x[:1]]),
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_a_stage_is_tried_with_leaves_as_it_trains_and_with_copies_where_it_changes_them(how):
+    shape = shapes_of(nn.Linear(6, 6), Takes(TAKEN[how]))[1]
+    assert shape.overwrites_inputs == ("changed" in how)
