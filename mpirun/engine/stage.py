@@ -23,7 +23,7 @@ from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.frozen_statistics import counts, set_counts
 from mpirun.model.rng import LayerRng
-from mpirun.model.shapes import StageShape, flat_layout
+from mpirun.model.shapes import ASK_FOR_GRADIENTS, NEEDS_GRADIENTS, StageShape, flat_layout
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
@@ -181,8 +181,13 @@ class LocalStage:
         """
         specs = specs or self.shape.outputs
         if not save:
-            with torch.no_grad():
-                return self._outputs(arguments([x.detach() for x in values], leaves), loss, specs), None
+            try:
+                with torch.no_grad():
+                    return self._outputs(arguments([x.detach() for x in values], leaves), loss, specs), None
+            except RuntimeError as error:
+                if NEEDS_GRADIENTS in str(error):
+                    error.args = (f"{error}; forwards that are done again are at first {ASK_FOR_GRADIENTS}",)
+                raise
         inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
         outputs, edges = [], []
         for x in self._outputs(arguments(inputs, leaves), loss, specs):

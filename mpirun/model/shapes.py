@@ -33,6 +33,8 @@ from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 CPU = torch.device("cpu")
 CHANGES_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # of torch's message
+NEEDS_GRADIENTS = "does not require grad"  # the same
+ASK_FOR_GRADIENTS = "without gradients: a forward may ask for them with torch.enable_grad()"
 
 
 class Place(NamedTuple):
@@ -250,8 +252,8 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
     try:
         returned = module(*inputs)
     except (Exception, SystemExit) as error:
-        without = not torch.is_grad_enabled() and "does not require grad" in str(error)
-        hint = "; evaluations are without gradients: a forward may ask for them with torch.enable_grad()"
+        without = not torch.is_grad_enabled() and NEEDS_GRADIENTS in str(error)
+        hint = f"; evaluations are {ASK_FOR_GRADIENTS}"
         raise _Failed(f"stage {stage} fails on the shapes it gets: {raised(error)}{hint if without else ''}") from None
     outputs = [returned] if isinstance(returned, Tensor) else returned
     what = f"a {type(returned).__name__}"

@@ -1226,7 +1226,7 @@ class Forces(nn.Module):
 torch.manual_seed(0)
 x, stages = torch.randn(8, 6), [nn.Linear(6, 6), Forces()]
 expected = mse_loss(nn.Sequential(*stages)(x), x).item()
-with mpirun.Engine("1f1b", stages, loss=mse_loss, microbatches=2) as run:
+with mpirun.Engine(sys.argv[1], stages, loss=mse_loss) as run:
     evaluated = run.evaluate([(x, x)]).loss if "always" in sys.argv else expected
     found = run.step((x, x)).loss
     if run.rank == 0:
@@ -1235,18 +1235,23 @@ with mpirun.Engine("1f1b", stages, loss=mse_loss, microbatches=2) as run:
 """
 
 
-def test_a_forward_may_ask_for_gradients(launch):
-    """As forces of an energy; in evaluations, too, where it turns them on."""
-    always, seldom = (launch(2, program=("-c", FORCES, when)) for when in ("always", "in training"))
-    for done in (always, seldom):
+def test_a_forward_may_ask_for_gradients(launch, compiled):
+    """As forces of an energy; where it turns them on, in evaluations, too, and where forwards are done again."""
+    options = {"stages": 2, "workers": 2, "microbatches": 2}
+    saved, redone = compiled("1f1b", **options), compiled("1f1b", **options, recompute="all")
+    cases = ((saved, "always"), (redone, "always"), (saved, "in training"), (redone, "in training"))
+    *good, at_last, at_once = runs = [launch(2, program=("-c", FORCES, schedule, when)) for schedule, when in cases]
+    for done in (*good, at_last):
         expected, *found = map(float, done.out.split())
         assert found == pytest.approx([expected] * 2, rel=1e-6)
-    assert (always.code, seldom.code) == (0, 2), always.err
-    refused = seldom.err.splitlines()[-1]
+    assert [done.code for done in runs] == [0, 0, 2, 1], runs
+    hint = "without gradients: a forward may ask for them with torch.enable_grad()"
+    refused = at_last.err.splitlines()[-1]
     assert refused.startswith(
         "mpirun: stage 1 fails on the shapes it gets: RuntimeError: element 0 of tensors does not"
     )
-    assert refused.endswith("evaluations are without gradients: a forward may ask for them with torch.enable_grad()")
+    assert refused.endswith(f"evaluations are {hint}")
+    assert f"does not have a grad_fn; forwards that are done again are at first {hint}" in at_once.err
 
 
 OF_OTHER_TYPES = """
