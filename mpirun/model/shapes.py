@@ -63,6 +63,7 @@ class StageShape(NamedTuple):
     overwrites_inputs: bool = False  # whether it changes its inputs in place
     overwrites_buffers: bool = False  # whether it changes its buffers, or might in other microbatches
     changed_buffers: tuple[str, ...] = ()  # those that it has changed here
+    changed_parameters: tuple[str, ...] = ()  # the same of parameters
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might elsewhere
     loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
@@ -206,6 +207,7 @@ class Trial:
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
             overwrites_buffers=bool(changed or (fake is None and watch.buffers)),
             changed_buffers=changed,
+            changed_parameters=tuple(n for n, x in module.named_parameters() if watch.has_written_to(x)),
             aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
             random_layers=tuple(watch.layers if may_draw else watch.random_layers),
             model_stage=model.model_stage(stage),

@@ -109,9 +109,9 @@ class Session:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, tolerance)
         if self.comm.rank == 0 and self.setup.device.description:
             print(self.setup.device.description, flush=True)
-        self._say_what_is_in_vain()
+        self._say_what_is_odd()
 
-    def _say_what_is_in_vain(self) -> None:
+    def _say_what_is_odd(self) -> None:
         if not any(shape.parameter_names for shape in self.setup.shapes):
             note(self.comm, "no parameter is trainable: steps change nothing")
         dataflow = self.setup.dataflows[0]
@@ -119,6 +119,10 @@ class Session:
         for stage in sorted({value.stage for value in unread}):
             outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)
             note(self.comm, f"no stage reads output {outputs} of stage {stage}")
+        entry, shapes = self.setup.model.entry_name, self.setup.shapes
+        if changed := {entry(s, name): s for s, shape in enumerate(shapes) for name in shape.changed_parameters}:
+            alone = "their copies on other ranks, and other versions, do not change with them"
+            note(self.comm, f"forwards change the parameters {listed(changed)}: {alone}")
 
     def add_interpreter(self, setup: Setup) -> Interpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, but for that shape."""

@@ -1124,6 +1124,33 @@ def test_parameters_without_a_gradient_are_named_once(launch):
     assert done.code == 0 and "step 1 gives no gradient to stage0.never.weight, stage1.never.weight, stage1.sh" in note
 
 
+SETS_PARAMETERS = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+class Shifted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift, self.begun = torch.nn.Parameter(torch.zeros(4)), False
+    def forward(self, x):
+        if not self.begun:
+            self.shift.data.copy_(-x.mean(0))
+            self.begun = True
+        return x + self.shift
+torch.manual_seed(0)
+run = mpirun.Engine("ddp", [torch.nn.Linear(4, 4), Shifted()], stages=2, microbatches=2, loss=mse_loss)
+x = torch.ones(4, 4)
+run.step((x, x))
+run.step((x, x))
+"""
+
+
+def test_parameters_that_a_forward_changes_are_named(launch):
+    """As where data begin them: under data parallelism each rank would begin with its own."""
+    done = launch(2, program=("-c", SETS_PARAMETERS))
+    (note,) = [line for line in done.err.splitlines() if "note:" in line]
+    assert done.code == 0 and "forwards change the parameters stage1.shift: their copies" in note
+
+
 ASKING_FOR_VALUES = """
 import sys, torch, mpirun
 from torch import nn
