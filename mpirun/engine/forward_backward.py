@@ -38,8 +38,8 @@ class PendingBackward:
     """What a forward, or the first half of a backward, leaves for the jobs of its stage and microbatch that follow."""
 
     __slots__ = ("buffers", "counts", "half", "loss_gradient", "saved")
-    buffers: dict[str, Tensor]  # of a stage whose forwards change some: what they were before one that is redone
-    counts: Counts  # the same of what it counts as attributes
+    buffers: dict[str, Tensor]  # if forwards change some: their values before a forward that is recomputed
+    counts: Counts  # likewise, the numbers that its modules have as attributes
     saved: SavedForward
     half: WeightHalf | None
     loss_gradient: Tensor  # of the last stage: what its backward starts from

@@ -21,16 +21,19 @@ def frozen_statistics(
 ) -> Iterator[None]:
     """Inside, forwards compute the same, but what they write to buffers is lost: they write to copies.
 
-    So are the numbers that a module with buffers counts as attributes. `begin`: in place of copies of what the buffers
-    are now, these, as `buffer_copies` has given them by every name; forwards write to them. `begin_counts`: the same of
-    the numbers, as `counts` has given them.
+    Changes of numbers that a module with buffers has as attributes are lost, too. `begin`: values by every name, from
+    `buffer_copies`, that forwards begin with and write to, in place of copies of the buffers as they are now.
+    `begin_counts`: numbers from `counts` that they begin with.
     """
     before = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     counts_before = counts(module)
-    copies = buffer_copies(module, every_name=True) | dict(begin or {})
+    copies = begin or buffer_copies(module, every_name=True)
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        part._buffers.update({name: copies[prefix + name] for name, x in part._buffers.items() if x is not None})
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                copy = copies.get(prefix + name)
+                part._buffers[name] = buffer.clone() if copy is None else copy
     set_counts(module, begin_counts or {})
     try:
         yield
@@ -50,16 +53,15 @@ def counts(module: nn.Module) -> Counts:
 
 
 def set_counts(module: nn.Module, values: Counts) -> None:
-    """Give the parts of a module these numbers, which may be those of another module of the same stage."""
+    """Give the parts of a module these numbers, which may come from another module of the same stage."""
     for path, numbers in values.items():
         vars(module.get_submodule(path)).update(numbers)
 
 
 def buffer_copies(module: nn.Module, every_name: bool = False) -> dict[str, Tensor]:
-    """Copies of a module's buffers, by name; `every_name`: one that has several has its copy by each."""
-    copies: dict[int, Tensor] = {}
-    named = module.named_buffers(remove_duplicate=not every_name)
-    return {name: copies.setdefault(id(buffer), buffer.detach().clone()) for name, buffer in named}
+    """Copies of a module's buffers, by name; `every_name`: a buffer with several names has its one copy under each."""
+    copies = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
+    return {name: copies[id(buffer)] for name, buffer in module.named_buffers(remove_duplicate=not every_name)}
 
 
 def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -166,9 +166,9 @@ class Trial:
     def _forward(
         self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None
     ) -> tuple[Sequence[Tensor], StageShape]:
-        """`outputs`: of the stages before; `fake`: None: it has its values, by which other microbatches may differ.
+        """Run a stage. `outputs`: of earlier ones; `fake`: None: with values, by which microbatches may differ.
 
-        It is given leaves of the graph, as in training; where it changes these in place, copies.
+        Its inputs are leaves of the graph, as in training, or copies of these if it changes them in place.
         """
         try:
             return self._forward_on(stage, outputs, fake, copies=False)

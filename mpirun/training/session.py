@@ -365,7 +365,7 @@ _taking_sigterm: list[Session] = []  # those that SIGTERM asks to leave, in the 
 
 
 def _on_sigterm(*_: object) -> None:
-    """Ask all: one of them may only evaluate, and another step."""
+    """Ask all sessions to leave: one of them may only evaluate while another steps."""
     last, now = _taking_sigterm[-1] if _taking_sigterm else None, time.monotonic()
     if last is None or not last.leaves_after_step or now - (last.asked or now) > ASKED_TWICE:
         # It ends this rank, as it does by itself; the watchdog says so, and ends the others.

@@ -35,11 +35,11 @@ class Merged(NamedTuple):
 def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
     """Inside, a forward of `module` ends by copying into its buffers what it has assigned to them.
 
-    UsageError, raised by the assignment, where the buffer had another shape or type, or was none; and by the end of
-    the forward, where two buffers became one, which is then changed in place: in a stage they stay two.
+    UsageError, raised by the assignment, if the buffer had another shape or type, or if either is None; and at the end
+    of the forward, if two buffers became one that is also changed in place: in a stage they stay two.
     """
     parts = {*module.modules()}
-    before: dict[tuple[nn.Module, str], Tensor] = {}  # what was there when the forward began
+    before: dict[tuple[nn.Module, str], Tensor] = {}  # the tensors when the forward began
     versions: dict[int, int] = {}  # of the buffers when the forward began, by memory
     merged: list[Merged] = []
 
@@ -80,7 +80,7 @@ def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
 
     register = torch_module.register_module_buffer_registration_hook
     handles = [register(assign), module.register_forward_pre_hook(begin), module.register_forward_hook(change)]
-    # By this torch.export would do so, too.
+    # With its own hook torch.export would do the same, too.
     torch_module.register_module_buffer_registration_hook = lambda hook: RemovableHandle(OrderedDict())
     try:
         yield
