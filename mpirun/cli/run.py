@@ -51,7 +51,7 @@ class Run:
         if checkpoint is not None:
             session.resume(checkpoint)
         self.progress = on_rank_0(comm, lambda: Progress(session.begun, setup.steps, options.metrics))
-        session.handle_sigterm()
+        session.sigterm.leave_after_step()
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
@@ -93,7 +93,7 @@ class Run:
             if options.save and (left or last or session.steps % options.every == 0):
                 saved = session.save(options.keep)
         if not left:
-            session.restore_sigterm()
+            session.sigterm.end_at_once()
         if self.progress is not None:
             self.progress.close(session.header)
         return saved, left

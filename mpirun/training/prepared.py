@@ -99,7 +99,7 @@ class Prepared:
             setup = set_up(session.comm, session.header, self.model, self.batches, self.options, self.host)
             session.build(setup, self.verifies)
         self.of_shape[shape] = _of_shape(session.interpreter, setup, example)
-        session.handle_sigterm()
+        session.sigterm.leave_after_step()
         if self.resumed is not None:
             session.resume(self.resumed)
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,11 +34,11 @@ from mpirun.model.dataflow import unread_outputs
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.model.weight_names import listed
 from mpirun.training.same_data import check_same_data, is_compared
+from mpirun.training.sigterm import Sigterm
 from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import ASKED, BEAT, ENDING, PHASE, ROW, SAVING, TRYING, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
 
-ASKED_TWICE = 10.0  # seconds after which a second SIGTERM ends the rank at once
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
 
 
@@ -81,15 +79,12 @@ class Session:
         self.end = contextlib.ExitStack()
         self.end.push(self.watchdog.end)
         self.end.callback(self._end_saving)
-        self.end.callback(self._give_back_sigterm)
-        self.leaves_after_step = False
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._take_sigterm()
+        self.sigterm = Sigterm(self._leave_after_step, self._show_sigterm)
+        self.end.callback(self.sigterm.give_back)
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
         self.writer: CheckpointWriter | None = None
         self.verification: Verification | None = None
-        self.asked: float | None = None  # when this rank was asked to leave
         self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
 
@@ -140,8 +135,8 @@ class Session:
             interpreter.use()
         if self.trace is not None:
             self.trace.attach(interpreter)
-        if self.asked is not None:  # by a signal, which may come at any time
-            interpreter.optimizer_step.leave_requested = True
+        if self.sigterm.asked is not None:  # by a signal, which may come at any time
+            self._leave_after_step()
 
     def free(self) -> None:
         """Free the MPI resources of the interpreters. Collective."""
@@ -149,19 +144,6 @@ class Session:
             interpreter.transport.free()
         for interpreter in self.interpreters[:1]:
             interpreter.progress.free()
-
-    def handle_sigterm(self) -> None:
-        """From now on SIGTERM means: leave after the step; if it comes again later (Slurm sends two), at once."""
-        self.leaves_after_step = True
-        self._take_sigterm()
-
-    def _take_sigterm(self) -> None:
-        """Only from another session: a handler of the script's own stays."""
-        if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _on_sigterm) and _sets_signals():
-            if self in _taking_sigterm:
-                _taking_sigterm.remove(self)
-            _taking_sigterm.append(self)
-            signal.signal(signal.SIGTERM, _on_sigterm)
 
     def checkpoints(self) -> CheckpointWriter:
         """The writer of this run's checkpoints, which also restores them."""
@@ -290,20 +272,16 @@ class Session:
     def _line(self, row: int) -> str:
         return f"line {self.schedule.first_line + row}: {self.instructions[row]}"
 
-    def restore_sigterm(self) -> None:
-        """SIGTERM ends the process again: there are no more steps."""
-        self.leaves_after_step = False
+    def _leave_after_step(self) -> None:
+        self.interpreter.optimizer_step.leave_requested = True
 
-    def _give_back_sigterm(self) -> None:
-        """SIGTERM is that of the runs which have not ended; after the last it means what it meant before."""
-        if self in _taking_sigterm:
-            _taking_sigterm.remove(self)
-        if not _taking_sigterm and signal.getsignal(signal.SIGTERM) == _on_sigterm and _sets_signals():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def _show_sigterm(self) -> None:
+        """Let the watchdog say what ends this rank."""
+        self.watchdog.state[ASKED] = True
 
     def leave(self, saved: bool) -> None:
         """Stop on all ranks together, as SIGTERM asked: a nonzero exit code makes launchers end the other ranks."""
-        self.restore_sigterm()
+        self.sigterm.end_at_once()
         sleeping_barrier(self.comm)
         what = "saved" if saved else "nothing is saved"
         raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT)
@@ -359,30 +337,6 @@ class Session:
         """End the run on this rank."""
         atexit.unregister(self.close_together)
         self.end.close()
-
-
-_taking_sigterm: list[Session] = []  # those that SIGTERM asks to leave, in the order in which they took it
-
-
-def _on_sigterm(*_: object) -> None:
-    """Ask all sessions to leave: one of them may only evaluate while another steps."""
-    last, now = _taking_sigterm[-1] if _taking_sigterm else None, time.monotonic()
-    if last is None or not last.leaves_after_step or now - (last.asked or now) > ASKED_TWICE:
-        # It ends this rank, as it does by itself; the watchdog says so, and ends the others.
-        for session in _taking_sigterm:
-            session.watchdog.state[ASKED] = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
-        return
-    for session in _taking_sigterm:
-        if session.leaves_after_step and session.asked is None:
-            session.asked = now
-            session.interpreter.optimizer_step.leave_requested = True
-
-
-def _sets_signals() -> bool:
-    """Whether this is the main thread: no other can."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def mean(values: list[float], weights: list[float]) -> float:

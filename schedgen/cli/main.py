@@ -67,7 +67,7 @@ COMMANDS = (
     ),
     Command(
         "compare", options.CompareOptions, make_schedules.run_compare, "all schemes that fit, side by side",
-        "schedgen compare --stages 8 --microbatches 8 --workers 4 --memory 12",
+        "schedgen compare --stages 8 --microbatches 8 --workers 4 --memory-limit 12",
     ),
     Command(
         "plan", options.PlanOptions, make_schedules.run_plan,

@@ -69,7 +69,7 @@ def run_compile(options: CompileOptions) -> int:
                 fan_out=options.fan_out,
                 prefetch=options.prefetch,
                 recompute=_redone(options.recompute, sizes.stages * parts, sizes.microbatches),
-                memory=options.memory_limit,
+                memory_limit=options.memory_limit,
                 tied=graph.tied if graph else (),
                 updates=options.updates,
                 tensor=options.tensor,
@@ -146,7 +146,7 @@ def run_compare(options: CompareOptions) -> int:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
     if options.output and not is_standard_output(options.output) and not options.output.endswith(".svg"):
         raise UsageError(f"{options.output}: the name should end in .svg")
-    comparison = compare(sizes, options.cost, options.memory)
+    comparison = compare(sizes, options.cost, options.memory_limit)
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
         raise UsageError(f"no scheme fits: {reasons}")

@@ -311,7 +311,9 @@ class CompareOptions(Form):
     stages: int = option("--stages S", "of the model", types.count, required=True)
     microbatches: int = option("--microbatches B", "of a step", types.count, required=True)
     workers: int = option("--workers W", "ranks", types.count, required=True)
-    memory: int | None = option("--memory M", "saved forwards a worker may hold; default: no limit", types.count)
+    memory_limit: int | None = option(
+        "--memory-limit M", "saved forwards a worker may hold; default: no limit", types.count
+    )
     cost: Mapping[str, float] | None = option(
         "--cost F=1,B=2", "durations; a split backward has half of B each", durations
     )
@@ -335,7 +337,7 @@ class PlanOptions(Form):
     bandwidth: Sequence[float] | None = option(
         "--bandwidth 1e10,1.25e9", "bytes a second of links, by level; default: the profile's", types.bandwidths
     )
-    memory: float = option("--memory M", "bytes a worker may hold; default: no limit", types.amount, math.inf)
+    memory: float = option("--memory BYTES", "what a worker may hold; default: no limit", types.amount, math.inf)
     partition_only: bool = switch(
         "--partition-only", "only where to cut, and replicas; no search: with -o PipeDream's own schedule"
     )

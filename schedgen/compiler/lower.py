@@ -63,7 +63,7 @@ def header_of(placed: PlacedScheme) -> Header:
             "fan_out": options.fan_out,
             "prefetch": options.prefetch,
             "recompute": _named(placed.recompute),
-            **({} if options.memory is None else {"memory_limit": options.memory}),
+            **({} if options.memory_limit is None else {"memory_limit": options.memory_limit}),
             **({} if scheme.updates == FLUSH else {"updates": scheme.updates}),
             **({"accumulated": scheme.accumulated or stages} if scheme.updates == TWO_BUFFERS else {}),
         },

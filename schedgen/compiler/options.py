@@ -25,7 +25,7 @@ class Options:
     fan_out: int = 2  # copies of a stage's weights, or sums of its gradients, through one worker at a time
     prefetch: int = 1  # jobs by which a receive comes before its SEND
     recompute: Collection[Redone] = ()  # forwards that keep nothing and are redone before the backward
-    memory: int | None = None  # saved forwards that a worker may hold at a time (greedy)
+    memory_limit: int | None = None  # saved forwards that a worker may hold at a time (greedy)
     tied: Collection[Sequence[int]] = ()  # lists of stages that share parameters
     updates: str | None = None  # when weights change, one of UPDATES; None: the scheme's own
     parts: int = 1  # stages of the model in each stage of the scheme, one after another
@@ -51,7 +51,7 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     updates = options.updates or scheme.updates
     if updates not in UPDATES:
         raise UsageError(f"there are no updates '{updates}': they are one of {', '.join(UPDATES)}")
-    if (options.mode or scheme.mode) == "strict" and (scheme.cap is not None or options.memory is not None):
+    if (options.mode or scheme.mode) == "strict" and (scheme.cap is not None or options.memory_limit is not None):
         what = "--memory-limit" if scheme.cap is None else "cap"
         raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
     if options.forward:
@@ -81,7 +81,7 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
 def _check_forward(options: Options) -> None:
     for option, given, why in (
         ("--recompute", options.recompute, "there is no backward to redo a forward for"),
-        ("--memory-limit", options.memory is not None, "forwards save nothing for a backward"),
+        ("--memory-limit", options.memory_limit is not None, "forwards save nothing for a backward"),
         (f"--updates {options.updates}", options.updates not in (None, FLUSH), "weights do not change"),
     ):
         if given:

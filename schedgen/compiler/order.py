@@ -33,7 +33,7 @@ def order(placed: PlacedScheme) -> Times:
     worker, n, length = placed.compute.ravel(), placed.n.ravel(), _lengths(placed)
     if placed.scheme.mode == "greedy":
         one_by_one = placed.redone.ravel() if len(placed.compute) == 2 else None  # split, they may run I, I, W, W
-        return greedy(graph, worker, n, length, placed.caps, placed.options.memory, one_by_one)
+        return greedy(graph, worker, n, length, placed.caps, placed.options.memory_limit, one_by_one)
     delayed = np.zeros(len(length), bool)
     delayed[: stages * batches] = placed.delayed_send.ravel()
     return strict(graph, worker, n, length, delayed)

@@ -73,11 +73,11 @@ def _schemes(workers: int) -> list[tuple[str, int | None]]:
     return [(name, G) for name in SCHEMES for G in (divisors if name in grouped else (None,))]
 
 
-def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory: int | None = None) -> Comparison:
+def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory_limit: int | None = None) -> Comparison:
     """Compile all schemes; UsageError if there are more workers than any schedule may have.
 
-    `cost`: F and B, or F, I and W; without I and W, each is half of B. `memory`: the most saved forwards a worker may
-    hold; greedy orders are compiled under that limit, strict ones are left out if they need more.
+    `cost`: F and B, or F, I and W; without I and W, each is half of B. `memory_limit`: the most saved forwards a worker
+    may hold; greedy orders are compiled under that limit, strict ones are left out if they need more.
     """
     compiled: list[tuple[SchemeNumbers, Header]] = []
     left_out = []
@@ -86,9 +86,9 @@ def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory: int |
     schemes = _schemes(workers)
     for name, groups in over(schemes, "compare", len(schemes)):
         try:
-            program, limited = _compiled(name, sizes._replace(groups=groups), cost, memory)
-            row = _numbers(program, name, groups, sizes, f" --memory-limit {memory}" if limited else "", cost)
-            if memory is not None and row.peak_activations > memory:
+            program, limited = _compiled(name, sizes._replace(groups=groups), cost, memory_limit)
+            row = _numbers(program, name, groups, sizes, f" --memory-limit {memory_limit}" if limited else "", cost)
+            if memory_limit is not None and row.peak_activations > memory_limit:
                 raise UsageError(f"it holds {row.peak_activations} activations")
         except UsageError as error:
             left_out.append(LeftOut(_label(name, groups), str(error).removeprefix(f"{name} ")))
@@ -100,11 +100,13 @@ def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory: int |
     return Comparison(best, left_out, [header for _, header in compiled])
 
 
-def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, memory: int | None) -> tuple[Program, bool]:
-    """The program, and whether it was compiled under the memory limit."""
+def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, limit: int | None) -> tuple[Program, bool]:
+    """The program, and whether it was compiled under the limit of saved forwards."""
     scheme = load(name, sizes)
-    limited = memory is not None and scheme.mode == "greedy"
-    program = compile(scheme, sizes, Options(cost=_with_halves(cost, scheme.split), memory=memory if limited else None))
+    limited = limit is not None and scheme.mode == "greedy"
+    program = compile(
+        scheme, sizes, Options(cost=_with_halves(cost, scheme.split), memory_limit=limit if limited else None)
+    )
     check_compiled(program)
     if program.header.workers != sizes.workers:
         raise UsageError(f"it needs {program.header.workers} workers, not {sizes.workers}")

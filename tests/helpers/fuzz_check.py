@@ -84,7 +84,7 @@ def options(chance: Random, S: int, greedy: bool, tensor: int) -> Options:
     elif chance.randrange(6) == 0:
         more["updates"] = chance.choice(("stash", "vertical", "2bw"))
     if greedy and chance.randrange(4) == 0:
-        more["memory"] = chance.randrange(1, 4)
+        more["memory_limit"] = chance.randrange(1, 4)
     return Options(
         weight_slots=chance.randrange(1, 4),
         fan_out=chance.randrange(1, 4),

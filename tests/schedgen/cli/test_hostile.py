@@ -115,7 +115,7 @@ def test_forwards_that_a_limit_holds_back_take_less_than_squared_time(cap, memor
     def work(microbatches):
         sizes = Sizes(2, microbatches)
         scheme = load("gpipe", sizes)._replace(cap=cap)
-        return steps(lambda: compile(scheme, sizes, Options(mode="greedy", memory=memory)))
+        return steps(lambda: compile(scheme, sizes, Options(mode="greedy", memory_limit=memory)))
 
     assert work(160) < 5 * work(40)
 

@@ -196,7 +196,7 @@ def test_a_cap_of_s_minus_the_stage_gives_greedy_the_memory_of_1f1b():
 )
 def test_forwards_that_are_redone_take_one_place_together(redone, limit, latency):
     sizes = Sizes(4, 8)
-    numbers = stats(compile(load("gpipe", sizes), sizes, Options(mode="greedy", recompute=redone, memory=limit)))
+    numbers = stats(compile(load("gpipe", sizes), sizes, Options(mode="greedy", recompute=redone, memory_limit=limit)))
     assert (numbers["latency"], numbers["peak_activations"]) == (latency, 1)
 
 

@@ -76,7 +76,7 @@ def test_lpp_goes_from_a_pipeline_to_data_parallelism(comparison):
 
 
 def test_a_limit_holds_greedy_orders_back_and_leaves_others_out(run, tmp_path):
-    comparison = json.loads(run("compare", *SMALL, "--memory", "4", "--json").out)
+    comparison = json.loads(run("compare", *SMALL, "--memory-limit", "4", "--json").out)
     rows = {label(row): row for row in comparison["schemes"]}
     assert all(row["peak_activations"] <= 4 for row in rows.values())
     assert {"scheme": "gpipe", "reason": "it holds 8 activations"} in comparison["left_out"]
@@ -127,7 +127,7 @@ def test_labels_of_points_that_are_near_do_not_meet():
 
 def test_what_cannot_be_compared_is_one_sentence(run, refused, monkeypatch, tmp_path):
     assert "--workers" in refused(run("compare", "--stages", "4", "--microbatches", "8"), 2)
-    assert "no scheme fits" in refused(run("compare", *SMALL, "--memory", "1"), 2)
+    assert "no scheme fits" in refused(run("compare", *SMALL, "--memory-limit", "1"), 2)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "needs matplotlib" in refused(run("compare", *SMALL, "-o", tmp_path / "x.svg"), 2)
     assert not (tmp_path / "x.svg").exists()

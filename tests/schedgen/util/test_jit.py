@@ -31,7 +31,7 @@ CASES = [
     ("lpp", Sizes(4, 8, 4, 2), {"tied": [stages for n in (2, 3, 4) for stages in combinations(range(4), n)]}),
     ("zb-v", Sizes(8, 12, 4), {"prefetch": 1}),
     ("dualpipe-v", Sizes(8, 12, 4), {"recompute": [0, 7]}),
-    ("depth-first", Sizes(8, 12, 4), {"memory": 6}),
+    ("depth-first", Sizes(8, 12, 4), {"memory_limit": 6}),
 ]
 
 

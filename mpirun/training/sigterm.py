@@ -1,0 +1,71 @@
+"""SIGTERM, which Slurm sends before the time is up: a run leaves after its step, or is ended at once.
+
+Several runs may be open in one process: one may only evaluate while another steps. A signal goes to all of them.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+ASKED_TWICE = 10.0  # seconds after which a second SIGTERM ends the rank at once
+
+
+class Sigterm:
+    """What SIGTERM does to one run on this rank. A handler of the script's own stays, and then this does nothing."""
+
+    def __init__(self, leave: Callable[[], None], end: Callable[[], None]) -> None:
+        """`leave`: asks the run to leave after its step; `end`: is called before SIGTERM ends this rank."""
+        self.leave, self.end = leave, end
+        self.after_step = False  # whether the run leaves after its step; else the rank is ended at once
+        self.asked: float | None = None  # when the run was first asked to leave
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._take()
+
+    def leave_after_step(self) -> None:
+        """From now on SIGTERM means: leave after the step; if it comes again later (Slurm sends two), at once."""
+        self.after_step = True
+        self._take()
+
+    def end_at_once(self) -> None:
+        """From now on SIGTERM ends the process: there are no more steps."""
+        self.after_step = False
+
+    def give_back(self) -> None:
+        """The run has ended. After the last of them SIGTERM means what it meant before the first."""
+        if self in _runs:
+            _runs.remove(self)
+        if not _runs and signal.getsignal(signal.SIGTERM) == _on_sigterm and _sets_signals():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _take(self) -> None:
+        if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _on_sigterm) and _sets_signals():
+            if self in _runs:
+                _runs.remove(self)
+            _runs.append(self)
+            signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+_runs: list[Sigterm] = []  # those that a signal goes to, in the order in which they took it
+
+
+def _on_sigterm(*_: object) -> None:
+    last, now = _runs[-1] if _runs else None, time.monotonic()
+    if last is None or not last.after_step or now - (last.asked or now) > ASKED_TWICE:
+        # It ends this rank, as it does by itself; the watchdog says so, and ends the others.
+        for run in _runs:
+            run.end()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+        return
+    for run in _runs:
+        if run.after_step and run.asked is None:
+            run.asked = now
+            run.leave()
+
+
+def _sets_signals() -> bool:
+    """Whether this is the main thread: no other can."""
+    return threading.current_thread() is threading.main_thread()
