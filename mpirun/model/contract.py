@@ -30,6 +30,14 @@ def pair_of_leaves(collated: Any) -> tuple[Sequence[Any], Any]:
     return pytree.tree_leaves(data), target
 
 
+class JoinedStages(NamedTuple):
+    """The fields of a `Model` that depend on where it is cut."""
+
+    stages: Sequence[StageEntry]
+    tied: Sequence[Sequence[tuple[int, str]]]
+    reads: Reads | None
+
+
 class Model(NamedTuple):
     """What a model function returns.
 
@@ -69,6 +77,8 @@ class Model(NamedTuple):
     traced           True: split has traced the stages, so they are for microbatches of one shape.
     check_eval       () -> a function that makes a stage's module leave out in eval mode what the model leaves out, or
                      None if stages do so anyway. Both raise UsageError if the stages would still do something else.
+    join             numbers -> the stages that join so many of these, one after the other. None: only stages that are
+                     given by their layers can be joined.
     tensor_parallel  T, set by mpirun: stage s of the function becomes the T stages from T s on, which are shards if
                      `split` has s, else replicas.
     """
@@ -87,6 +97,7 @@ class Model(NamedTuple):
     pair: Pair = pair_of_leaves
     traced: bool = False
     check_eval: CheckEval = lambda: None
+    join: Callable[[Sequence[int]], JoinedStages] | None = None
     tensor_parallel: int = 1
 
     def resolved_reads(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:

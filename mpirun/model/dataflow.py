@@ -199,8 +199,9 @@ def model_graph(reads: Reads, tied: Iterable[Iterable[int]] = (), split: Collect
 
 def how_to_compile(header: Header) -> str:
     """What to do about a schedule that was compiled for another model."""
-    graph = f"python -m mpirun graph --model ... --stages {header.model_stages} -o FILE"
-    return f"compile it with --graph FILE, which {graph} writes"
+    layers = header.scheme.get("layers")
+    made, stages = ("plan", sum(layers)) if layers else ("compile", header.model_stages)
+    return f"{made} it with --graph FILE, which python -m mpirun graph --model ... --stages {stages} -o FILE writes"
 
 
 def check_reads(reads: Reads, header: Header) -> None:

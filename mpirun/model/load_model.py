@@ -60,6 +60,10 @@ def load_model(
 
 def join_stages(model: Model, layers: Sequence[int]) -> Model:
     """The model with stages that join consecutive stages of its own; `layers`: how many, by stage."""
+    if sum(layers) != len(model.stages):
+        raise UsageError(f"the schedule joins {sum(layers)} stages of the model, but it has {len(model.stages)}")
+    if model.join is not None:
+        return model._replace(**model.join(layers)._asdict(), join=None)
     stages: list[Layers] = []
     stage_of: list[int] = []
     parts = iter(model.stages)
@@ -67,7 +71,9 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
         merged: dict[str, Callable[[], nn.Module]] = {}
         for part in itertools.islice(parts, count):
             if not isinstance(part, Mapping):
-                raise UsageError("the schedule joins stages of the model, but they are not given by their layers")
+                raise UsageError(
+                    "the schedule joins stages of the model, but they are neither given by their layers nor split"
+                )
             if twice := merged.keys() & part.keys():
                 raise UsageError(f"the schedule joins stages of the model, but two layers are called {min(twice)}")
             merged |= part

@@ -171,7 +171,7 @@ def run_plan(options: PlanOptions) -> int:
         raise UsageError("plan --partition-only searches nothing: leave --search out")
     if options.schemes and options.partition_only:
         raise UsageError("plan --partition-only compiles PipeDream's scheme alone: leave --schemes out")
-    layers = read_layers(options.profile)
+    layers = read_layers(options.profile, _graph(options.graph))
     levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
     numbers, lines = _partition(options, layers, levels)
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made

@@ -330,6 +330,9 @@ class PlanOptions(Form):
         "PROFILE",
         "layers and their costs: PipeDream's file, or mpirun profile's with a stage a layer; - is standard input",
     )
+    graph: str | None = option(
+        "--graph FILE", "what mpirun graph writes of these layers: edges and ties; - is standard input", file=READ
+    )
     workers: int | None = option("--workers W", "ranks; this or --topology is needed", types.count)
     topology: Sequence[int] | None = option(
         "--topology 4x4", "workers of a level, groups of those in the next, and so on", types.topology

@@ -41,10 +41,8 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     lengths = np.array([seconds for name, seconds in times.items() if name != REDO])
     recompute = redo_duration(times) if candidate.recompute else np.zeros(S)
     owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)
-    x, weight, saved, step = (
-        by_stage(amount, S) for amount in (machine.activation, machine.weight, machine.saved, machine.step)
-    )
-    message, copy = (np.where(size > 0, machine.alpha + machine.beta * size, 0.0) for size in (x[:-1], weight))
+    weight, saved, step = (by_stage(amount, S) for amount in (machine.weight, machine.saved, machine.step))
+    message, copy = (np.where(size > 0, machine.alpha + machine.beta * size, 0.0) for size in (costs.passed_on, weight))
     sends, receives, steps = np.zeros((3, workers))  # seconds of a worker's link out, of its link in, of its STEPs
     owns, copies = np.zeros((2, workers))  # bytes of its own stages and their gradients, of its largest foreign copy
     for s in range(S):
@@ -62,7 +60,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
                 crosses = compute[d, a] != compute[d, b]
                 sends += message[s - 1] * np.bincount(compute[d, a][crosses], minlength=workers)
                 receives += message[s - 1] * np.bincount(compute[d, b][crosses], minlength=workers)
-    kept = np.concatenate([[0.0], x[:-1]]) + (0 if candidate.recompute else saved)
+    kept = np.concatenate([[0.0], costs.passed_on]) + (0 if candidate.recompute else saved)
     latency = window_bound(compute, lengths, recompute, message, workers) + steps.max()
     seconds = float(max(latency, sends.max(), receives.max()))
     return CandidateBound((1 - 1e-9) * seconds, float((owns + copies + _saved(kept, compute, workers, n)).max()))

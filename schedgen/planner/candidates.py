@@ -42,10 +42,12 @@ class Candidate(NamedTuple):
     sizes: Sizes
     costs: Sequence[StageCosts]
 
-    def with_layers(self, costs: StageCosts) -> Scheme:
-        """The scheme that says how many layers each stage has, which is how mpirun cuts the model."""
-        scheme = self.scheme
-        return scheme._replace(parameters={**scheme.parameters, "layers": list(costs.layer_counts)})
+
+def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
+    """The scheme of stages that join layers: how many each has, which is how mpirun cuts the model, and their edges."""
+    scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(costs.layer_counts)})
+    graph = costs.graph
+    return scheme if graph is None else scheme._replace(edges=graph.edges, per_consumer=graph.per_consumer)
 
 
 def candidates(layers: Layers, levels: Sequence[Level], microbatches: int) -> Iterator[Candidate]:

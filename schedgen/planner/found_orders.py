@@ -9,7 +9,7 @@ from typing import NamedTuple
 from schedgen.compiler.place import place_jobs
 from schedgen.ir.cost import has_both, shortest_halves, without_redo
 from schedgen.ir.program import Program
-from schedgen.planner.candidates import Candidate
+from schedgen.planner.candidates import Candidate, with_layers
 from schedgen.planner.order_search.found_order import Limits, Question
 from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.recompute import search_with_recompute
@@ -44,7 +44,8 @@ def placements(candidates: Iterable[Candidate], moved: Sequence[StageCosts], fas
             if key in distinct:
                 continue
             cost = shortest_halves(costs.times, sizes.stages) if mixed else costs.durations(scheme.split)
-            least = least_time(Question(scheme, sizes, without_redo(cost), costs.machine))
+            question = Question(with_layers(candidate.scheme, costs), sizes, without_redo(cost), costs.machine)
+            least = least_time(question)
             distinct[key] = Placement(candidate, costs, least)
     return sorted((each for each in distinct.values() if each.least < fastest), key=lambda each: each.least)
 
@@ -57,10 +58,10 @@ def found_order(placement: Placement, memory: float, budget: int, redo: bool) ->
     redo    whether the search also decides which forwards are redone
     """
     candidate, costs, _ = placement
-    scheme, sizes, machine = candidate.with_layers(costs), candidate.sizes, costs.machine
+    scheme, sizes, machine = with_layers(candidate.scheme, costs), candidate.sizes, costs.machine
     cost = costs.times if has_both(costs.times) else costs.durations(scheme.split)
     limits = Limits(bytes=memory if math.isfinite(memory) else None)
-    question = Question(scheme, sizes, cost if redo else without_redo(cost), machine, limits)
+    question = Question(scheme, sizes, cost if redo else without_redo(cost), machine, limits, costs.tied)
     try:
         found = search_with_recompute(question, budget) if redo else search_whole_or_split(question, budget)
     except UsageError:

@@ -9,13 +9,13 @@ Times are milliseconds and sizes are bytes. An activation_size may be a list in 
 As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that no layer reads, because it is a part of
 its layer's output.
 
-In the JSON the stages are a chain of layers, so a model is profiled with as many stages as it may be cut into.
+In the JSON stages are the layers, so a model is profiled with as many stages as it may be cut into. They are a chain,
+unless a graph file of the same stages says which of them read others besides the one before, and which are tied.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -26,9 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.cost import REDO, by_stage
+from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import DIRECTIONS
+from schedgen.ir.stage_graph import chain
 from schedgen.simulator.machine import Machine, by_direction, read_profile
-from schedgen.util.errors import RefusedFile, clip
+from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import display_name, read_text
 from schedgen.util.parse_json import read_json
 
@@ -54,6 +56,7 @@ class Layers(NamedTuple):
     edges: tuple[Edge, ...]  # (producer, consumer)
     times: Mapping[str, Floats]  # direction (F and B, or F, I and W, or all) -> seconds by layer
     machine: Machine  # bytes by layer; alpha and beta are 0 if the file does not give them
+    graph: ModelGraph | None = None  # what a schedule must know of them; None: that stages are a chain
 
     @property
     def seconds(self) -> Floats:
@@ -77,32 +80,55 @@ class Layers(NamedTuple):
         return self.activation + by_stage(self.machine.saved, len(self.names))
 
 
-def read_layers(name: str) -> Layers:
-    """The layers in the file `name`; RefusedFile, with the line, if it has neither of the two formats."""
+def read_layers(name: str, graph: ModelGraph | None = None) -> Layers:
+    """The layers in the file `name`; RefusedFile, with the line, if it has neither of the two formats.
+
+    `graph`: of the stages that were profiled; UsageError if it does not fit.
+    """
     text = read_text(name, MOST_BYTES)
     name = display_name(name)
-    layers = _parse_json(text, name) if text.lstrip()[:1] in ("{", "[") else _parse_pipedream(text, name)
+    if text.lstrip()[:1] in ("{", "["):
+        layers = _parse_json(text, name, graph)
+    elif graph is None:
+        layers = _parse_pipedream(text, name)
+    else:
+        raise UsageError(f"{name} has a graph of its own: leave --graph out")
     if not layers.seconds.sum() > 0:
         raise RefusedFile(f"{name}: none of its layers takes any time")
     return layers
 
 
-def _parse_json(text: str, name: str) -> Layers:
+def _parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
     values = read_json(text, name)
     lists = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
     count = len(lists[0]) if lists else 1
     if not 1 <= count <= MOST_LAYERS:
         raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_LAYERS}")
-    if isinstance(values, dict) and "apart" in values:
-        raise RefusedFile(f"{name}: apart is of outputs per consumer, and a plan is for a chain: leave it out")
-    times, machine = read_profile(text, name, count, counted="its first list is of")
+    if graph is None and isinstance(values, dict) and "apart" in values:
+        raise RefusedFile(f"{name}: apart is of outputs per consumer: give the stages' --graph, too")
+    if graph is not None:
+        _check_graph(graph, count, name)
+    edges = chain(count) if graph is None or graph.edges is None else graph.edges
+    times, machine = read_profile(text, name, count, len(edges), counted="its first list is of")
     if len(times.keys() - {REDO}) < 2:
         raise RefusedFile(f"{name}: a plan is for backwards, too: give B, or I and W, beside F")
     by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}
     for direction, amount in by_direction(machine.overhead).items():
         if direction in by_layer and (by_stage(amount, count) > by_layer[direction]).any():
             raise RefusedFile(f"{name}: the overhead of {direction} is more than {direction} takes")
-    return Layers(tuple(map(str, range(count))), tuple(itertools.pairwise(range(count))), by_layer, machine)
+    return Layers(tuple(map(str, range(count))), edges, by_layer, machine, graph)
+
+
+def _check_graph(graph: ModelGraph, count: int, name: str) -> None:
+    if graph.stages != count:
+        raise UsageError(f"the graph has {graph.stages} stages, but {name} has {count}")
+    if graph.layers:
+        raise UsageError("the graph has layers, which a plan chooses: leave them out")
+    if graph.edges is not None and (missing := set(chain(count)) - set(graph.edges)):
+        producer, consumer = min(missing)
+        raise UsageError(
+            f"in the graph stage {consumer} does not read stage {producer}, the one before: no plan for it"
+        )
 
 
 class _Node(NamedTuple):

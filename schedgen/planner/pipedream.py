@@ -9,6 +9,7 @@ from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
+from schedgen.planner.candidates import with_layers
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Level, partition
@@ -30,8 +31,7 @@ def pipedream(layers: Layers, levels: Sequence[Level], microbatches: int, memory
         raise UsageError(f"--microbatches {microbatches}: the partition has a stage of {max(replicas)} replicas")
     sizes = Sizes(len(replicas), microbatches, replicas=replicas)
     costs = stage_costs(layers, order, [stage.end for stage in stages], min(level.bandwidth for level in levels))
-    scheme = load("pipedream", sizes)
-    scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(costs.layer_counts)})
-    program = compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split))))
+    scheme = with_layers(load("pipedream", sizes), costs)
+    program = compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split)), tied=costs.tied))
     check_compiled(program)
     return program

@@ -10,16 +10,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
+from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.planner.candidate_bound import candidate_bound
-from schedgen.planner.candidates import Candidate, candidates
+from schedgen.planner.candidates import Candidate, candidates, with_layers
 from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.found_orders import found_order, placements
 from schedgen.planner.layer_downsets import prefixes
@@ -138,12 +139,12 @@ def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
 
 def _simulated(candidate: Candidate) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
     """The candidate with each of its stage costs; nothing if a cap blocks the schedule."""
+    program = _programs(candidate, candidate.costs[0])
     try:
-        program = _compiled(candidate, candidate.costs[0], candidate.costs[0])
+        for costs in candidate.costs:
+            yield _timed(program(costs), candidate, costs), costs
     except UsageError:
         return
-    for costs in candidate.costs:
-        yield _timed(program, candidate, costs), costs
 
 
 def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> PlannedSchedule:
@@ -157,15 +158,16 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
 def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
     """All cuts that the simulator tried near those of an entry, each as the entry's candidate with them."""
     candidate, order, tried = entry.candidate, prefixes(layers), []
-    program = _compiled(candidate, entry.costs, entry.costs)
+    program = _programs(candidate, entry.costs)
 
     def seconds(cuts: Cuts) -> float:
         costs = stage_costs(layers, order, cuts, bandwidth)
-        schedule = _timed(program, candidate, costs)
+        schedule = _timed(program(costs), candidate, costs)
         tried.append(_Entry(schedule, candidate, costs, entry.costs))
         return schedule.step_time if schedule.peak_bytes <= memory else math.inf
 
-    best_cuts(tuple(accumulate(entry.schedule.layers)), seconds, min(MOST_CUTS, MOST_INSTRUCTIONS // len(program)))
+    evaluations = min(MOST_CUTS, MOST_INSTRUCTIONS // len(program(entry.costs)))
+    best_cuts(tuple(accumulate(entry.schedule.layers)), seconds, evaluations)
     return tried
 
 
@@ -185,8 +187,21 @@ def _searched(
             yield _Entry(schedule, placement.candidate, placement.costs, placement.costs, program)
 
 
+def _programs(candidate: Candidate, ordered_by: StageCosts) -> Callable[[StageCosts], Program]:
+    """`_compiled`, once for all cuts whose stages have the same graph: only the header differs."""
+    programs: dict[ModelGraph | None, Program] = {}
+
+    def program(costs: StageCosts) -> Program:
+        if costs.graph not in programs:
+            programs[costs.graph] = _compiled(candidate, costs, ordered_by)
+        return programs[costs.graph]
+
+    return program
+
+
 def _compiled(candidate: Candidate, costs: StageCosts, ordered_by: StageCosts) -> Program:
     """The candidate with the layers of `costs`, ordered by the costs `ordered_by`."""
     ratios = cost_ratios(ordered_by.durations(candidate.scheme.split))
     recompute = range(candidate.sizes.stages) if candidate.recompute else ()
-    return compile(candidate.with_layers(costs), candidate.sizes, Options(cost=ratios, recompute=recompute))
+    options = Options(cost=ratios, recompute=recompute, tied=costs.tied)
+    return compile(with_layers(candidate.scheme, costs), candidate.sizes, options)

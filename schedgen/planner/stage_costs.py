@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import REDO, Amount, by_stage, durations
+from schedgen.ir.graph_file import ModelGraph
+from schedgen.planner.joined_graph import joined_graph
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Floats, Layers
 from schedgen.planner.partition import unreplicated
@@ -23,6 +25,13 @@ class StageCosts(NamedTuple):
     layer_counts: tuple[int, ...]  # by stage
     times: Mapping[str, Floats]  # direction (F and B, or F, I and W, or all), maybe R -> seconds by stage
     machine: Machine  # bytes by stage
+    passed_on: Floats  # (S - 1,) bytes from each stage to the next
+    graph: ModelGraph | None = None  # None: a chain, without ties
+
+    @property
+    def tied(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that share parameters, by tie."""
+        return () if self.graph is None else self.graph.tied
 
     def durations(self, split: bool) -> dict[str, Floats]:
         """Seconds by stage of a schedule's directions, and R if there is one."""
@@ -58,10 +67,16 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
     half, step, saved = (by_stage(amount, count) for amount in (machine.half, machine.step, machine.saved))
     owned = layers.weight if machine.owned is None else by_stage(machine.owned, count)
     outputs = np.array([layers.activation[i:j].sum() for i, j in spans])
-    x = prefixes.crossing[list(ends)].copy()
-    x[-1] = layers.activation[-1]
     # A layer before the stage may have outputs that cross the cut after it, too; these are not the stage's own.
     leaving = np.array([_leaving(layers, i, j) for i, j in spans])
+    graph, by_edge = None, None
+    if layers.graph is None:  # what crosses a cut goes from stage to stage
+        x = prefixes.crossing[list(ends)].copy()
+        x[-1] = layers.activation[-1]
+        passed_on = x[:-1]
+    else:
+        x, (graph, by_edge) = leaving, joined_graph(layers, layers.graph, ends)
+        passed_on = np.array([by_edge[s, s + 1] for s in range(len(spans) - 1)])
     widest = np.array([layers.activation[i : j - 1].max(initial=0) for i, j in spans])
 
     def total(amount: Floats) -> Floats:
@@ -91,7 +106,10 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
             workspace=workspace,
             owned=np.rint(total(owned)),
             step=total(step),
+            edge_activation=np.rint(list(by_edge.values())) if graph and graph.per_consumer and by_edge else None,
         ),
+        np.rint(passed_on),
+        graph,
     )
 
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.ir.cost import DIRECTION, REDO, Amount, by_stage, is_amount
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
+from schedgen.ir.stage_graph import StageGraph
 from schedgen.simulator.tensor_shards import profile_of_shards
 from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.parse_json import read_json
@@ -37,6 +39,14 @@ class Machine(NamedTuple):
     # The part of a job's time that its layers do not take: a stage of several layers has it once. Or by direction.
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
+
+    def edge_bytes(self, graph: StageGraph) -> NDArray[np.float64]:
+        """Bytes of the x, and of the g, that goes along each edge, shape (edges,)."""
+        producers, edges = [producer for producer, _ in graph.edges], len(graph.edges)
+        sizes: NDArray[np.float64] = by_stage(self.activation, graph.stages)[producers]
+        if self.edge_activation is not None:
+            sizes = np.where(graph.is_per_consumer[producers], by_stage(self.edge_activation, edges), sizes)
+        return sizes
 
 
 PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by key: the field

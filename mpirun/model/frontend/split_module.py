@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from operator import getitem
 from typing import Any
 
@@ -66,12 +67,20 @@ def split(
     meta = meta_module(module, init)
     check_eval = _eval_check(module, args, kwargs)
     dependencies = _trace(module, args, kwargs, dims)
-    starts = _starts(dependencies, module, stages, points, costs)
-    cut = _build_stages(*copy_at_cuts(dependencies, starts), shared)
-    if not any(part.training for part in module.modules()):
-        keep_eval_mode(cut.stages)
+    dependencies, starts = copy_at_cuts(dependencies, _starts(dependencies, module, stages, points, costs))
     warn_of_batch_statistics(module)
-    return cut._replace(meta=meta, aliases=parameter_aliases(module), check_eval=check_eval)
+    aliases, in_eval_mode = parameter_aliases(module), not any(part.training for part in module.modules())
+
+    def cut_at(starts: Sequence[fx.Node]) -> Cut:
+        cut = _build_stages(dependencies, starts, shared)
+        if in_eval_mode:
+            keep_eval_mode(cut.stages)
+        return cut._replace(meta=meta, aliases=aliases, check_eval=check_eval, join=join)
+
+    def join(numbers: Sequence[int]) -> Cut:
+        return cut_at([starts[begin - 1] for begin in accumulate(numbers[:-1])])
+
+    return cut_at(starts)
 
 
 def _build_stages(dependencies: Dependencies, starts: Sequence[fx.Node], shared: str | Mapping[str, str]) -> Cut:

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch
-from mpirun.model.contract import CheckEval, Model, StageEntry, Weights, pair_of_leaves
+from mpirun.model.contract import CheckEval, JoinedStages, Model, StageEntry, Weights, pair_of_leaves
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import check_loss
@@ -34,6 +34,7 @@ class Cut(NamedTuple):
     sent_bytes  by value that is sent, as far as they are known.
     meta        if the module is on the meta device: what gives values to its stages.
     aliases     by parameter, other names that it has in the module.
+    join        numbers -> the module in stages that join so many of these, one after the other; None: nobody knows how.
     check_eval  as Model.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
     """
 
@@ -48,6 +49,7 @@ class Cut(NamedTuple):
     meta: MetaModule | None = None
     aliases: Mapping[str, Sequence[str]] = {}
     check_eval: CheckEval = lambda: None
+    join: Callable[[Sequence[int]], Cut] | None = None
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -90,8 +92,9 @@ class Cut(NamedTuple):
         The `make` of a Minibatch returns the same for all microbatches together; its dims are one number, or by leaf.
         `batch`: None if a script gives the data. `weights` as Model.weights.
         """
+        cut_at = self.join
         return Model(
-            stages=[_entry(stage, self.meta) for stage in self.stages],
+            stages=self._entries(),
             loss=self.loss(loss),
             batch=batch if batch is None else self._batch_of_leaves(batch),
             length=length,
@@ -104,7 +107,14 @@ class Cut(NamedTuple):
             pair=self.pair,
             traced=self.example is not None,
             check_eval=self.check_eval,
+            join=None if cut_at is None else lambda numbers: cut_at(numbers)._joined(),
         )
+
+    def _entries(self) -> list[StageEntry]:
+        return [_entry(stage, self.meta) for stage in self.stages]
+
+    def _joined(self) -> JoinedStages:
+        return JoinedStages(self._entries(), self.tied, self.reads)
 
     def _batch_of_leaves(self, batch: MakeBatch | Minibatch) -> MakeBatch | Minibatch:
         """The same batch, with the input as leaves in the order that stages count."""

@@ -111,10 +111,7 @@ def make_problem(
 
 def _message_times(graph: StageGraph, machine: Machine) -> dict[tuple[int, int], float]:
     """By edge (producer, consumer): the time of its x or its g, as in `simulate`."""
-    sizes = by_stage(machine.activation, graph.stages)[[producer for producer, _ in graph.edges]]
-    if machine.edge_activation is not None:
-        is_apart = graph.is_per_consumer[[producer for producer, _ in graph.edges]]
-        sizes = np.where(is_apart, by_stage(machine.edge_activation, len(graph.edges)), sizes)
+    sizes = machine.edge_bytes(graph)
     times = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
     return dict(zip(graph.edges, times.tolist(), strict=True))
 

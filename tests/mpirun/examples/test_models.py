@@ -80,7 +80,7 @@ def test_layers_joined_by_a_schedule_are_the_model(name):
 def test_ties_and_layers_that_cannot_be_joined():
     model = load_model("mpirun.examples.gpt:tied", 2, 0, [4, 6])
     assert model.tied == [[(0, "embedding.byte.weight"), (1, "head.score.weight")]]
-    with pytest.raises(UsageError, match="not given by their layers"):
+    with pytest.raises(UsageError, match="neither given by their layers nor split"):
         load_model("models_for_tests:dropping_function", 2, 0, [1, 2])
 
 
