@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.pipelining import pipe_split
 
+    from mpirun.data.loader import Loader
     from mpirun.data.microbatches import Minibatch
     from mpirun.engine.recipe import NamedParameter
     from mpirun.model.contract import Model
@@ -23,21 +24,26 @@ if TYPE_CHECKING:
     from mpirun.model.frontend.split_result import Cut
     from mpirun.model.frontend.split_sequential import split_sequential
     from mpirun.training.engine import Engine
+    from mpirun.training.evaluation import Evaluation
+    from mpirun.training.session import Result
     from schedgen.util.errors import MpirunWarning
 
 __all__ = [
-    "Cut", "Engine", "Input", "Minibatch", "Model", "MpirunWarning", "NamedParameter", "Value",
-    "batch_coupled", "pipe_split", "split", "split_layers", "split_sequential",
+    "Cut", "Engine", "Evaluation", "Input", "Loader", "Minibatch", "Model", "MpirunWarning", "NamedParameter", "Result",
+    "Value", "batch_coupled", "pipe_split", "split", "split_layers", "split_sequential",
 ]  # fmt: skip
 
 _MODULES = {
     "Cut": "mpirun.model.frontend.split_result",
     "Engine": "mpirun.training.engine",
+    "Evaluation": "mpirun.training.evaluation",
     "Input": "mpirun.model.dataflow",
+    "Loader": "mpirun.data.loader",
     "Minibatch": "mpirun.data.microbatches",
     "Model": "mpirun.model.contract",
     "MpirunWarning": "schedgen.util.errors",
     "NamedParameter": "mpirun.engine.recipe",
+    "Result": "mpirun.training.session",
     "Value": "mpirun.model.dataflow",
     "batch_coupled": "mpirun.model.frontend.batch_coupling",
     "pipe_split": "torch.distributed.pipelining",
@@ -49,7 +55,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """A public name, imported on first use: torch is slow to import, and --help does without it."""
-    if name == "Engine":  # imports MPI
+    if name in ("Engine", "Evaluation", "Result"):  # import MPI
         importlib.import_module("mpirun.comm.local_gpu").use_local_gpu()
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)

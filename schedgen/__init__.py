@@ -1,12 +1,12 @@
 """schedgen: two functions, w and n, compiled to the instruction list of every rank.
 
     import schedgen
-    from schedgen.schemes import load
 
     sizes = schedgen.Sizes(stages=4, microbatches=8)
-    program = schedgen.compile(load("1f1b", sizes), sizes, schedgen.Options(prefetch=0))
+    program = schedgen.compile(schedgen.load("1f1b", sizes), sizes, schedgen.Options(prefetch=0))
     schedgen.check(program)
 
+load      the name of a scheme, or a FILE.py with w and n, to a scheme
 compile   scheme, sizes and options to a program
 forward_list  the forwards of any program as a program of their own, for evaluation and prediction
 read      a schedule file to its program, and what is wrong with its hash
@@ -14,6 +14,7 @@ write     a program to a schedule file
 check     proves a program right; gives every rank's peak memory
 simulate  a program and a cost model to when every instruction starts and ends
 stats     a program to latency, bubble, memory and messages, by name
+Program   the instructions of all ranks, and a header
 Scheme    w, n and what else a schedule is made from
 Sizes     stages, microbatches, workers, ...
 Options   how a scheme is compiled
@@ -34,13 +35,15 @@ if TYPE_CHECKING:
     from schedgen.compiler.options import Options
     from schedgen.ir.file import read, write
     from schedgen.ir.instructions import B, F, I, W
+    from schedgen.ir.program import Program
+    from schedgen.schemes import load
     from schedgen.schemes.scheme import Scheme, Sizes
     from schedgen.simulator.simulate import simulate
     from schedgen.simulator.stats import stats
 
 __all__ = [
-    "B", "F", "I", "Options", "Scheme", "Sizes", "W", "__version__", "check", "compile", "forward_list", "read",
-    "simulate", "stats", "write",
+    "B", "F", "I", "Options", "Program", "Scheme", "Sizes", "W", "__version__", "check", "compile", "forward_list",
+    "load", "read", "simulate", "stats", "write",
 ]  # fmt: skip
 
 _MODULES = {
@@ -48,9 +51,11 @@ _MODULES = {
     **dict.fromkeys(("Scheme", "Sizes"), "schedgen.schemes.scheme"),
     **dict.fromkeys(("read", "write"), "schedgen.ir.file"),
     "Options": "schedgen.compiler.options",
+    "Program": "schedgen.ir.program",
     "check": "schedgen.checker",
     "compile": "schedgen.compiler.compile",
     "forward_list": "schedgen.compiler.forward",
+    "load": "schedgen.schemes",
     "simulate": "schedgen.simulator.simulate",
     "stats": "schedgen.simulator.stats",
 }

@@ -21,7 +21,7 @@ WRONG = {
     "schedgen-without-torch": ("schedgen/simulator/machine.py", "torch"),
     "commands-of-schedgen": ("mpirun/data/text.py", "schedgen.cli.main"),
     "commands-of-mpirun": ("mpirun/__init__.py", "mpirun.cli.options"),
-    "only-profile-compiles": ("mpirun/engine/setup.py", "schedgen.compiler.compile"),
+    "who-compiles": ("mpirun/engine/setup.py", "schedgen.compiler.compile"),
     "mpirun-packages": ("mpirun/engine/setup.py", "mpirun.verify"),
     "model-without-mpi": ("mpirun/data/text.py", "mpi4py"),
     "comm-without-model": ("mpirun/comm/device.py", "mpirun.model"),

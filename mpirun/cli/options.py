@@ -77,6 +77,10 @@ class GraphOptions:
 class Parser(argparse.ArgumentParser):
     """A parser whose errors end all ranks and are printed by rank 0 alone."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Options are not abbreviated: a new one would change what others mean."""
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
     def error(self, message: str) -> NoReturn:
         """End all ranks with this message and a hint at --help."""
         raise Stop(f"{message} (see {self.prog} --help)")

@@ -115,7 +115,8 @@ def say(line: str, stream: TextIO) -> bool:
         print(line, file=stream, flush=True)
     except OSError as error:
         _write_nowhere(stream)
-        say(f"mpirun: note: standard output: {error.strerror}: no more is printed", sys.stderr)
+        which = "error" if stream is sys.stderr else "output"
+        say(f"mpirun: note: standard {which}: {error.strerror}: no more is printed", sys.stderr)
         return False
     return True
 

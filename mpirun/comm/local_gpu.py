@@ -23,7 +23,7 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
 
 def use_local_gpu(arguments: Sequence[str] = ()) -> None:
     """Make the rank's GPU current; do nothing for a command's `--device cpu`, for `graph` and for `--help`."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", nargs="?")
     number = local_rank(os.environ)
     without = [*arguments[:1]] in (["graph"], ["-h"], ["--help"])

@@ -1,4 +1,4 @@
-"""The schedule file: rank 0 reads and checks it, and refuses a wrong number of ranks; each rank gets its list.
+"""The schedule: rank 0 reads and checks it, and refuses a wrong number of ranks; each rank gets its list.
 
 Rank 0 never holds the text. It reads the file block by block into columns of 22 bytes per instruction. Checking them
 takes about three times that memory. Afterwards rank 0 keeps only its own rows, unless all are wanted.
@@ -57,14 +57,19 @@ def _read_checked(comm: MPI.Comm, name: str) -> tuple[Program, str]:
             sha256 = stored_hash(source)
     except OSError as error:
         raise RefusedFile(f"{name}: {error.strerror}") from None
-    workers = program.header.workers
-    if workers != comm.size:
-        alone = comm.size == 1
-        hint = " (start it by mpiexec; if that was done, it belongs to another MPI than mpi4py does)" if alone else ""
-        raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {comm.size}{hint}")
-    if program.header.is_forward:
-        raise UsageError(f"{name} has forwards alone: nothing can be trained by it")
-    check(Program(program.header, program.rows), name)  # a second object, so that what it caches is freed with it
+    check_for_run(program, name, comm.size)
     if fault:
         raise RefusedFile(fault)
     return program, sha256
+
+
+def check_for_run(program: Program, name: str, ranks: int) -> None:
+    """UsageError or RefusedFile unless so many ranks can train by a program; `name`: what the error calls it."""
+    workers = program.header.workers
+    if workers != ranks:
+        alone = ranks == 1
+        hint = " (start it by mpiexec; if that was done, it belongs to another MPI than mpi4py does)" if alone else ""
+        raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {ranks}{hint}")
+    if program.header.is_forward:
+        raise UsageError(f"{name} has forwards alone: nothing can be trained by it")
+    check(Program(program.header, program.rows), name)  # a second object, so that what it caches is freed with it

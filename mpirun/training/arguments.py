@@ -108,13 +108,22 @@ def make_recipe(
 
 
 def checked_options(
-    autocast: str | None, accumulate: int, on_nan: str, device: str, gpu_messages: str, seed: int, timeout: float
+    autocast: str | None,
+    accumulate: int,
+    on_nan: str,
+    device: str,
+    gpu_messages: str,
+    threads: int | None,
+    seed: int,
+    timeout: float,
 ) -> torch.dtype | None:
     """The type that autocast computes in; UsageError if one of these options has a wrong value."""
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device: {device!r} is none of 'auto', 'cpu' and 'cuda'")
     if gpu_messages not in WAYS:
         raise UsageError(f"gpu_messages: {gpu_messages!r} is none of 'auto', 'direct' and 'host'")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise UsageError(f"threads should be a whole number of at least 1, not {threads!r}")
     if type(seed) is not int or not 0 <= seed < 2**31:
         raise UsageError(f"seed should be a whole number from 0 to 2**31 - 1, not {seed!r}")
     if not (isinstance(timeout, Real) and timeout >= 0):

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import schedgen
+from pathlib import Path
+
 from mpirun.model.contract import Model
+from schedgen.checker import check
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
 from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import UsageError
 
 
+def is_scheme(name: str) -> bool:
+    """Whether a script names a scheme, built in or a file with w and n, and not a schedule."""
+    return Path(name).suffix == ".py" or (Path(name).suffix != ".json" and not Path(name).is_file())
+
+
 def compile_for(model: Model, scheme: str, microbatches: int | None, workers: int) -> Program:
-    """The schedule of a built-in scheme, checked. UsageError if these sizes make none."""
+    """The schedule of a scheme, checked. UsageError if these sizes make none."""
     if type(microbatches) is not int or microbatches < 1:
         raise UsageError(f"microbatches: say how many a step of {scheme} has, 1 at least")
-    graph, sizes = model.graph(), schedgen.Sizes(len(model.stages), microbatches, workers)
+    graph, sizes = model.graph(), Sizes(len(model.stages), microbatches, workers)
     loaded = load(scheme, sizes)._replace(edges=graph.edges, per_consumer=graph.per_consumer)
-    program = schedgen.compile(loaded, sizes, schedgen.Options(tied=graph.tied))
-    schedgen.check(program, f"the schedule {scheme}")
+    program = compile(loaded, sizes, Options(tied=graph.tied))
+    check(program, f"the schedule {scheme}")
     return program

@@ -31,7 +31,7 @@ from mpirun.comm.fail_together import Stop, check_writable, note, on_rank_0, pri
 from mpirun.comm.run_comm import RunComm
 from mpirun.data.loader import Batch, Loader
 from mpirun.engine.expand_shards import expanded_model
-from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
+from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
 from mpirun.engine.recipe import Factory
 from mpirun.engine.setup import StepOptions, threads_kept, use_host
 from mpirun.model.rng import generators_kept
@@ -46,13 +46,14 @@ from mpirun.training.arguments import (
     tell_nobody,
 )
 from mpirun.training.batches import read_by, whole_batch
-from mpirun.training.compiled import compile_for
+from mpirun.training.compiled import compile_for, is_scheme
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_buckets, check_padding
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
+from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
 
 P = ParamSpec("P")
@@ -79,7 +80,8 @@ class Engine:
 
     Its arguments:
 
-    schedule      a file written by schedgen, or the name of a scheme, whose sizes `stages` and `microbatches` give
+    schedule      a file written by schedgen, or a schedgen.Program. Or a scheme whose sizes `stages` and `microbatches`
+                  give: its name, or a FILE.py with w and n
     model         what `split` returns, a Model, a list of modules, one per stage, or a function: stages -> such a model
     loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
     optimizer     a list of NamedParameters -> a torch optimizer of them all; None: AdamW
@@ -93,6 +95,7 @@ class Engine:
     stream_words  on a GPU, order messages and kernels by words in memory instead of events
     graphs        on a GPU, capture the kernels of each job once and replay them
     canonical     add gradients in microbatch order: under every schedule the same bits as one process
+    threads       torch's, in a process; None: the rank's share of the cores
     seed          of weights, dropout and shuffling
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
     buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
@@ -109,7 +112,7 @@ class Engine:
 
     def __init__(
         self,
-        schedule: str,
+        schedule: str | os.PathLike[str] | Program,
         model: Models,
         *,
         loss: Callable[[Any, Any], Any] | None = None,
@@ -126,6 +129,7 @@ class Engine:
         stream_words: bool = False,
         graphs: bool = False,
         canonical: bool = False,
+        threads: int | None = None,
         seed: int = 0,
         weights: str | os.PathLike[str] | None = None,
         buckets: Sequence[int] = (),
@@ -152,12 +156,12 @@ class Engine:
                 Shapes(self.comm, buckets),
                 None if weights is None else directory_of("weights, which a module may have itself", weights),
                 make_recipe(optimizer, lr, scheduler, clip),
-                checked_options(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout),
+                checked_options(autocast, accumulate, on_nan, device, gpu_messages, threads, seed, timeout),
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(self.comm, lambda: check_new(directory_of("export", export)))
             self.ending.callback(threads_kept())
-            self.host = use_host(self.comm, device, 0, gpu_messages, stream_words)
+            self.host = use_host(self.comm, device, threads or 0, gpu_messages, stream_words)
             self.options = StepOptions(
                 recipe=recipe, seed=seed, passes=accumulate, canonical=canonical, autocast_dtype=dtype, on_nan=on_nan,
                 graphs=graphs,
@@ -174,24 +178,29 @@ class Engine:
 
     def _load(
         self,
-        schedule: str,
+        given: str | os.PathLike[str] | Program,
         model: Models,
         loss: Callable[[Any, Any], Any] | None,
         stages: int | None,
         microbatches: int | None,
     ) -> Schedule:
         """Read or compile the schedule, and make a Model of what was given."""
-        if Path(schedule).suffix != ".json" and not Path(schedule).is_file():
+        name = "the schedule" if isinstance(given, Program) else os.fspath(given)
+        if isinstance(given, Program):
+            on_rank_0(self.comm, lambda: check_for_run(given, name, self.comm.size))
+            file = share_program(self.comm, given if self.comm.rank == 0 else None)
+        elif is_scheme(name):
             self._take(model, loss, stages)
-            program = on_rank_0(self.comm, lambda: compile_for(self.model, schedule, microbatches, self.comm.size))
+            program = on_rank_0(self.comm, lambda: compile_for(self.model, name, microbatches, self.comm.size))
             return share_program(self.comm, program)
-        file = read_schedule(self.comm, schedule)
+        else:
+            file = read_schedule(self.comm, name)
         header = file.program.header
         if microbatches not in (None, header.microbatches):
-            raise Stop(f"{schedule} has {header.microbatches} microbatches, not {microbatches}")
+            raise Stop(f"{name} has {header.microbatches} microbatches, not {microbatches}")
         count = header.model_stages
         if stages not in (None, count):
-            raise Stop(f"{schedule} has {count} stages of the model, not {stages}")
+            raise Stop(f"{name} has {count} stages of the model, not {stages}")
         self._take(model, loss, count, header.scheme.get("layers"))
         return file
 

@@ -1,6 +1,6 @@
 """Evaluation and prediction: a forward-only list, with the placement of the run's own list.
 
-The list is compiled from the header of the schedule, so that every stage is computed where the run computes it.
+The list has the forwards of the run's own list in their order, so every stage is computed where the run computes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-import schedgen
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch
@@ -24,6 +23,8 @@ from mpirun.model.loss import loss_and_metrics, without_padding
 from mpirun.model.rng import LOSS, derived_seed
 from mpirun.training.batches import StepBatches
 from mpirun.training.session import Session
+from schedgen.checker import check
+from schedgen.compiler.forward import forward_list
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
 
@@ -170,6 +171,6 @@ def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], each: Eac
 def _forwards(session: Session) -> Program:
     program = session.schedule.all_ranks
     assert program is not None
-    forwards = schedgen.forward_list(program)
-    schedgen.check(forwards, "internal error, the list of forwards")
+    forwards = forward_list(program)
+    check(forwards, "internal error, the list of forwards")
     return forwards

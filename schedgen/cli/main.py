@@ -93,6 +93,10 @@ COMMANDS = (
 class Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line: the sentence and where to read more."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Options are not abbreviated: a new one would change what others mean."""
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
         self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")

@@ -50,12 +50,17 @@ def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
     return scheme if graph is None else scheme._replace(edges=graph.edges, per_consumer=graph.per_consumer)
 
 
-def candidates(layers: Layers, levels: Sequence[Level], microbatches: int) -> Iterator[Candidate]:
-    """Every candidate on all workers, with and without recomputation; all links are as slow as the slowest level's."""
+def candidates(
+    layers: Layers, levels: Sequence[Level], microbatches: int, memory: float = math.inf
+) -> Iterator[Candidate]:
+    """Every candidate on all workers, with and without recomputation; all links are as slow as the slowest level's.
+
+    With a limit of `memory` bytes a worker, layers are also gathered so that the largest stage needs few bytes.
+    """
     workers = math.prod(level.components for level in levels)
     bandwidth = min(level.bandwidth for level in levels)
     order = prefixes(layers)
-    by_stages = balanced(layers, order, bandwidth, min(len(layers.names), workers * CHUNKS[-1]))
+    by_stages = balanced(layers, order, bandwidth, min(len(layers.names), workers * CHUNKS[-1]), math.isfinite(memory))
     for name, pipeline, replicas in _pipelines(workers, microbatches, len(by_stages)):
         try:
             scheme = load(name, pipeline)

@@ -75,6 +75,12 @@ class Layers(NamedTuple):
         return by_stage(self.machine.weight, len(self.names))
 
     @property
+    def owned(self) -> Floats:
+        """Bytes that an owner of each layer holds throughout, shape (N,)."""
+        owned = self.machine.owned
+        return self.weight if owned is None else by_stage(owned, len(self.names))
+
+    @property
     def kept(self) -> Floats:
         """Bytes that a minibatch keeps from forward to backward: the output and what is saved, shape (N,)."""
         return self.activation + by_stage(self.machine.saved, len(self.names))

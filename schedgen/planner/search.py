@@ -87,7 +87,7 @@ def search(
     """
     bounded = [
         (candidate_bound(candidate), candidate)
-        for candidate in candidates(layers, levels, microbatches)
+        for candidate in candidates(layers, levels, microbatches, memory)
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)

@@ -46,11 +46,22 @@ class StageCosts(NamedTuple):
         return {**self.times, "I": self.times["B"] / 2, "W": self.times["B"] / 2}
 
 
-def balanced(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[list[StageCosts]]:
+def balanced(
+    layers: Layers, prefixes: Downsets, bandwidth: float, most: int, by_bytes: bool = False
+) -> list[list[StageCosts]]:
     """For 1, 2, ... `most` stages: the costs of the cuts with the fastest slowest stage, and of those with the fastest
-    slowest stage or transfer; one entry if these agree. `prefixes`: of the layers' order."""
-    pairs = zip(unreplicated(prefixes, math.inf, most), unreplicated(prefixes, bandwidth, most), strict=True)
-    ends = [dict.fromkeys(tuple(stage.end for stage in partition.stages) for partition in pair) for pair in pairs]
+    slowest stage or transfer; one entry if these agree. `prefixes`: of the layers' order.
+
+    `by_bytes`: of those, too, whose largest stage needs the fewest bytes for its weights and one microbatch.
+    """
+    ways = [unreplicated(prefixes, math.inf, most), unreplicated(prefixes, bandwidth, most)]
+    if by_bytes:
+        needed = np.cumsum([0.0, *(layers.owned + layers.weight + layers.kept)])
+        ways.append(unreplicated(prefixes._replace(seconds=needed), math.inf, most))
+    ends = [
+        dict.fromkeys(tuple(stage.end for stage in partition.stages) for partition in partitions)
+        for partitions in zip(*ways, strict=True)
+    ]
     return [[stage_costs(layers, prefixes, cuts, bandwidth) for cuts in distinct] for distinct in ends]
 
 
@@ -65,7 +76,6 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
     count = len(layers.names)
     machine = layers.machine
     half, step, saved = (by_stage(amount, count) for amount in (machine.half, machine.step, machine.saved))
-    owned = layers.weight if machine.owned is None else by_stage(machine.owned, count)
     outputs = np.array([layers.activation[i:j].sum() for i, j in spans])
     # A layer before the stage may have outputs that cross the cut after it, too; these are not the stage's own.
     leaving = np.array([_leaving(layers, i, j) for i, j in spans])
@@ -104,7 +114,7 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
             saved=np.rint(total(saved) + np.maximum(outputs - leaving, 0)),
             half=np.rint(total(half)),
             workspace=workspace,
-            owned=np.rint(total(owned)),
+            owned=np.rint(total(layers.owned)),
             step=total(step),
             edge_activation=np.rint(list(by_edge.values())) if graph and graph.per_consumer and by_edge else None,
         ),

@@ -24,6 +24,7 @@ from torch.nn.functional import batch_norm, mse_loss
 from torch.utils.data import IterableDataset, TensorDataset
 
 import mpirun
+import schedgen
 from mpirun.training.engine import Engine
 
 WORLD, FOLDER, WIDTH = MPI.COMM_WORLD, Path(sys.argv[1]), 8
@@ -130,6 +131,28 @@ def schemes() -> Any:
             "verified": [verified, out.getvalue()],
         }
         run.close()
+    return found
+
+
+def program(workers: int = 4) -> schedgen.Program:
+    sizes = schedgen.Sizes(4, 8, workers, groups=2)
+    return schedgen.compile(schedgen.load("lpp", sizes), sizes)
+
+
+def given_schedules() -> Any:
+    """A file, a program, a scheme that is built in and one of the script's own."""
+    found = {}
+    sizes = {"stages": 4, "microbatches": 8}
+    for name, schedule, more in (
+        ("file", FOLDER / "1f1b.json", {}),
+        ("program", program(), {}),
+        ("scheme", "gpipe", sizes),
+        ("own", str(FOLDER / "mine.py"), sizes),
+    ):
+        with mpirun.Engine(
+            schedule, modules(), loss=loss, optimizer=groups, canonical=True, threads=2, **more, timeout=0
+        ) as run:
+            found[name] = [train(run, run.loader(DATA, 2), 1), torch.get_num_threads()]
     return found
 
 
@@ -513,6 +536,8 @@ def sentences() -> Any:
         "no loss": lambda: mpirun.Engine(file, modules(), timeout=0),
         "no microbatches": lambda: mpirun.Engine("1f1b", modules(), stages=4, **plain),
         "no such scheme": lambda: mpirun.Engine("2f2b", modules(), stages=4, microbatches=4, **plain),
+        "other ranks": lambda: mpirun.Engine(program(2), modules(), **plain),
+        "threads": lambda: mpirun.Engine(file, modules(), threads=0, **plain),
         "wrong stages": lambda: mpirun.Engine(file, modules(3), **plain),
         "rate of a rank": rates,
         "export to what is there": lambda: mpirun.Engine(file, modules(), export=FOLDER, **plain),
@@ -580,6 +605,7 @@ if __name__ == "__main__":
         check.__name__: check()
         for check in (
             schemes,
+            given_schedules,
             statistics,
             predictions,
             resumed,

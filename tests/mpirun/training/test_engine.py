@@ -25,6 +25,15 @@ SCHEDULES = {
 }  # fmt: skip
 
 
+MINE = """
+mode = "strict"
+def w(s, b, d):
+    return s, s
+def n(s, b, d):
+    return 100 * d + b
+"""
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, launch) -> dict[str, Any]:
     """What came of all checks of programs/drive_engine.py."""
@@ -36,6 +45,7 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
         options = ["--recompute", "all"] if name == "recompute" else ["--forward"]
         sizes = ["--stages", "4", "--microbatches", "8", *options]
         assert command(["compile", "1f1b", *sizes, "-o", str(folder / f"{name}.json")]) == 0
+    (folder / "mine.py").write_text(MINE)
     (folder / "predict").mkdir()
     for name in SCHEMES:
         for stages, microbatches, own in ((4, 8, {}), (8, 8, {}), (2, 8, {"replicas": (3, 1)}), (4, 8, {"groups": 2})):
@@ -48,6 +58,12 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
     done = launch(4, folder, program=(str(PROGRAM),), limit=600)
     assert done.code == 0, done.err
     return {**json.loads((folder / "found.json").read_text()), "folder": folder}
+
+
+def test_a_schedule_is_a_file_a_program_or_a_scheme(found):
+    numbers = found["given_schedules"]
+    assert numbers.keys() == {"file", "program", "scheme", "own"} and len({*map(str, numbers.values())}) == 1
+    assert numbers["own"][1] == 2  # threads
 
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
@@ -157,6 +173,8 @@ SENTENCES = {
     "no loss": "loss: say what it is, modules have none",
     "no microbatches": "microbatches: say how many a step of 1f1b has",
     "no such scheme": "2f2b",
+    "other ranks": "the schedule is for 2 ranks, mpiexec -n 2, but this run has 4",
+    "threads": "threads should be a whole number of at least 1, not 0",
     "wrong stages": "has 3 stages, not the 4 that it is asked for",
     "rate of a rank": "the learning rate of step 2 is not the same on all ranks: lr should depend on the step alone",
     "export to what is there": "it is not empty: export to a new directory",

@@ -12,6 +12,8 @@ from processes import environment
 from standing_launch import StandingLaunch
 from warm_servers import WarmServers
 
+from schedgen.cli.main import main as schedgen
+
 SCHEMES = {
     "gpipe": {}, "1f1b": {}, "zb-h1": {}, "lpp": {"groups": 2}, "fslpp": {"groups": 2},
     "gpipe, greedy": {"mode": "greedy"}, "1f1b, greedy": {"mode": "greedy"},
@@ -29,7 +31,9 @@ CASES += [*zip(TRANSFORMERS, ("fslpp",), strict=False)]
 
 
 MODELS = (*PLAIN, *OTHERS, *TRANSFORMERS)
-TRACED = [*((name, 4) for name in MODELS), ("encoder_decoder", 2), ("gpt2", 2)]  # and into how many stages
+PLANNED = ("encoder_decoder", "tied", "tied_replicated")  # a skip connection, two different outputs of a stage, a tie
+# And into how many stages.
+TRACED = [*((name, 4) for name in MODELS), ("encoder_decoder", 2), ("gpt2", 2), *((name, 6) for name in PLANNED)]
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,34 @@ def test_a_run_goes_on_with_another_cut(several, compiled, graphs, text, tmp_pat
     ]
     (code, _), (again, out), (refused, _) = several(4, runs)
     assert (code, again, refused) == (0, 0, 2) and "resumed after step 1" in out
+
+
+@pytest.fixture(scope="module")
+def planned(several, tmp_path_factory):
+    """By model: its stages' graph, and the schedule for stages that join them, of which a worker can hold two."""
+    folder = tmp_path_factory.mktemp("planned")
+    of = {name: (folder / f"{name}-graph.json", folder / f"{name}.json") for name in PLANNED}
+    runs = [["graph", "--model", f"split_models:{name}", "--stages", 6, "-o", graph] for name, (graph, _) in of.items()]
+    assert [code for code, _ in several(1, runs)] == [0] * len(runs)
+    costs = {"F": [1, 2, 1, 3, 2, 2], "B": [2, 4, 2, 6, 4, 4], "activation": 1, "weight": 1000, "beta": 0.001}
+    for name, (graph, file) in of.items():
+        edges = len(json.loads(graph.read_text())["edges"])
+        profile = folder / f"{name}-profile.json"
+        profile.write_text(json.dumps(costs | ({"apart": [1, 9] + [1] * (edges - 2)} if name == "tied" else {})))
+        options = ["--graph", graph, "--workers", 4, "--microbatches", 4, "--memory", 5000, "--schemes", "1f1b,zb-h1"]
+        assert schedgen(["plan", str(profile), *map(str, options), "-o", str(file)]) == 0
+    return of
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_stages_that_a_plan_joins_train_as_in_one_process(name, planned, several, text):
+    graph, file = planned[name]
+    header = json.loads(file.read_text())
+    joined = sorted(header["scheme"]["layers"])
+    assert joined == [1, 1, 2, 2] and len(json.loads(graph.read_text())["edges"]) == 5 + (name != "tied_replicated")
+    run = [file, "--model", f"split_models:{name}", "--text", text, "--steps", 2, "--verify", "--canonical"]
+    ((code, out),) = several(4, [run])
+    assert code == 0 and "verify: passed" in out, out
 
 
 def test_dropout_of_a_traced_module_does_not_depend_on_the_cut(several, compiled, graphs, text, tmp_path):
