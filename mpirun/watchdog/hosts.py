@@ -13,6 +13,7 @@ bye           the host's ranks have ended: its silence means nothing from now on
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import selectors
 import socket
@@ -98,7 +99,7 @@ class Hosts:
         """The messages that have arrived from a trusted host. A connection that ends is closed after them."""
         for message in link.receive():
             if not link.trusted:
-                if message.get("token") != self.token:
+                if not hmac.compare_digest(str(message.get("token")).encode(), self.token.encode()):
                     self._close(link)
                     return
                 link.trusted, link.host = True, message["host"]
