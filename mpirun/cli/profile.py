@@ -184,7 +184,7 @@ class Profile:
         """Execute and time every instruction once: its seconds, and its overhead."""
         for i, act in zip(self.instructions, machine.code, strict=True):
             self.current = i
-            machine.forward_backward.microbatches.clear()  # so that each reader makes them anew, as on several ranks
+            machine.microbatches.forget()  # so that each reader makes them anew, as on several ranks
             inside.seconds, begin = 0.0, time.perf_counter()
             act()
             self.setup.device.finish()
@@ -195,7 +195,7 @@ class Profile:
 
 def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount) -> Bytes:
     """Execute an instruction and measure it."""
-    machine.forward_backward.microbatches.clear()
+    machine.microbatches.forget()
     before = memory.live
     memory.reset_peak()
     act()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpirun.data.microbatches import Microbatch, digest, to_device
+from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act
+from mpirun.engine.changed_buffers import naming_buffers
 from mpirun.engine.context import Context
 from mpirun.engine.job_graphs import Job, JobGraphs
 from mpirun.engine.loss import MinibatchLoss, loss_gradient
+from mpirun.engine.microbatch_reader import MicrobatchReader
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output_gradients
@@ -27,11 +28,6 @@ from schedgen.ir.instructions import Instruction, Kind, Op
 
 # Computes the loss of a microbatch from the last stage's outputs, and puts its metrics into the dict.
 Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
-# Torch's message when a backward needs a tensor that no operation made and that has changed since it was saved.
-# The tensor's type is there as torch.FloatTensor, torch.cuda.FloatTensor or CPUBFloat16Type.
-CHANGED = re.compile(
-    r"modified by an inplace operation: \[\S*?(?:\.|CPU|CUDA)(\w+)(?:Tensor|Type) (\[[\d, ]*\])\] is at version (\d+)"
-)
 
 
 class PendingBackward:
@@ -55,20 +51,19 @@ class ForwardBackward:
         self.header, self.setup, self.position, self.dataflows = header, setup, context.position, setup.dataflows
         self.device = setup.device.torch
         self.pending: dict[tuple[int, int], PendingBackward] = {}  # by stage and microbatch
-        self.microbatches: dict[int, Microbatch] = {}  # those that a later job still reads
-        self.last_reader: dict[int, object] = {}  # by microbatch
+        self.microbatches = MicrobatchReader(setup, context.position, header.microbatches)
         kind, dtype = setup.device.kind, setup.autocast_dtype
         self.minibatch_loss = MinibatchLoss(setup.model, header.microbatches, kind, dtype)
         self.losses: dict[int, Tensor] = {}  # by microbatch, since the last NORM
         self.metrics: dict[int, dict[str, Tensor]] = {}  # by microbatch, since the last NORM
-        self.digests: dict[int, str] | None = None  # by microbatch read; None: not recorded
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.redone = {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
         self.saves -= self.redone
 
     def forget_pass(self) -> None:
         """Drop what an interrupted pass has kept: the next pass may have other data."""
-        for kept in (self.microbatches, self.losses, self.metrics, self.minibatch_loss.collected):
+        self.microbatches.forget()
+        for kept in (self.losses, self.metrics, self.minibatch_loss.collected):
             kept.clear()
 
     # Forward
@@ -116,7 +111,7 @@ class ForwardBackward:
         packed = any(len(bundle.indices) != 1 for bundle in bundles)
         arguments, specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
-        read = self._microbatch_reader(mb, save) if arguments.reads_input or has_loss else None
+        read = self.microbatches.reader(mb, save) if arguments.reads_input or has_loss else None
         score = self._score(i, save) if has_loss else None
         records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
@@ -213,7 +208,7 @@ class ForwardBackward:
 
     def _collect_outputs(self, i: Instruction, forward: Callable[[], list[Tensor]]) -> Act:
         """The last stage's forward if the loss is computed over the whole minibatch."""
-        x, read, mb = self.buffers.get(Kind.X, i.stage, i.mb), self._microbatch_reader(i.mb, save=False), i.mb
+        x, read, mb = self.buffers.get(Kind.X, i.stage, i.mb), self.microbatches.reader(i.mb, keep=False), i.mb
         setup, count = self.setup, self.header.microbatches
 
         def act() -> None:
@@ -225,27 +220,6 @@ class ForwardBackward:
             self.minibatch_loss.losses = {}
 
         return act
-
-    def _microbatch_reader(self, mb: int, save: bool) -> Callable[[], Microbatch]:
-        """A function that reads a microbatch: the first reader makes it, the last one drops it.
-
-        The reader of a forward that saves nothing for its backward drops it too.
-        """
-        reader = self.last_reader[mb] = object()
-
-        def read() -> Microbatch:
-            batch = self.microbatches.pop(mb, None)
-            if batch is None:
-                number = self.position.accumulation_pass * self.header.microbatches + mb
-                made = self.setup.microbatches(self.position.step, number)
-                if self.digests is not None:
-                    self.digests[number] = digest(made)
-                batch = to_device(made, self.device)
-            if save and self.last_reader[mb] is not reader:
-                self.microbatches[mb] = batch
-            return batch
-
-        return read
 
     # Backward
 
@@ -322,7 +296,7 @@ class ForwardBackward:
         """`compute` itself, or a `Job` that captures it as a graph and replays the graph."""
         stage = self.stage_of(i)
         run = compute if self.graphs is None else Job(self.graphs, i, stage.layer_rng, compute)
-        return partial(_naming_buffers, stage, run) if stage.shape.overwrites_buffers else run
+        return partial(naming_buffers, stage, run) if stage.shape.overwrites_buffers else run
 
     def stage_of(self, i: Instruction) -> LocalStage:
         """The stage, with the version of its weights that the instruction names."""
@@ -337,23 +311,3 @@ class ForwardBackward:
 
     def _pending(self, i: Instruction) -> PendingBackward:
         return self.pending.setdefault((i.stage, i.mb), PendingBackward())
-
-
-def _naming_buffers(stage: LocalStage, job: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a job. If its backward needs buffers that later forwards have changed, the RuntimeError names them."""
-    try:
-        return job(*arguments)
-    except RuntimeError as error:
-        found = CHANGED.search(str(error))
-        names = [name for name, x in stage.module.named_buffers() if found and _as_torch_says(x) == found.groups()]
-        if not names:
-            raise
-        raise RuntimeError(
-            f"stage {stage.index} changes {' or '.join(names)} in place in every forward, but the backward of an "
-            "earlier forward still needs the buffer as it was: compute with a clone of it"
-        ) from None
-
-
-def _as_torch_says(x: Tensor) -> tuple[str, ...]:
-    """The type, the shape and the version of a tensor, as `CHANGED` finds them."""
-    return x.type().rpartition(".")[2].removesuffix("Tensor"), str(list(x.shape)), str(x._version)

@@ -54,6 +54,7 @@ class Interpreter:
         blocks, rank = context.slots.blocks, transport.comm.rank
         self.graphs = JobGraphs(device, rank, blocks) if context.setup.graphs else None
         self.forward_backward = ForwardBackward(context, self.versions, self.graphs)
+        self.microbatches = self.forward_backward.microbatches
         messages = Transfers(context)
         self.owner_allreduce = OwnerAllreduce(context, messages.partial_sums)
         self.shard_allreduce = ShardAllreduce(context)

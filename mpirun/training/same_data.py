@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, first_difference
-from mpirun.engine.forward_backward import ForwardBackward
+from mpirun.engine.microbatch_reader import MicrobatchReader
 
 
 def is_compared(number: int) -> bool:
@@ -13,10 +13,9 @@ def is_compared(number: int) -> bool:
     return number & (number + 1) == 0
 
 
-def check_same_data(comm: MPI.Intracomm, jobs: ForwardBackward, step: int) -> None:
-    """Stop if ranks have different hashes of a microbatch; `jobs` recorded them in step `step`, from 0. Collective."""
-    own, jobs.digests = jobs.digests or {}, None
-    if (difference := first_difference(comm, own)) is not None:
+def check_same_data(comm: MPI.Intracomm, microbatches: MicrobatchReader, step: int) -> None:
+    """Stop if ranks have different hashes of a microbatch, which were recorded in step `step`, from 0. Collective."""
+    if (difference := first_difference(comm, microbatches.take_digests())) is not None:
         number, one, other = difference
         raise Stop(
             f"ranks {one} and {other} have got different data for microbatch {number} of step {step + 1}: it should "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.run_settings import differing_settings, other_sums, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import Stop, note, on_rank_0, together
+from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import build_interpreter
@@ -30,9 +30,8 @@ from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import share_buffers
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
-from mpirun.model.dataflow import unread_outputs
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
-from mpirun.model.weight_names import listed
+from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
 from mpirun.training.same_data import check_same_data, is_compared
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.verification import Verification, check_repeatable
@@ -104,20 +103,7 @@ class Session:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, tolerance)
         if self.comm.rank == 0 and self.setup.device.description:
             print(self.setup.device.description, flush=True)
-        self._say_what_is_odd()
-
-    def _say_what_is_odd(self) -> None:
-        if not any(shape.parameter_names for shape in self.setup.shapes):
-            note(self.comm, "no parameter is trainable: steps change nothing")
-        dataflow = self.setup.dataflows[0]
-        unread = unread_outputs(dataflow.reads, dataflow.outputs, self.header)
-        for stage in sorted({value.stage for value in unread}):
-            outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)
-            note(self.comm, f"no stage reads output {outputs} of stage {stage}")
-        entry, shapes = self.setup.model.entry_name, self.setup.shapes
-        if changed := {entry(s, name): s for s, shape in enumerate(shapes) for name in shape.changed_parameters}:
-            alone = "their copies on other ranks, and other versions, do not change with them"
-            note(self.comm, f"forwards change the parameters {listed(changed)}: {alone}")
+        note_odd_model(self.comm, setup, self.header)
 
     def add_interpreter(self, setup: Setup) -> Interpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, but for that shape."""
@@ -208,14 +194,13 @@ class Session:
         `weights`: of the microbatches' losses in the step's loss; `tokens`: elements of the step's targets.
         """
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
-        jobs = self.interpreter.forward_backward
         compared = is_compared(step - self.begun)
         if compared:
-            jobs.digests = {}
+            self.interpreter.microbatches.record_digests()
         result = self.interpreter.run(step) if self.interpreter.timed else self._first_step(step)
         if compared:
-            check_same_data(self.comm, jobs, step)
-        self._say_without_graphs()
+            check_same_data(self.comm, self.interpreter.microbatches, step)
+        note_uncaptured(self.comm, self.interpreter.graphs)
         seconds = time.perf_counter() - begin
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
@@ -230,32 +215,11 @@ class Session:
         return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, tokens, result.leave)
 
     def _first_step(self, step: int) -> StepResult:
-        """The interpreter's first step; if it is also the run's first, report which parameters got no gradient."""
+        """The interpreter's first step; if it is also the run's first, parameters that got no gradient are named."""
         result = self.interpreter.run_first(step)
-        if step != self.begun:
-            return result
-        model, shapes = self.setup.model, self.setup.shapes
-        reached = self.comm.gather({model.entry_name(*parameter) for parameter in self.interpreter.reached})
-        if reached is None:
-            return result
-        trained = {model.entry_name(s, name) for s, shape in enumerate(shapes) for name in shape.parameter_names}
-        if unreached := sorted(trained.difference(*reached)):
-            note(
-                self.comm,
-                f"step {step + 1} gives no gradient to {listed(unreached)}: it counts as 0, so that weight decay and "
-                "momentum change them, where torch would not; freeze what is never used (requires_grad_(False))",
-            )
+        if step == self.begun:
+            note_unreached(self.comm, self.setup, self.interpreter.reached, step)
         return result
-
-    def _say_without_graphs(self) -> None:
-        """Report once, as soon as it is known, which stages are not captured, and why."""
-        graphs = self.interpreter.graphs
-        if graphs is None or graphs.told or not graphs.looked:
-            return
-        graphs.told = True
-        lines = self.comm.gather(graphs.refusals()) or ()
-        for line in sorted({line for of_rank in lines for line in of_rank}):
-            note(self.comm, line)
 
     def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
         """Copies of the buffers that forwards change, if a step may have to be undone."""

@@ -1,0 +1,57 @@
+"""What a user should know of a run that goes on all the same: a line each on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from mpi4py import MPI
+
+from mpirun.comm.fail_together import note
+from mpirun.engine.job_graphs import JobGraphs
+from mpirun.engine.setup import Setup
+from mpirun.model.dataflow import unread_outputs
+from mpirun.model.weight_names import listed
+from schedgen.ir.header import Header
+
+
+def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
+    """Name what the model computes for nothing, or changes where others do not see it."""
+    if not any(shape.parameter_names for shape in setup.shapes):
+        note(comm, "no parameter is trainable: steps change nothing")
+    dataflow = setup.dataflows[0]
+    unread = unread_outputs(dataflow.reads, dataflow.outputs, header)
+    for stage in sorted({value.stage for value in unread}):
+        outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)
+        note(comm, f"no stage reads output {outputs} of stage {stage}")
+    entry, shapes = setup.model.entry_name, setup.shapes
+    if changed := {entry(s, name): s for s, shape in enumerate(shapes) for name in shape.changed_parameters}:
+        alone = "their copies on other ranks, and other versions, do not change with them"
+        note(comm, f"forwards change the parameters {listed(changed)}: {alone}")
+
+
+def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[int, str]], step: int) -> None:
+    """Name the parameters that got no gradient in step `step`, from 0. Collective.
+
+    `reached`: (stage, parameter) of those that got one on this rank.
+    """
+    model = setup.model
+    of_ranks = comm.gather({model.entry_name(*parameter) for parameter in reached})
+    if of_ranks is None:
+        return
+    trained = {model.entry_name(s, name) for s, shape in enumerate(setup.shapes) for name in shape.parameter_names}
+    if unreached := sorted(trained.difference(*of_ranks)):
+        note(
+            comm,
+            f"step {step + 1} gives no gradient to {listed(unreached)}: it counts as 0, so that weight decay and "
+            "momentum change them, where torch would not; freeze what is never used (requires_grad_(False))",
+        )
+
+
+def note_uncaptured(comm: MPI.Intracomm, graphs: JobGraphs | None) -> None:
+    """Name, once and as soon as it is known, the stages that are not captured as graphs, and why. Collective."""
+    if graphs is None or graphs.told or not graphs.looked:
+        return
+    graphs.told = True
+    lines = comm.gather(graphs.refusals()) or ()
+    for line in sorted({line for of_rank in lines for line in of_rank}):
+        note(comm, line)
