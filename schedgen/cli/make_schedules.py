@@ -36,7 +36,7 @@ from schedgen.planner.partition import Level, hierarchy, partition
 from schedgen.planner.pipedream import pipedream
 from schedgen.planner.placement_search.families import FREE, free_scheme
 from schedgen.planner.placement_search.search_placement import search_placement
-from schedgen.planner.search import search
+from schedgen.planner.plan import plan
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.report.compare_plot import plot_comparison
 from schedgen.schemes import describe, load
@@ -176,9 +176,9 @@ def run_plan(options: PlanOptions) -> int:
     numbers, lines = _partition(options, layers, levels)
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made
     if not options.partition_only:
-        best = search(layers, levels, microbatches, options.memory, schemes=options.schemes, budget=options.search)
-        numbers |= tables.search_as_json(best)
-        lines += ["", *tables.search_as_text(best)]
+        best = plan(layers, levels, microbatches, options.memory, schemes=options.schemes, budget=options.search)
+        numbers |= tables.plan_as_json(best)
+        lines += ["", *tables.plan_as_text(best)]
         program = best.program
     elif options.output:
         program = pipedream(layers, levels, microbatches, options.memory)

@@ -383,8 +383,8 @@ class SearchOptions(Form, CostOptions):
     objective: str = option(
         "--objective",
         "the latency, the longest time from a worker's first job to its last, or the saved forwards of a worker that "
-        "the scheme's own latency needs; default: makespan",
-        choices=(*OBJECTIVES, "memory"), default="makespan",
+        "the scheme's own latency needs; default: latency",
+        choices=(*OBJECTIVES, "memory"), default="latency",
     )  # fmt: skip
     recompute: bool = switch("--recompute", "redo forwards where an order within the memory ends sooner so")
     budget: int = option(

@@ -9,7 +9,7 @@ from typing import Any
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Level, Partition, data_parallel_seconds
-from schedgen.planner.search import SearchResult
+from schedgen.planner.plan import Plan
 from schedgen.util.errors import clip
 from schedgen.util.text_table import aligned
 
@@ -80,19 +80,19 @@ def partition_as_text(numbers: dict[str, Any]) -> Iterator[str]:
         yield f"{label:18}{numbers[f'{key}_time']:.6g} s, {'the same' if times == '1' else f'{times} times that'}"
 
 
-def search_as_json(result: SearchResult) -> dict[str, Any]:
+def plan_as_json(plan: Plan) -> dict[str, Any]:
     """The front, the fastest first, and how many schedules were searched and simulated."""
     return {
-        "schedules": [schedule._asdict() for schedule in result.front],
-        "searched": result.schedules,
-        "simulated": result.simulated,
+        "schedules": [schedule._asdict() for schedule in plan.front],
+        "searched": plan.schedules,
+        "simulated": plan.simulated,
     }
 
 
-def search_as_text(result: SearchResult) -> Iterator[str]:
-    """What `search_as_json` returns as lines: one for each schedule of the front, then the counts."""
+def plan_as_text(plan: Plan) -> Iterator[str]:
+    """What `plan_as_json` returns as lines: one for each schedule of the front, then the counts."""
     rows = [("scheme", "stages", "replicas", "redone", "order", "step s", "memory")]
-    for schedule in result.front:
+    for schedule in plan.front:
         replicas = (
             str(schedule.replicas)
             if isinstance(schedule.replicas, int)
@@ -103,9 +103,9 @@ def search_as_text(result: SearchResult) -> Iterator[str]:
             (schedule.scheme, str(schedule.stages), replicas, str(schedule.recomputed), schedule.order, time, memory)
         )
     yield from aligned(rows, 1)
-    layers = "-".join(map(str, result.front[0].layers))
+    layers = "-".join(map(str, plan.front[0].layers))
     yield ""
-    yield f"{result.schedules} schedules, {result.simulated} simulated; the stages of the first have {layers} layers"
+    yield f"{plan.schedules} schedules, {plan.simulated} simulated; the stages of the first have {layers} layers"
 
 
 def _name_range(names: Sequence[str]) -> str:

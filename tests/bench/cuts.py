@@ -15,7 +15,7 @@ import numpy as np
 
 from schedgen.compiler.compile import compile
 from schedgen.planner.cut_moves import Cuts, best_cuts
-from schedgen.planner.search import MOST_CUTS
+from schedgen.planner.plan import MOST_CUTS
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.simulate import simulate

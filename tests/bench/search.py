@@ -129,7 +129,7 @@ def tessel(quick: bool) -> None:
     print(f"{'Tessel, m':24}{'found':>10}{'bound':>10}{'seconds':>10}  source")
     for name, scheme in (("V", "1f1b"), ("X", "chimera")):
         for m in (6,) if quick else (6, 8, 16):
-            best, seconds = case(scheme, 4, 1, m, (1, 3)).search(Machine(), Limits("makespan", 4), 5 if quick else 200)
+            best, seconds = case(scheme, 4, 1, m, (1, 3)).search(Machine(), Limits("latency", 4), 5 if quick else 200)
             print(f"{f'{name}, {m}':24}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}  {best.source}", flush=True)
 
 
@@ -143,7 +143,7 @@ def gaps(quick: bool) -> None:
                 for m in (p,) if quick else (p, 2 * p, 4 * p):
                     for cost in COSTS[: 1 if quick else None]:
                         for part in (0.0, 0.05):
-                            alpha, limits = part * cost[0], Limits("makespan", chunks * p if is_limited else None)
+                            alpha, limits = part * cost[0], Limits("latency", chunks * p if is_limited else None)
                             best, seconds = case(scheme, p, chunks, m, cost).search(Machine(alpha), limits, GAP_BUDGET)
                             found.append(best.value / best.bound - 1)
                             title = f"{name}, {limits.saved}, {p}, {m}, {cost}".replace(" ", "")

@@ -11,7 +11,7 @@ from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.util.errors import UsageError
 
-OBJECTIVES = ("window", "makespan")
+OBJECTIVES = ("window", "latency")
 BUDGET = 1000  # millions of jobs that are given a time
 Ties = Collection[Sequence[int]]  # lists of stages that share parameters
 
@@ -19,7 +19,7 @@ Ties = Collection[Sequence[int]]  # lists of stages that share parameters
 class Limits(NamedTuple):
     """What an order must keep to, and what is minimized."""
 
-    objective: str = "makespan"  # or "window": the longest own window, from a worker's first job to the end of its last
+    objective: str = "latency"  # or "window": the longest own window, from a worker's first job to the end of its last
     saved: int | None = None  # saved forwards on a worker, from the start of F to the end of the last backward job
     bytes: float | None = None  # or bytes on a worker, as the simulator counts them: `Footprint.peak`
 

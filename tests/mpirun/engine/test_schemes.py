@@ -222,7 +222,7 @@ def test_found_orders_of_unequal_costs_give_the_bits_of_one_process(several, tex
     limits = (["zb-v"], "7"), (["zb-v", "--recompute"], "3"), (["free", "--workers", "4"], "7")
     for file, (scheme, limit) in zip(files, limits, strict=True):
         assert schedgen(["search", *scheme, *sizes, "--memory-limit", limit, "-o", str(file)]) == 0
-        assert json.loads(file.read_text())["order"]["n"] == "search makespan"  # no built-in scheme was as good
+        assert json.loads(file.read_text())["order"]["n"] == "search latency"  # no built-in scheme was as good
     assert 0 < files[1].read_text().count('"RECOMPUTE"') < 8 * 8
     assert '"compute": {\n  "F": [0, 1, 2, 3, 3, 2, 1, 0]' not in files[2].read_text()
     for code, out in several(4, [verify(file, GPT, text, "--canonical") for file in files]):
@@ -234,7 +234,7 @@ def test_an_order_found_for_tied_stages_gives_the_bits_of_one_process(several, t
     graph.write_text('{"stages": 8, "tied": [[0, 7]]}')
     command = ["search", "zb-v", "--graph", str(graph), "--microbatches", "8", "--cost", "F=10,I=12,W=8"]
     assert schedgen([*command, "--memory-limit", "5", "--budget", "2", "-o", str(file)]) == 0
-    assert '"n": "search makespan"' in file.read_text() and '"buf": "t.0"' in file.read_text()
+    assert '"n": "search latency"' in file.read_text() and '"buf": "t.0"' in file.read_text()
     ((code, out),) = several(4, [verify(file, TIED, text, "--canonical")])
     assert code == 0 and differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}, out
 

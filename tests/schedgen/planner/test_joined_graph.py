@@ -12,7 +12,7 @@ from schedgen.ir.stage_graph import chain
 from schedgen.planner.joined_graph import joined_graph
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Level
-from schedgen.planner.search import search
+from schedgen.planner.plan import plan
 from schedgen.simulator.machine import Machine
 
 COSTS = {"F": [1, 2, 1, 3, 2, 2], "B": [2, 4, 2, 6, 4, 4], "activation": 1, "weight": 1000, "beta": 0.001}
@@ -63,7 +63,7 @@ def test_bounds_rule_out_no_schedule_of_a_graph():
         }  # fmt: skip
         arguments = layers_of(graph, **sizes), [Level(3, 100)], 4, 1500
         schemes = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "fsdp", "1f1b-rr")
-        kept, all_tried = (search(*arguments, prune=prune, schemes=schemes) for prune in (True, False))
+        kept, all_tried = (plan(*arguments, prune=prune, schemes=schemes) for prune in (True, False))
         assert kept.front == all_tried.front
         left_out += all_tried.simulated - kept.simulated
     assert left_out

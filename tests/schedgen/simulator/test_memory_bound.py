@@ -26,7 +26,7 @@ def random_problem(name, draw):
     sizes = Sizes(PLACEMENTS[name] * p, m, p)
     cost = {key: draw.integers(1, 6, sizes.stages) for key in "FIW"}
     machine = Machine(alpha=int(draw.integers(0, 3)), activation=0)
-    objective, least = str(draw.choice(["window", "makespan"])), PLACEMENTS[name]
+    objective, least = str(draw.choice(["window", "latency"])), PLACEMENTS[name]
     if draw.random() < 0.5:
         limits = Limits(objective, int(draw.integers(least, 2 * m)))
     else:  # in bytes: forwards of stages differ, and I takes some more or gives some back

@@ -145,7 +145,7 @@ def test_only_w_are_placed_anew_and_within_memory(name, chunks, limit, own_windo
     """Every worker has its forwards and backwards in the order that it had, and W that wait behind their I."""
     sizes = Sizes(4 * chunks, 9, 4)
     scheme = load(name, sizes)
-    limits = Limits("window" if own_window else "makespan", limit)
+    limits = Limits("window" if own_window else "latency", limit)
     question = Question(scheme, sizes, {"F": 10, "I": 12, "W": 7}, Machine(2), limits)
     placed = placed_jobs(question)
     problem = problem_of(placed, question)
@@ -177,7 +177,7 @@ def test_whole_backwards_leave_no_w_to_place():
 def test_cp_sat_proves_the_best_of_a_small_problem():
     """2 workers, 3 microbatches, memory for 1: worker 0 has one at a time, for two F, two I and its W."""
     pytest.importorskip("ortools")
-    best = found("zb-h1", Sizes(2, 3, 2), UNIT, budget=10, objective="makespan", saved=1)
+    best = found("zb-h1", Sizes(2, 3, 2), UNIT, budget=10, objective="latency", saved=1)
     assert best.optimal and best.bound == best.value == 15
 
 
@@ -197,7 +197,7 @@ def test_cp_sat_takes_messages_however_long(message):
 def test_whole_backwards_give_back_what_their_own_forward_took():
     """Two at a time go down 6 stages and up, 18 long each: three times that, and the second one's last two jobs."""
     pytest.importorskip("ortools")
-    best = found("1f1b", Sizes(6, 6, 6), {"F": 1, "B": 2}, budget=10, objective="makespan", saved=2)
+    best = found("1f1b", Sizes(6, 6, 6), {"F": 1, "B": 2}, budget=10, objective="latency", saved=2)
     assert best.optimal and best.bound == best.value == 3 * 18 + 3
     assert check(best.program).saved.max() == 2
 
@@ -211,7 +211,7 @@ def test_memory_between_the_halves_of_a_backward_is_proved_as_it_is_searched(hal
     pytest.importorskip("ortools")
     sizes, machine = Sizes(2, 2, 2), Machine(activation=0, weight=0, saved=2, half=half)
     cost = {"F": 2, "I": 3, "W": 1}
-    best = found("zb-h1", sizes, cost, machine, 1, objective="makespan", bytes=limit)
+    best = found("zb-h1", sizes, cost, machine, 1, objective="latency", bytes=limit)
     question = Question(load("zb-h1", sizes), sizes, cost, machine, Limits(bytes=limit))
     problem = problem_of(placed_jobs(question), question)._replace(capacity=np.full(2, float(limit)))
     run, values = new_run(problem), []
@@ -290,7 +290,7 @@ def test_the_same_call_gives_the_same_file(tmp_path):
             write(found("zb-v", Sizes(8, 6, 4), {"F": 10, "I": 12, "W": 8}, budget=5).program, out)
         texts.append((tmp_path / f"{k}.json").read_bytes())
     assert texts[0] == texts[1]
-    assert b'"n": "search makespan"' in texts[0] or b'"n": "zb-v"' in texts[0]
+    assert b'"n": "search latency"' in texts[0] or b'"n": "zb-v"' in texts[0]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "chimera", "dualpipe-v"])
@@ -299,7 +299,7 @@ def test_nothing_is_worse_than_the_built_in_scheme_nor_below_the_bound(name):
     scheme = load(name, sizes)
     cost = UNIT if scheme.split else {"F": 1, "B": 2}
     program = compile(scheme, sizes, Options(cost=cost))
-    for own_window, objective in enumerate(("makespan", "window")):
+    for own_window, objective in enumerate(("latency", "window")):
         best = found(name, sizes, cost, Machine(alpha=0.1), 3, objective=objective)
         assert best.bound <= best.value <= measured(simulate(program, cost, Machine(alpha=0.1)), bool(own_window))
         check(best.program)

@@ -123,7 +123,7 @@ def test_a_bound_by_hand_of_many_stages(monkeypatch):
     assert best.bound == (3 * 3 * 3 + 0 + 1 + 0 + 2) / 2 and not best.optimal
 
 
-@pytest.mark.parametrize("objective", ["makespan", "window"])
+@pytest.mark.parametrize("objective", ["latency", "window"])
 @pytest.mark.parametrize("most", [1, 12])
 def test_no_message_is_counted_where_all_may_be_on_one_worker(objective, most, monkeypatch):
     monkeypatch.setattr(placement_bounds, "MOST_STAGES", most)

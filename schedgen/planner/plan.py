@@ -46,8 +46,8 @@ class PlannedSchedule(NamedTuple):
     order: str = "own"  # of the scheme, or "search"
 
 
-class SearchResult(NamedTuple):
-    """The front of a search, and how many schedules were considered."""
+class Plan(NamedTuple):
+    """The schedules that no other beats, and how many were considered."""
 
     front: list[PlannedSchedule]  # the fastest first: each takes less memory than those before it
     program: Program  # of the first
@@ -71,7 +71,7 @@ class _Entry(NamedTuple):
 _Front = Sequence[_Entry]
 
 
-def search(
+def plan(
     layers: Layers,
     levels: Sequence[Level],
     microbatches: int,
@@ -79,7 +79,7 @@ def search(
     prune: bool = True,
     schemes: Collection[str] | None = None,
     budget: int = 0,
-) -> SearchResult:
+) -> Plan:
     """Try all candidates, or only those of `schemes`; UsageError if none keeps to `memory` bytes a worker.
 
     Without `prune` candidates are simulated whatever their bounds are; the front is the same. `budget`: work for each
@@ -117,7 +117,7 @@ def search(
     front = sorted(front, key=lambda entry: entry.schedule.step_time)
     first = front[0]
     program = first.program or _compiled(first.candidate, first.costs, first.ordered_by)
-    return SearchResult([entry.schedule for entry in front], program, len(bounded), simulated)
+    return Plan([entry.schedule for entry in front], program, len(bounded), simulated)
 
 
 def _with(entry: _Entry, front: _Front, memory: float) -> _Front:

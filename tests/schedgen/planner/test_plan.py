@@ -17,7 +17,7 @@ from schedgen.planner.candidates import candidates, replicated
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.partition import Level, partition
-from schedgen.planner.search import _simulated, search
+from schedgen.planner.plan import _simulated, plan
 from schedgen.planner.stage_costs import balanced, stage_costs
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
@@ -74,7 +74,7 @@ def test_a_worker_gets_no_layers_where_that_is_faster():
     """Three layers of 0.1 s whose weights take 2 s to be summed: replicas cost more than the fourth worker is worth."""
     machine = Machine(alpha=1e-5, activation=1e3, weight=1e9, saved=1e6)
     layers = Layers(("a", "b", "c"), ((0, 1), (1, 2)), {"F": np.full(3, 0.1), "B": np.full(3, 0.2)}, machine)
-    best = search(layers, [Level(4, 1e9)], 8)
+    best = plan(layers, [Level(4, 1e9)], 8)
     fastest = best.front[0]
     assert (fastest.stages, fastest.replicas, best.program.header.workers) == (3, 1, 4)
     assert set(np.unique(best.program.header.compute)) == {0, 1, 2}
@@ -100,7 +100,7 @@ def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes):
     """Messages without bytes take no time, whatever alpha is."""
     layers = model(split=split)
     arguments = layers._replace(machine=layers.machine._replace(**sizes)), [Level(4, 1e9)], 8, limit
-    quick, slow = search(*arguments), search(*arguments, prune=False)
+    quick, slow = plan(*arguments), plan(*arguments, prune=False)
     assert quick.front == slow.front
     assert quick.simulated < slow.simulated == slow.schedules
     assert all(row.peak_bytes <= limit for row in quick.front)
@@ -156,7 +156,7 @@ def test_a_schedule_takes_what_its_row_says_though_its_cuts_moved_after_it_was_o
         overhead={"F": np.array([0.7, 1.2, 1.2, 0.9, 0.5, 0.2])},
     )  # fmt: skip
     layers = Layers(tuple("abcdef"), tuple(itertools.pairwise(range(6))), times, machine)
-    best = search(layers, [Level(2, 1e9)], 4, 165e3, schemes=["hanayo"])
+    best = plan(layers, [Level(2, 1e9)], 4, 165e3, schemes=["hanayo"])
     first = best.front[0]
     costs = stage_costs(layers, prefixes(layers), np.cumsum(first.layers).tolist(), 1e9)
     run = simulate(best.program, costs.with_halves, costs.machine)
@@ -183,7 +183,7 @@ def test_an_order_that_is_found_is_faster_and_keeps_to_the_memory(run, tmp_path)
     assert run("check", path).code == 0
     header = json.loads(path.read_text())
     layers = "-".join(map(str, header["scheme"]["layers"]))
-    assert f"the first have {layers} layers" in lines[-1] and header["order"]["n"] == "search makespan"
+    assert f"the first have {layers} layers" in lines[-1] and header["order"]["n"] == "search latency"
     assert run(*options, "--search", 1, "-o", again).out.splitlines() == lines
     assert again.read_bytes() == path.read_bytes()
 
@@ -196,7 +196,7 @@ def test_what_is_split_and_what_is_redone_is_searched(memory):
     times = {"F": 10 * ones, "B": 18 * ones, "I": 12 * ones, "W": 10 * ones}
     layers = Layers(("a", "b", "c", "d"), ((0, 1), (1, 2), (2, 3)), times, machine)
     own, best = (
-        search(layers, [Level(4, 1e9)], 8, memory, schemes=["1f1b", "zb-h1"], budget=n)
+        plan(layers, [Level(4, 1e9)], 8, memory, schemes=["1f1b", "zb-h1"], budget=n)
         for n in (0, 3 if np.isinf(memory) else 1)
     )
     first = best.front[0]
