@@ -72,7 +72,7 @@ class CheckpointWriter:
         shapes = [self.setup.shapes[stage] for stage in self.header.first_shards]
         names = ((s, name) for s, shape in enumerate(shapes) for name in shape.parameter_names)
         counts = Counter(model.entry_name(*key) for key in names)
-        counts.update(list(self.first_stage) if self.setup.model.named else untrained)
+        counts.update(list(self.first_stage) if self.setup.model.origin.named else untrained)
         tied = {model.entry_name(*key) for tie in model.tied for key in tie}
         for entry, count in counts.items():
             if entry.endswith("_extra_state"):

@@ -1,6 +1,6 @@
 """Tensor parallelism: expands a model to T shards of every stage, as in a schedule compiled with --tensor T.
 
-Stage s T + t of the expanded model is shard t of stage s. A stage in `Model.split` gets T different shards, each with
+Stage s T + t of the expanded model is shard t of stage s. A stage in `Model.sharded` gets T different shards, each with
 its share of the weights; any other stage gets T replicas.
 """
 
@@ -27,10 +27,10 @@ def check_shards(model: Model, header: Header) -> None:
     """UsageError if a schedule with shards splits different stages than the model, or cannot compute its loss."""
     if not header.tensor_parallel:
         return
-    replicated = [stage for stage in range(len(model.stages)) if stage not in model.split]
+    replicated = [stage for stage in range(len(model.stages)) if stage not in model.sharded]
     if list(header.tensor_parallel.replicated) != replicated:
-        if not model.split:
-            raise UsageError("the schedule has shards, but no stage of the model can be split")
+        if not model.sharded:
+            raise UsageError("the schedule has shards, but no stage of the model can have any")
         in_model, in_schedule = (
             ",".join(map(str, stages)) for stages in (replicated, header.tensor_parallel.replicated)
         )
@@ -60,13 +60,13 @@ def expand_model(model: Model, count: int) -> Model:
         return model
     stages: list[StageEntry] = []
     for stage, entry in enumerate(model.stages):
-        stages += _shards(model, stage, entry, count) if stage in model.split else [entry] * count
+        stages += _shards(model, stage, entry, count) if stage in model.sharded else [entry] * count
     reads = None
     if model.reads is not None:
         reads = [[_of_shard(source, t, count) for source in sources] for sources in model.reads for t in range(count)]
     expanded = model._replace(stages=stages, tied=[], reads=reads, tensor_parallel=count)
     ties = [[(stage * count + t, name) for stage, name in tie] for tie in model.tied for t in range(count)]
-    for stage in model.split:
+    for stage in model.sharded:
         ties += _ties_of_shards(expanded, stage, count)
     return expanded._replace(tied=ties)
 

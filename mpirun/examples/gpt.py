@@ -44,7 +44,7 @@ class Embedding(nn.Module):
 
 
 class AttentionPart(nn.Module):
-    """The first half of a block, attention, as a layer that can be a split stage by itself; or a shard of it."""
+    """The first half of a block, attention, as a layer that can be a stage with shards by itself; or a shard of it."""
 
     def __init__(self, width: int, heads: int, shard: Shard = UNSHARDED) -> None:
         """`heads` are those of the whole layer."""
@@ -109,7 +109,7 @@ def gpt(
     """A GPT of `blocks` blocks on microbatches of `sequences` pieces of text of `length` bytes.
 
     `tied`: embedding and head share the vectors of bytes. `halves`: attention and MLP of a block are separate layers,
-    and a stage that has only one such layer can be split.
+    and a stage that has only one such layer can have shards.
     """
     scale = width**-0.5 if tied else 1.0
     layers: OrderedDict[str, Callable[..., nn.Module]] = OrderedDict(embedding=partial(Embedding, length, width, scale))
@@ -131,8 +131,8 @@ def gpt(
 
     ties = [[(0, "embedding.byte.weight"), (stages - 1, "head.score.weight")]] if tied else []
     entries = split_layers(layers, stages)
-    split = [stage for stage, entry in enumerate(entries) if len(entry) == 1 and half_blocks.keys() >= entry.keys()]
-    return Model(entries, loss, batch, length + 1, ties, split=split)
+    sharded = [stage for stage, entry in enumerate(entries) if len(entry) == 1 and half_blocks.keys() >= entry.keys()]
+    return Model(entries, loss, batch, length + 1, ties, sharded=sharded)
 
 
 def tiny(stages: int) -> Model:
@@ -146,7 +146,7 @@ def tied(stages: int) -> Model:
 
 
 def tensor(stages: int) -> Model:
-    """0.2 million parameters, 256 bytes a microbatch; 8 stages, of which 1 to 6 can be split, into 2 or 4 shards.
+    """0.2 million parameters, 256 bytes a microbatch; 8 stages, of which 1 to 6 can have shards, 2 or 4.
 
     Compile with --tensor 2 and the graph file of 8 stages, with --stages 2, say, on 4 ranks.
     """

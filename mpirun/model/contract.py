@@ -38,6 +38,32 @@ class JoinedStages(NamedTuple):
     reads: Reads | None
 
 
+def _follows_mode() -> None:
+    """The `check_eval` of stages that leave out in eval mode what they should."""
+
+
+class Origin(NamedTuple):
+    """What a model knows that was cut from one module: `split` and `split_sequential` set it.
+
+    named       whether it was. Parameters and buffers then have their names in the module, for every cut. A buffer, or
+                a frozen parameter, has the same value in all stages that have it.
+    aliases     by name in the module, other names that the same parameter has there: weights may have it under one.
+    pair        collated samples of a loader -> (leaves of the input, target).
+    traced      whether stages are for microbatches of one shape.
+    check_eval  () -> a function that makes a stage's module leave out in eval mode what the module leaves out, or None
+                if stages do so anyway. Both raise UsageError if the stages would still do something else.
+    join        numbers -> the stages that join so many of these, one after the other. None: only stages that are given
+                by their layers can be joined.
+    """
+
+    named: bool = False
+    aliases: Mapping[str, Sequence[str]] = {}
+    pair: Pair = pair_of_leaves
+    traced: bool = False
+    check_eval: CheckEval = _follows_mode
+    join: Callable[[Sequence[int]], JoinedStages] | None = None
+
+
 class Model(NamedTuple):
     """What a model function returns.
 
@@ -63,24 +89,15 @@ class Model(NamedTuple):
     loss_of          "microbatch", or "minibatch": loss takes the outputs and targets of all microbatches, concatenated
                      along dimension 0. The schedule must then have all forwards of the last stage before its first
                      backward, as gpipe has.
-    named            True: the stages are cut from one module, and parameters and buffers have their names in it, for
-                     every cut. A buffer, or a frozen parameter, has the same value in all stages that have it.
-    split            stages that are sums over shards (see mpirun.model.parallel_layers), never the last. A function
+    sharded          stages that are sums over shards (see mpirun.model.parallel_layers), never the last. A function
                      that builds such a stage or its layer is called with `shard` if it has a parameter of this name,
                      and without it for the whole layer. Such stages have no parameter hooks and draw no random numbers.
     weights          names in the whole model -> values of those that it has, such as checkpoint.pretrained.Pretrained.
                      A stage asks for its own parameters and buffers; those without a value keep the one they are built
                      with, with a warning, or are refused if they have none.
-    aliases          by name in the whole model, other names that the same parameter has there: weights may have it
-                     under one of these names.
-    pair             collated samples of a loader -> (leaves of the input, target).
-    traced           True: split has traced the stages, so they are for microbatches of one shape.
-    check_eval       () -> a function that makes a stage's module leave out in eval mode what the model leaves out, or
-                     None if stages do so anyway. Both raise UsageError if the stages would still do something else.
-    join             numbers -> the stages that join so many of these, one after the other. None: only stages that are
-                     given by their layers can be joined.
+    origin           set by `split` and `split_sequential`.
     tensor_parallel  T, set by mpirun: stage s of the function becomes the T stages from T s on, which are shards if
-                     `split` has s, else replicas.
+                     `sharded` has s, else replicas.
     """
 
     stages: Sequence[StageEntry]
@@ -90,14 +107,9 @@ class Model(NamedTuple):
     tied: Sequence[Sequence[tuple[int, str]]] = ()
     reads: Reads | None = None
     loss_of: str = "microbatch"
-    named: bool = False
-    split: Collection[int] = ()
+    sharded: Collection[int] = ()
     weights: Weights | None = None
-    aliases: Mapping[str, Sequence[str]] = {}
-    pair: Pair = pair_of_leaves
-    traced: bool = False
-    check_eval: CheckEval = lambda: None
-    join: Callable[[Sequence[int]], JoinedStages] | None = None
+    origin: Origin = Origin()
     tensor_parallel: int = 1
 
     def resolved_reads(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:
@@ -113,16 +125,16 @@ class Model(NamedTuple):
     def graph(self) -> ModelGraph:
         """What a schedule must know of the stages, which are a chain if `reads` is None."""
         reads = self.resolved_reads([[stage - 1] if stage else [] for stage in range(len(self.stages))], 1)
-        return model_graph(reads, ([stage for stage, _ in tie] for tie in self.tied), self.split)
+        return model_graph(reads, ([stage for stage, _ in tie] for tie in self.tied), self.sharded)
 
     def model_stage(self, stage: int) -> int:
         """The function's stage that a stage is a shard or a replica of; without shards the stage itself."""
         return stage // self.tensor_parallel
 
     def shard_of(self, stage: int) -> Shard:
-        """Which shard of the function's stage a stage is; UNSHARDED if that stage is not split."""
-        split = self.model_stage(stage) in self.split
-        return Shard(stage % self.tensor_parallel, self.tensor_parallel) if split else UNSHARDED
+        """Which shard of the function's stage a stage is; UNSHARDED if that stage is not sharded."""
+        sharded = self.model_stage(stage) in self.sharded
+        return Shard(stage % self.tensor_parallel, self.tensor_parallel) if sharded else UNSHARDED
 
     def is_first_shard(self, stage: int) -> bool:
         """Whether a stage is the first shard or replica of one of the function's stages, or that stage itself."""
@@ -130,7 +142,7 @@ class Model(NamedTuple):
 
     def is_replica(self, stage: int) -> bool:
         """Whether a stage computes the same as the stage before it, on another rank."""
-        return not self.is_first_shard(stage) and self.model_stage(stage) not in self.split
+        return not self.is_first_shard(stage) and self.model_stage(stage) not in self.sharded
 
     def ties_shards(self, tie: Sequence[tuple[int, str]]) -> bool:
         """Whether a tie is of a parameter that all shards of one stage have in full."""
@@ -147,12 +159,12 @@ class Model(NamedTuple):
     def entry_name(self, stage: int, name: str) -> str:
         """The name of a stage's parameter or buffer in the whole model; of a tied one, that of the tie's first.
 
-        If a stage is given by its layers, or the model is `named`, names do not depend on how it is cut into stages.
+        If a stage is given by its layers, or cut from a module, names do not depend on how it is cut into stages.
         """
         for tie in self.tied:
             if (stage, name) in tie:
                 stage, name = tie[0]
         name = name.replace("_orig_mod.", "")  # of torch.compile
-        if self.named or isinstance(self.stages[stage], Mapping):
+        if self.origin.named or isinstance(self.stages[stage], Mapping):
             return name
         return f"stage{self.model_stage(stage)}.{name}"

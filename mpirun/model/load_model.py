@@ -62,8 +62,8 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
     """The model with stages that join consecutive stages of its own; `layers`: how many, by stage."""
     if sum(layers) != len(model.stages):
         raise UsageError(f"the schedule joins {sum(layers)} stages of the model, but it has {len(model.stages)}")
-    if model.join is not None:
-        return model._replace(**model.join(layers)._asdict(), join=None)
+    if model.origin.join is not None:
+        return model._replace(**model.origin.join(layers)._asdict(), origin=model.origin._replace(join=None))
     stages: list[Layers] = []
     stage_of: list[int] = []
     parts = iter(model.stages)
@@ -80,7 +80,7 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
             stage_of.append(stage)
         stages.append(merged)
     return model._replace(
-        split=[stage_of[stage] for stage in model.split if layers[stage_of[stage]] == 1],
+        sharded=[stage_of[stage] for stage in model.sharded if layers[stage_of[stage]] == 1],
         stages=stages,
         tied=[[(stage_of[stage], name) for stage, name in tie] for tie in model.tied],
     )
@@ -90,7 +90,7 @@ def check_model(model: Model, stages: int) -> Model:
     """The model, with Python's own numbers; UsageError if a field is not what it should be."""
     _check_stages(model, stages)
     make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch
-    functions = {"loss": model.loss, "batch": make, "weights": model.weights, "pair": model.pair}
+    functions = {"loss": model.loss, "batch": make, "weights": model.weights}
     for field, function in functions.items():
         if not callable(function) and (function is not None or field not in ("batch", "weights")):
             raise UsageError(f"{field} should be a function, not {type(function).__name__}")
@@ -99,11 +99,11 @@ def check_model(model: Model, stages: int) -> Model:
         raise UsageError(f"length should be a number of bytes, not {model.length!r}")
     if not isinstance(model.loss_of, str) or model.loss_of not in ("microbatch", "minibatch"):
         raise UsageError(f"loss_of should be microbatch or minibatch, not {model.loss_of!r}")
-    if not isinstance(model.split, Collection) or isinstance(model.split, str):
-        raise UsageError(f"split should be a list, not {type(model.split).__name__}")
-    for stage in model.split:
+    if not isinstance(model.sharded, Collection) or isinstance(model.sharded, str):
+        raise UsageError(f"sharded should be a list, not {type(model.sharded).__name__}")
+    for stage in model.sharded:
         if not isinstance(stage, Integral) or not 0 <= stage < stages - 1:
-            raise UsageError(f"the model splits stage {stage!r}, but only stages before the last can be split")
+            raise UsageError(f"the model shards stage {stage!r}, but only stages before the last can have shards")
     tied = _checked_ties(model, stages)
     if model.reads is not None:
         _check_list("reads", model.reads)
@@ -111,7 +111,7 @@ def check_model(model: Model, stages: int) -> Model:
             _check_list("what a stage reads", sources)
     return model._replace(
         length=int(model.length),
-        split=sorted({int(stage) for stage in model.split}),
+        sharded=sorted({int(stage) for stage in model.sharded}),
         tied=tied,
         tensor_parallel=1,
     )

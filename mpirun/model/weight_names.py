@@ -27,7 +27,7 @@ def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
     known = [model.entry_name(stage, names[0])]
     known += [untied.entry_name(*place) for tie in model.tied if (stage, names[0]) in tie for place in tie]
     known += [untied.entry_name(stage, name) for name in names]
-    return list(dict.fromkeys([*known, *(alias for name in known for alias in model.aliases.get(name, ()))]))
+    return list(dict.fromkeys([*known, *(alias for name in known for alias in model.origin.aliases.get(name, ()))]))
 
 
 def lack(names: Sequence[str], where: str) -> str:

@@ -254,7 +254,7 @@ class Engine:
         loader = together(
             self.comm,
             lambda: Loader(
-                dataset, microbatch_size, self._count, self.reads, self.model.pair, say=self._say,
+                dataset, microbatch_size, self._count, self.reads, self.model.origin.pair, say=self._say,
                 shuffle=shuffle, seed=self.options.seed if seed is None else seed, workers=workers, last=last,
                 collate=collate,
             ),
@@ -486,7 +486,7 @@ class Engine:
     def _batch(self, batch: Any) -> Batch:
         """What a script gives, as a Batch; Stop if it does not have the microbatches of a step."""
         if not isinstance(batch, Batch):
-            return together(self.comm, lambda: whole_batch(batch, self._count, self.model.pair))
+            return together(self.comm, lambda: whole_batch(batch, self._count, self.model.origin.pair))
         if len(batch.samples) != self._count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}")
         if batch.loader is not None and batch.loader not in self.loaders:

@@ -52,7 +52,7 @@ class Evaluator:
         """`example`: what a microbatch looks like. Collective."""
         comm, count = session.comm, session.header.microbatches * options.passes
         program = on_rank_0(comm, lambda: _forwards(session))
-        follow_eval = from_rank_0(comm, session.setup.unsharded_model.check_eval)  # the same on every rank
+        follow_eval = from_rank_0(comm, session.setup.unsharded_model.origin.check_eval)  # the same on every rank
         if follow_eval is not None:
             stages = session.interpreter.stages.values()
             together(comm, lambda: [follow_eval(stage.module) for stage in stages])

@@ -62,7 +62,7 @@ def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
     """UsageError if these are not sizes, or if the model or the schedule needs microbatches of one shape."""
     if any(type(size) is not int or size < 1 for size in buckets):
         raise UsageError(f"buckets should be sizes, whole numbers of at least 1, not {buckets!r}")
-    if buckets and model.traced:
+    if buckets and model.origin.traced:
         raise UsageError("buckets: what split has traced has one shape: give modules or a Model")
     if buckets and model.loss_of == "minibatch":
         raise UsageError("buckets: a loss of the whole minibatch needs microbatches of one shape")

@@ -844,7 +844,7 @@ def _pair(stages: int, dtype: torch.dtype = torch.float32) -> list[Any]:
 
 
 def pair(stages: int) -> Model:
-    return Model(_pair(stages), nnf.mse_loss, _numbers, split=[0])
+    return Model(_pair(stages), nnf.mse_loss, _numbers, sharded=[0])
 
 
 def pair_bf16(stages: int) -> Model:
@@ -854,7 +854,7 @@ def pair_bf16(stages: int) -> Model:
         x, y = _numbers(text, rng)
         return x.bfloat16(), y.bfloat16()
 
-    return Model(_pair(stages, torch.bfloat16), nnf.mse_loss, batch, split=[0])
+    return Model(_pair(stages, torch.bfloat16), nnf.mse_loss, batch, sharded=[0])
 
 
 class Gained(ColumnParallelLinear):
@@ -873,7 +873,7 @@ class Gained(ColumnParallelLinear):
 def partly_frozen(stages: int) -> Model:
     """As `pair`."""
     (split, last) = _pair(stages)
-    return Model([{**split, "up": Gained}, last], nnf.mse_loss, _numbers, split=[0])
+    return Model([{**split, "up": Gained}, last], nnf.mse_loss, _numbers, sharded=[0])
 
 
 class Dropping(nn.Module):
@@ -889,7 +889,7 @@ class Dropping(nn.Module):
 
 
 class Shifted(nn.Module):
-    """A split stage that is one layer; its shards share a parameter, and a skip connection reads its input again."""
+    """A stage with shards, one layer. These share a parameter, and a skip connection reads the input again."""
 
     def __init__(self, shard: Shard = UNSHARDED) -> None:
         super().__init__()
@@ -915,7 +915,7 @@ class Both(nn.Module):
 
 def shards_of_a_dag(stages: int) -> Model:
     """0 drops out; 1 and 2, both split, read it; 3 reads both."""
-    return Model([Dropping, Shifted, Shifted, Both], nnf.mse_loss, _numbers, split=[1, 2])
+    return Model([Dropping, Shifted, Shifted, Both], nnf.mse_loss, _numbers, sharded=[1, 2])
 
 
 def drops_in_shards(stages: int) -> Model:
@@ -924,7 +924,7 @@ def drops_in_shards(stages: int) -> Model:
 
 
 def splits_the_last(stages: int) -> Model:
-    return pair(stages)._replace(split=[1])
+    return pair(stages)._replace(sharded=[1])
 
 
 def splits_a_module(stages: int) -> Model:

@@ -120,7 +120,7 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
 
 
 def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckEval:
-    """As `Model.check_eval`: it compares eval mode with the mode that the module is in."""
+    """As `Origin.check_eval`: it compares eval mode with the mode that the module is in."""
     traced = [(part, part.training) for part in module.modules()]
 
     def exported(modes: Sequence[tuple[nn.Module, bool]]) -> ExportedGraph:

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch
-from mpirun.model.contract import CheckEval, JoinedStages, Model, StageEntry, Weights, pair_of_leaves
+from mpirun.model.contract import CheckEval, JoinedStages, Model, Origin, StageEntry, Weights, pair_of_leaves
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import check_loss
@@ -35,7 +35,7 @@ class Cut(NamedTuple):
     meta        if the module is on the meta device: what gives values to its stages.
     aliases     by parameter, other names that it has in the module.
     join        numbers -> the module in stages that join so many of these, one after the other; None: nobody knows how.
-    check_eval  as Model.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
+    check_eval  as Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
     """
 
     stages: list[nn.Module]
@@ -101,13 +101,15 @@ class Cut(NamedTuple):
             tied=self.tied,
             reads=self.reads,
             loss_of=loss_of,
-            named=True,
             weights=weights,
-            aliases=self.aliases,
-            pair=self.pair,
-            traced=self.example is not None,
-            check_eval=self.check_eval,
-            join=None if cut_at is None else lambda numbers: cut_at(numbers)._joined(),
+            origin=Origin(
+                named=True,
+                aliases=self.aliases,
+                pair=self.pair,
+                traced=self.example is not None,
+                check_eval=self.check_eval,
+                join=None if cut_at is None else lambda numbers: cut_at(numbers)._joined(),
+            ),
         )
 
     def _entries(self) -> list[StageEntry]:

@@ -183,7 +183,7 @@ class Counting(torch.optim.SGD):
 def test_what_an_optimizer_keeps_for_a_part_has_its_shape_or_is_not_saved(divided):
     shard = Shard(0, 2) if divided == "into tensor shards" else UNSHARDED
     module = ColumnParallelLinear(4, 8, shard)
-    model = Model([module], mse_loss, split=[0], tensor_parallel=shard.count)
+    model = Model([module], mse_loss, sharded=[0], tensor_parallel=shard.count)
     shape = StageShape((), ("weight", "bias"), sharded_dims=sharded_dims(module))
     parts = {"parts": (0, 1), "owned_parts": (0,)} if divided == "into parts" else {}
     stage = LocalStage(module, 0, shape, Device(), not parts, **parts)

@@ -248,7 +248,7 @@ def test_a_shard_takes_its_share() -> None:
     torch.manual_seed(0)
     full = Halves()
     weights = Recorded({f"mlp.{name}": value for name, value in full.state_dict().items()})
-    model = Model([{"mlp": Halves}, {"last": nn.Identity}], nn.functional.mse_loss, split=[0], weights=weights)
+    model = Model([{"mlp": Halves}, {"last": nn.Identity}], nn.functional.mse_loss, sharded=[0], weights=weights)
     shards = [build_stage(expand_model(model, 2), t, 0) for t in range(2)]
     x = torch.randn(3, 4)
     torch.testing.assert_close(shards[0](x) + shards[1](x), full(x))
