@@ -45,7 +45,7 @@ class Run:
         made = set_up_command(comm, setup, session.header)
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
-        session.build(made, options.verify, options.tolerance)
+        session.build(made, options.verify)
         if options.save:
             session.checkpoints().open(options.save, options.resume)
         if checkpoint is not None:
@@ -72,7 +72,7 @@ class Run:
                 if options.verify:
                     note(self.comm, "--verify: nothing is compared, for the run is not done")
                 session.leave(saved)
-            code = session.verify()
+            code = session.verify(options.tolerance)
             unsaved = options.save and begun < steps and not saved
             unwritten = self.progress is not None and self.progress.failed
             return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # no rank is done before all are

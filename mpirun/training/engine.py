@@ -15,6 +15,7 @@ import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from numbers import Real
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -400,13 +401,16 @@ class Engine:
         write_export(self.comm, session.header, session.setup, stages, path, self.source, session.beat)
 
     @_collective
-    def verify(self) -> bool:
+    def verify(self, tolerance: float | None = None) -> bool:
         """Repeat all steps, from the first, in one process, and print how far results differ; whether that is allowed.
 
-        The Engine must be made with verify=True. With canonical=True nothing may differ.
+        The Engine must be made with verify=True. With canonical=True nothing may differ, else a relative difference of
+        `tolerance`; None: 1e-5, or more where numbers are narrower than float32.
         """
         self._refuse(not self.prepared.verifies, "verify: say verify=True where the Engine is made")
-        return self._running.verify() == 0
+        no_limit = tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0)
+        self._refuse(no_limit, f"tolerance should be a number of at least 0, not {tolerance!r}")
+        return self._running.verify(tolerance) == 0
 
     def close(self) -> None:
         """End the run; another Engine may follow in this process. Collective."""

@@ -87,10 +87,10 @@ class Session:
         self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
 
-    def build(self, setup: Setup, verify: bool, tolerance: float | None = None) -> None:
+    def build(self, setup: Setup, verify: bool) -> None:
         """Build the stages, and all that executes the list. Stop if the model does not fit the schedule.
 
-        `verify`: record the steps for the method `verify`, which allows a difference of `tolerance`.
+        `verify`: record the steps for the method `verify`.
         """
         self.setup = setup
         with self.watchdog.phase(TRYING):
@@ -100,7 +100,7 @@ class Session:
         )
         self.interpreters.append(self.interpreter)
         if verify:
-            self.verification = Verification(self.comm, self.program, setup, self.interpreter, tolerance)
+            self.verification = Verification(self.comm, self.program, setup, self.interpreter)
         if self.comm.rank == 0 and self.setup.device.description:
             print(self.setup.device.description, flush=True)
         note_odd_model(self.comm, setup, self.header)
@@ -264,12 +264,15 @@ class Session:
         if sentence:
             print(f"mpirun: {sentence}", file=sys.stderr, flush=True)
 
-    def verify(self) -> int:
-        """Repeat all steps in one process, and print how far the results differ; 0 if that is allowed, else 1."""
+    def verify(self, tolerance: float | None = None) -> int:
+        """Repeat all steps in one process, and print how far the results differ; 0 if that is allowed, else 1.
+
+        `tolerance`: the relative difference that is allowed; None: by the types.
+        """
         if self.verification is None:
             return 0
         self.watchdog.state[PHASE] = VERIFYING
-        return self.verification.compare(self.begun, self.steps, self.beat)
+        return self.verification.compare(self.begun, self.steps, self.beat, tolerance)
 
     def _end_saving(self) -> None:
         if self.writer is not None:

@@ -24,12 +24,10 @@ from schedgen.util.errors import UsageError, clip, one_line
 class Verification:
     """One rank's part: it records what the interpreter does from now on, then compares."""
 
-    def __init__(
-        self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter, tolerance: float | None
-    ) -> None:
-        """`program`: this rank's rows; `tolerance`: the relative difference that is allowed; None: by the types."""
+    def __init__(self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter) -> None:
+        """`program`: this rank's rows."""
         self.comm, self.program, self.header, self.setup = comm, program, program.header, setup
-        self.interpreter, self.tolerance = interpreter, tolerance
+        self.interpreter = interpreter
         self.record = RankRecord([], [], {}, {})
         self.resumed_buffers: Parameters = {}  # the model's that this rank has, as read from a checkpoint
         interpreter.optimizer_step.on_gradients = self._add_gradients
@@ -53,10 +51,11 @@ class Verification:
         description = self.interpreter.optimizer.description()
         return description is not None and description[0].rpartition(".")[2].lower() != "sgd"
 
-    def compare(self, begun: int, steps: int, beat: Callable[[], None]) -> int:
+    def compare(self, begun: int, steps: int, beat: Callable[[], None], tolerance: float | None) -> int:
         """Repeat all steps on rank 0, and compare those from `begun` on; the exit code on all ranks. Collective.
 
-        `beat` is called after each microbatch.
+        beat       is called after each microbatch
+        tolerance  the relative difference that is allowed; None: by the types
         """
         for stage in self.interpreter.optimizer.stages.values():
             for via, part in stage.owned.items():
@@ -73,16 +72,17 @@ class Verification:
             print(f"verify: failed: {ours}")
             code = 1
         elif ours is not None and used is None:
-            code = self._report(ours, run_in_one_process(setup, header, statistics, begun, steps, beat), statistics)
+            theirs = run_in_one_process(setup, header, statistics, begun, steps, beat)
+            code = self._report(ours, theirs, statistics, tolerance)
         elif ours is not None and used is not None:
             theirs = run_with_delayed_updates(setup, header, used, statistics, begun, steps, beat)
-            code = self._report(ours, theirs, statistics)
+            code = self._report(ours, theirs, statistics, tolerance)
         sleeping_barrier(self.comm)  # meanwhile rank 0 has repeated all steps
         return int(self.comm.bcast(code))
 
-    def _report(self, ours: Record, theirs: Record, statistics: Statistics) -> int:
+    def _report(self, ours: Record, theirs: Record, statistics: Statistics, tolerance: float | None) -> int:
         """Print the differences; the exit code."""
-        tolerance = default_tolerance(self.setup) if self.tolerance is None else self.tolerance
+        tolerance = default_tolerance(self.setup) if tolerance is None else tolerance
         limit = 0.0 if self.setup.canonical else tolerance
         if len(ours.gradients) != len(theirs.gradients):
             print("verify: failed: other steps than in one process changed nothing", flush=True)
