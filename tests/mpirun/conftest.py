@@ -143,6 +143,16 @@ def mistakes(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Ende
 
 
 @pytest.fixture(scope="session")
+def scripts(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Ended]]:
+    """Scripts, each a text and its arguments, that close their Engines and end on all ranks with one exit code."""
+
+    def scripts(ranks: int, runs: Sequence[Sequence[object]]) -> list[Ended]:
+        return [Ended(*result) for result in in_one_launch(ranks, [["-c", *map(str, run)] for run in runs])]
+
+    return scripts
+
+
+@pytest.fixture(scope="session")
 def several(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[tuple[int, str]]]:
     """Runs of mpirun: the exit code and the stdout of each."""
 

@@ -1,19 +1,21 @@
 """Runs of mpirun in one launch, as they are requested. The argument is a FIFO with a request a line, in JSON.
 
-A request is an object that inspected_run.py takes, or a list: what follows `python -m`. Of such a run rank 0 prints the
-exit code, the same on all ranks, the stdout, and the stderr of all ranks.
+A request is an object that inspected_run.py takes, or a list: what follows `python -m`, or "-c" and what follows
+`python -c`. Of such a run rank 0 prints the exit code, the same on all ranks, the stdout, and the stderr of all ranks.
 """
 
 import contextlib
 import io
 import json
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from mpi4py import MPI
 
 import schedgen.util.jit
@@ -52,15 +54,33 @@ def requests(file: str) -> Iterator[Any]:
 
 
 def run(module: str, arguments: list[str]) -> int:
-    """Do what `python -m` does; the exit code."""
+    """Do what `python -m` does, or a script that `python -c` is given; the exit code."""
     if module == "mpirun":
         return main(arguments)
-    sys.argv = [module, *arguments]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module == "-c":
+            script(*arguments)
+        else:
+            sys.argv = [module, *arguments]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+def script(text: str, *arguments: str) -> None:
+    """Execute it as in a new process, where all ranks draw the same numbers. It closes its Engines, which give back."""
+
+    def of_engines() -> tuple[Any, ...]:
+        return signal.getsignal(signal.SIGTERM), sys.excepthook, torch.get_num_threads()
+
+    before, sys.argv = of_engines(), ["-c", *arguments]
+    torch.manual_seed(0)
+    try:
+        exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+    finally:
+        if of_engines() != before:
+            raise AssertionError(f"the script leaves {of_engines()} behind, not {before}")
 
 
 def command(arguments: list[str]) -> list[Any]:
