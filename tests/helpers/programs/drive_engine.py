@@ -550,6 +550,7 @@ def sentences() -> Any:
         "weights": lambda: mpirun.Engine(file, modules(), weights=modules()[0].state_dict(), **plain),
         "batches": refused_at_once("evaluate", [(INPUTS, TARGETS)], -1),
         "no loader": refused_at_once("predict", 5),
+        "no loader on some ranks": refused_at_once("evaluate", 3 if WORLD.rank else [(INPUTS, TARGETS)]),
         "plateau": stepped(scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)),
         "pieces": stepped(scheme="fsdp-shards", optimizer=lambda named: Alone([p.parameter for p in named])),
         "muon": stepped(
