@@ -28,7 +28,7 @@ import schedgen
 from mpirun.training.engine import Engine
 
 WORLD, FOLDER, WIDTH = MPI.COMM_WORLD, Path(sys.argv[1]), 8
-SCHEMES = ("1f1b", "zb-h1", "gpipe", "ddp", "fsdp-shards")
+SCHEMES = ("1f1b", "zb-h1", "ddp", "fsdp-shards")
 GENERATOR = torch.Generator().manual_seed(5)
 INPUTS, TARGETS = (torch.randn(41, WIDTH, generator=GENERATOR) for _ in range(2))
 DATA = TensorDataset(INPUTS, TARGETS)
@@ -366,7 +366,7 @@ class Alone(torch.optim.Optimizer):
 
 
 def predictions() -> Any:
-    """Under every scheme in FOLDER/predict, what a model that has never been trained predicts, beside one process."""
+    """Under every schedule in FOLDER/predict, what a model that has never been trained predicts, beside one process."""
     found = {}
     data = TensorDataset(*(tensor[:32] for tensor in DATA.tensors))
     for file in sorted((FOLDER / "predict").iterdir()):

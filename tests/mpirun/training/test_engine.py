@@ -21,7 +21,7 @@ from schedgen.util.errors import UsageError
 
 PROGRAM = Path(__file__).parents[2] / "helpers" / "programs" / "drive_engine.py"
 SCHEDULES = {
-    "1f1b": ["1f1b"], "zb-h1": ["zb-h1"], "gpipe": ["gpipe"], "ddp": ["ddp"], "fsdp-shards": ["fsdp", "--shards", "4"],
+    "1f1b": ["1f1b"], "zb-h1": ["zb-h1"], "ddp": ["ddp"], "fsdp-shards": ["fsdp", "--shards", "4"],
 }  # fmt: skip
 
 
@@ -47,17 +47,28 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
         assert command(["compile", "1f1b", *sizes, "-o", str(folder / f"{name}.json")]) == 0
     (folder / "mine.py").write_text(MINE)
     (folder / "predict").mkdir()
+    alike: dict[object, str] = {}
+    predicts_as = {}
     for name in SCHEMES:
-        for stages, microbatches, own in ((4, 8, {}), (8, 8, {}), (2, 8, {"replicas": (3, 1)}), (4, 8, {"groups": 2})):
-            sizes = schedgen.Sizes(stages, microbatches, 4, **own)
-            with contextlib.suppress(UsageError), (folder / "predict" / f"{name}.json").open("wb") as out:
-                schedgen.write(schedgen.compile(load(name, sizes), sizes), out)
-                break
-        else:
-            raise AssertionError(name)
+        program = of_scheme(name)
+        forwards = [column.tobytes() for column in schedgen.forward_list(program).rows]
+        key = *forwards, program.header.owners, program.header.weight_versions.updates
+        predicts_as[name] = alike.setdefault(key, name)
+        if predicts_as[name] == name:
+            with (folder / "predict" / f"{name}.json").open("wb") as out:
+                schedgen.write(program, out)
     done = launch(4, folder, program=(str(PROGRAM),), limit=600)
     assert done.code == 0, done.err
-    return {**json.loads((folder / "found.json").read_text()), "folder": folder}
+    return {**json.loads((folder / "found.json").read_text()), "folder": folder, "predicts as": predicts_as}
+
+
+def of_scheme(name: str) -> schedgen.Program:
+    """A program of 4 workers: where the scheme has such, with replicas, or with two stages a worker."""
+    for stages, own in ((2, {"replicas": (3, 1)}), (8, {}), (4, {}), (4, {"groups": 2})):
+        sizes = schedgen.Sizes(stages, 8, 4, **own)
+        with contextlib.suppress(UsageError):
+            return schedgen.compile(load(name, sizes), sizes)
+    raise AssertionError(name)
 
 
 def test_a_schedule_is_a_file_a_program_or_a_scheme(found):
@@ -119,7 +130,8 @@ def test_evaluation_and_prediction_are_in_eval_mode_and_the_same_everywhere(foun
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_predictions_under_every_scheme_have_the_bits_of_one_process(found, scheme):
-    assert found["predictions"][scheme]
+    """Schemes that have the same forwards and versions of weights predict alike: one of them does."""
+    assert found["predictions"][found["predicts as"][scheme]]
 
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_gives_the_same_bits(found):
