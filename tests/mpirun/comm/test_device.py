@@ -17,19 +17,19 @@ def test_a_gpu_that_is_missing_is_a_users_mistake(mistakes, traces):
 
 
 LACKING = """
-import torch
+from unittest import mock
 from mpi4py import MPI
 from mpirun.comm.device import choose_device
 comm = MPI.COMM_WORLD
-torch.cuda.is_available = lambda: comm.rank == 0
-for name in ("auto", "cpu"):
-    assert choose_device(comm, name, "auto").kind == "cpu"
+with mock.patch("torch.cuda.is_available", lambda: comm.rank == 0):
+    for name in ("auto", "cpu"):
+        assert choose_device(comm, name, "auto").kind == "cpu"
 """
 
 
-def test_a_host_without_its_gpu_is_named(launch):
+def test_a_host_without_its_gpu_is_named(scripts):
     """As where a driver has failed on one of many."""
-    done = launch(3, program=["-c", LACKING])
+    (done,) = scripts(3, [[LACKING]])
     note = r"mpirun: note: torch finds a GPU for some ranks, but none for rank 1 on \S+: all take CPUs\n"
     assert done.code == 0 and re.fullmatch(note, done.err), done.err
 

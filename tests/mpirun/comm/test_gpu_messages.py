@@ -32,7 +32,6 @@ def test_libraries_are_found_under_the_names_that_they_have():
 
 
 TRIAL = """
-import sys
 import torch
 from mpi4py import MPI
 from unittest import mock
@@ -44,14 +43,14 @@ lost = torch.zeros(2**22, dtype=torch.uint8)
 buffer = lambda x: real(x) if x.any() or comm.rank == 1 else real(lost[: len(x)])  # what arrives lies elsewhere
 with mock.patch.object(gpu_trial, "mpi_buffer", buffer):
     fails = gpu_trial.messages_arrive(comm, cpu)
-sys.stdout.write(f"{comm.rank} {works} {fails}\\n")
+print(comm.rank, works, fails)
 """
 
 
-def test_the_trial_sees_what_does_not_arrive(launch):
+def test_the_trial_sees_what_does_not_arrive(scripts):
     """On one rank of three; all of them know."""
-    done = launch(3, program=["-c", TRIAL])
-    assert sorted(done.out.splitlines()) == [f"{rank} True False" for rank in range(3)], done.err
+    (done,) = scripts(3, [[TRIAL]])
+    assert done.out.splitlines() == [f"{rank} True False" for rank in range(3)], done.err
 
 
 DYING = """
@@ -70,9 +69,9 @@ with mock.patch("mpirun.engine.setup.choose_device", lambda *_: Dying()):
 """
 
 
-def test_a_death_in_the_trial_names_the_way_out(launch, traces, text):
-    options = [traces / "1f1b.json", "--model", "mpirun.examples.mlp:tiny", "--text", text]
-    done = launch(4, *options, program=["-c", DYING])
+def test_a_death_in_the_trial_names_the_way_out(launch, compiled, text):
+    schedule = compiled("1f1b", stages=2, microbatches=2)
+    done = launch(2, schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, program=["-c", DYING])
     assert done.code != 0
     assert "trying messages between GPUs" in done.err
     assert "MPI died on GPU memory: --gpu-messages host" in done.err

@@ -110,7 +110,7 @@ def test_a_cpu_has_no_words(mistakes, compiled, text):
 
 
 DRIVERS = """
-import functools, sys
+import functools
 from unittest import mock
 from mpi4py import MPI
 from mpirun.comm import device
@@ -122,13 +122,13 @@ with mock.patch.object(device, "torch") as torch, mock.patch.object(device, "Cud
     try:
         together(comm, lambda: device.Cuda(comm, "host", True))
     except Stop as stop:
-        sys.stdout.write(f"{comm.rank} {stop.speaker} {str(stop).partition(':')[0]}\\n")
+        print(comm.rank, stop.speaker, str(stop).partition(":")[0])
 """
 
 
-def test_a_driver_without_words_on_one_host_ends_all_ranks(launch):
-    done = launch(2, program=["-c", DRIVERS], limit=60)
-    assert sorted(done.out.splitlines()) == [f"{rank} 1 --stream-words" for rank in (0, 1)], done.err
+def test_a_driver_without_words_on_one_host_ends_all_ranks(scripts):
+    (done,) = scripts(2, [[DRIVERS]])
+    assert done.out.splitlines() == [f"{rank} 1 --stream-words" for rank in (0, 1)], done.err
 
 
 FAKE = """

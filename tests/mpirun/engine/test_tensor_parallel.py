@@ -153,9 +153,9 @@ if run.rank == 0:
 """
 
 
-def test_an_engine_evaluates_what_shards_compute(launch, schedules):
+def test_an_engine_evaluates_what_shards_compute(scripts, schedules):
     """Shards share parameters, for which a list of forwards alone needs no ties."""
-    done = launch(4, program=["-c", EVALUATED, str(schedules["a DAG with dropout"])])
+    (done,) = scripts(4, [[EVALUATED, schedules["a DAG with dropout"]]])
     assert done.code == 0, done.err
 
 
@@ -258,9 +258,9 @@ for kind in (torch.optim.SGD, torch.optim.Adafactor):
 """
 
 
-def test_an_optimizer_is_told_of_shares_and_refused_where_it_steps_these_otherwise(launch, compiled):
+def test_an_optimizer_is_told_of_shares_and_refused_where_it_steps_these_otherwise(scripts, compiled):
     file = compiled("1f1b", stages=1, microbatches=2, tensor=2, graph={"stages": 2})
-    done = launch(2, file, program=("-c", SHARES))
+    (done,) = scripts(2, [[SHARES, file]])
     shares = [("up.weight", (24, 16), (48, 16), False), ("up.bias", (24,), (48,), False)]
     shares += [("down.weight", (12, 24), (12, 48), False), ("down.bias", (12,), (12,), True)]
     why = (

@@ -168,11 +168,9 @@ with mpirun.Engine(sys.argv[1], stages, loss=mse_loss, optimizer=optimizer, time
 """
 
 
-def test_an_update_that_ranks_lose_is_seen(launch, compiled, tmp_path):
+def test_an_update_that_ranks_lose_is_seen(scripts, compiled):
     """Of an optimizer that puts other tensors in the place of the weights, where its rank sends what it was given."""
-    script = tmp_path / "replacing.py"
-    script.write_text(REPLACING)
-    done = launch(2, compiled("pipedream", stages=2, microbatches=4), program=(str(script),))
+    (done,) = scripts(2, [[REPLACING, compiled("pipedream", stages=2, microbatches=4)]])
     assert done.code == 1 and "verify: failed" in done.out, done.err
 
 

@@ -202,9 +202,9 @@ for scheme, count, make, kind in (
 """
 
 
-def test_what_a_loss_and_an_optimizer_draw_is_of_the_step_and_the_same_everywhere(compiled, launch):
+def test_what_a_loss_and_an_optimizer_draw_is_of_the_step_and_the_same_everywhere(compiled, scripts):
     """In a forward that is done again, too, and on all owners of a stage."""
     again = compiled("1f1b", stages=2, microbatches=2, recompute="all")
-    done = launch(2, again, program=("-c", NOISE))
+    (done,) = scripts(2, [[NOISE, again]])
     verified = [line for line in done.out.splitlines() if not line.startswith("verify: ")]
     assert (done.code, verified) == (0, 4 * ["True True True True"]), (done.out, done.err)

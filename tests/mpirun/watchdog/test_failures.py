@@ -63,10 +63,10 @@ def test_a_process_that_is_forked_would_be_found(launch):
     assert launch(None, program=["-c", program]).out == "True\n"
 
 
-def test_a_rank_that_is_interrupted_alone_says_so(launch, traces, text, tmp_path):
+def test_a_rank_that_is_interrupted_alone_says_so(launch, traces, text):
     """Where all are, as by Ctrl-C, rank 0 says it for them."""
     command = [traces / "1f1b.json", "--model", "models_for_tests:interrupted_in_stage", "--text", text, "--steps", 5]
-    result = launch(4, *command, env={"TROUBLE_AT": str(tmp_path / "at")})
+    result = launch(4, *command)
     assert result.code != 0 and len(result.ours) == 1, result.err
     assert re.fullmatch(r"mpirun: rank 2 on \S+: line \d+: \{.*\}: interrupted", result.ours[0]), result.err
 
@@ -95,15 +95,30 @@ def test_the_end_is_explained(failure, traces):
     assert line_of(traces / "1f1b.json", line) == INSTRUCTION
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_buffer_that_a_backward_needs_as_it_was_is_named(launch, traces, text, schedule):
-    result = launch(4, traces / f"{schedule}.json", "--model", "models_for_tests:rescaling", "--text", text)
+SPLIT = """
+    split = True
+    def w(s, b, d):
+        return 0, 0
+    def n(s, b, d):
+        return 100 * d + b + 10 * s * (1 - 2 * (d > 0))
+"""
+
+
+@pytest.fixture(params=["gpipe", SPLIT], ids=["whole backwards", "split backwards"])
+def forwards_first(compiled, request) -> Path:
+    """A schedule of one rank."""
+    return compiled(request.param, stages=2, microbatches=2, workers=1)
+
+
+def test_a_buffer_that_a_backward_needs_as_it_was_is_named(launch, forwards_first, text):
+    result = launch(1, forwards_first, "--model", "models_for_tests:rescaling", "--text", text)
     (message,) = result.ours
     assert result.code == 1 and re.search("RuntimeError: stage 1 changes scale in place in every forward, but", message)
 
 
-def test_a_buffer_is_not_blamed_for_another_tensor(launch, traces, text):
-    result = launch(4, traces / "1f1b.json", "--model", "models_for_tests:rescaling_hidden", "--text", text)
+def test_a_buffer_is_not_blamed_for_another_tensor(launch, compiled, text):
+    schedule = compiled("gpipe", stages=2, microbatches=2, workers=1)
+    result = launch(1, schedule, "--model", "models_for_tests:rescaling_hidden", "--text", text)
     (message,) = result.ours
     assert result.code == 1 and re.search(r"RuntimeError: one of the variables needed .* inplace operation", message)
 
@@ -222,8 +237,7 @@ def agreed(mistakes, traces, text, tmp_path_factory):
     }
     command = [traces / "1f1b.json", "--text", text, "--steps", 4, "--model"]
     commands = [[*command, f"models_for_tests:{name}", *options] for name, *options in runs.values()]
-    note = {"TROUBLE_AT": str(folder / "at")}
-    return dict(zip(runs, mistakes(4, commands, env=note), strict=True)), folder
+    return dict(zip(runs, mistakes(4, commands), strict=True)), folder
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(agreed, traces):
@@ -279,10 +293,10 @@ def test_a_run_that_is_asked_to_leave_writes_what_it_has(agreed, traces):
     assert {event["args"]["pass"] for event in events if event["ph"] == "X"} == {0}
 
 
-def test_a_rank_that_is_asked_to_leave_after_the_steps_does_so_at_once(launch, traces, text, tmp_path):
+def test_a_rank_that_is_asked_to_leave_after_the_steps_does_so_at_once(launch, traces, text):
     """In the last step the signal changes nothing; when rank 0 does that again, to verify, it comes to rank 0."""
     command = [traces / "1f1b.json", "--model", "models_for_tests:asked_to_leave_in_stage", "--text", text]
-    result = launch(4, *command, "--steps", 2, "--verify", env={"TROUBLE_AT": str(tmp_path / "at")})
+    result = launch(4, *command, "--steps", 2, "--verify")
     assert "step 2/2" in result.out and result.code != 0 and len(result.ours) == 1, result.err
     assert re.fullmatch(r"mpirun: rank 0 on \S+: verifying: asked to leave \(SIGTERM\)", result.ours[0]), result.err
 
