@@ -156,6 +156,15 @@ def given_schedules() -> Any:
     return found
 
 
+def tolerances() -> Any:
+    """Sums over ranks are rounded otherwise than in one process: by how much is allowed, what verify says."""
+    with engine("ddp", canonical=False, verify=True) as run:
+        train(run, run.loader(DATA, 2), 1)
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = [run.verify(0.0), run.verify(), run.verify(1e-3)]
+        return [*found, said(lambda: run.verify(-1.0))]
+
+
 class DeferredNorm(nn.Module):
     """Normalises each microbatch, and has running statistics of minibatches, as torchgpipe's DeferredBatchNorm."""
 
@@ -607,6 +616,7 @@ if __name__ == "__main__":
         for check in (
             schemes,
             given_schedules,
+            tolerances,
             statistics,
             predictions,
             resumed,

@@ -77,6 +77,12 @@ def test_a_schedule_is_a_file_a_program_or_a_scheme(found):
     assert numbers["own"][1] == 2  # threads
 
 
+def test_a_difference_is_allowed_up_to_a_tolerance(found):
+    exact, by_default, given, (code, err) = found["tolerances"]
+    assert (exact, by_default, given, code) == (False, True, True, 2)
+    assert "tolerance should be a number of at least 0, not -1.0" in err
+
+
 @pytest.mark.parametrize("scheme", SCHEDULES)
 def test_every_scheme_gives_the_bits_of_one_process(found, scheme):
     assert found["schemes"][scheme]["numbers"] == found["schemes"]["1f1b"]["numbers"]
