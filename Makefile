@@ -1,4 +1,4 @@
-# make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
+# make run    train a GPT on 4 ranks by a 1F1B schedule, STEPS=20, and compare it with one process
 # make test   the tests      make lint   ruff, mypy and import-linter      make traces   the golden schedules
 # make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
 # make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
@@ -18,6 +18,7 @@
 
 MPI    ?= mpich
 PYTHON ?= python3
+STEPS  ?= 20
 VENV   := .venv$(if $(filter-out mpich,$(MPI)),-$(MPI))
 BIN    := $(VENV)/bin
 
@@ -77,7 +78,7 @@ run: launcher
 	mkdir -p build
 	$(BIN)/schedgen compile 1f1b --stages 4 --microbatches 8 --output build/1f1b.json
 	$(BIN)/schedgen check build/1f1b.json
-	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps 20 --clip 1 \
+	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps $(STEPS) --clip 1 \
 	    --canonical --verify $(if $(GPU),--gpu-messages direct)
 
 test test-examples test-crash: export CUDA_VISIBLE_DEVICES := # what GPUs do, test-gpu asks

@@ -36,7 +36,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 COLD = "COLD_RANKS"
 OTHER_MPI = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"}  # in the ranks of Open MPI
@@ -266,10 +266,21 @@ def begin(request: Request) -> None:
     for number, file in moved.items():
         os.dup2(file, number)
         os.close(file)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = reopened(number, getattr(sys, f"__{name}__"))
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     inherited.update(sys.modules)
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
+
+
+def reopened(number: int, stream: TextIO) -> TextIO:
+    """A standard stream, made for the file that it is now: buffered by lines where that is a terminal."""
+    how = "w" if number else "r"
+    lines = 1 if number == 2 else -1
+    return open(number, how, lines, encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
 def run(words: list[str]) -> None:
