@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from ranks import ended, mpi
+from ranks import ended, mpi, schedgen
 from sizes import LAYERED
 
 HERE = Path(__file__).parent
@@ -122,12 +122,12 @@ class Contest:
         out, profile = self.folder / f"{limit:.0f}.json", str(self.folder / "profile.json")
         sizes = ["--workers", str(self.options.ranks), "--microbatches", str(self.microbatches)]
         most = [] if limit == float("inf") else ["--memory", f"{limit:.0f}"]
-        plan = [sys.executable, "-m", "schedgen", "plan", profile, *sizes, *most, "--json", "-o", str(out)]
+        most += ["--schemes", "1f1b"] * self.options.quick
         try:
-            best = json.loads(self.call(plan).stdout)["schedules"][0]
+            best = json.loads(schedgen("plan", profile, *sizes, *most, "--json", "-o", out))["schedules"][0]
         except subprocess.CalledProcessError as error:
             if error.returncode != 2:  # with right arguments that says that nothing fits
-                raise SystemExit(f"plan ended with {error.returncode}:\n{error.stderr}") from None
+                raise SystemExit(f"plan ended with {error.returncode}") from None
             return None
         return str(out), f"{best['scheme']} x {best['replicas']}, {'-'.join(map(str, best['layers']))} layers"
 
@@ -141,6 +141,7 @@ class Contest:
             for name in theirs:
                 self.launch(name, "", theirs[name], name)
             model = ["--model", f"cases:{self.model}", "--threads", "1", "--stages", str(self.layers)]
+            model += ["--steps", str(self.options.steps)]
             self.call([*mpi(ranks), "-m", "mpirun", "profile", *model, "-o", profile])
             if "ddp" not in self.results:
                 raise SystemExit(f"ddp on {self.model} measured nothing, and limits are parts of its bytes")

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ranks import mpi
+from ranks import mpi, schedgen
 from sizes import LAYERED
 
 from schedgen.ir.instructions import Op
@@ -108,8 +108,7 @@ def one_round(memory: float, budget: int, options: argparse.Namespace, folder: P
         sizes = ["--workers", str(RANKS), "--microbatches", str(MICROBATCHES), "--memory", str(memory)]
         sizes += ["--schemes", "1f1b"] * QUICK
         written = ["--json", "-o", str(folder / name)]
-        done = call([sys.executable, "-m", "schedgen", "plan", profile, *sizes, *more, *written])
-        best = json.loads(done.stdout)["schedules"][0]
+        best = json.loads(schedgen("plan", profile, *sizes, *more, *written))["schedules"][0]
         words = f"{best['scheme']}, order {best['order']}, {'-'.join(map(str, best['layers']))} layers"
         return Plan(words, best["step_time"], best["peak_bytes"])
 
@@ -121,8 +120,7 @@ def one_round(memory: float, budget: int, options: argparse.Namespace, folder: P
     by_cpu = []
     for plan, seconds, file, cost in zip(plans, (built_in, found), files, costs, strict=True):
         (folder / "cost").write_text(json.dumps(cost))
-        done = call([sys.executable, "-m", "schedgen", "simulate", file, "--profile", str(folder / "cost"), "--json"])
-        by_cpu.append(json.loads(done.stdout)["makespan"])
+        by_cpu.append(json.loads(schedgen("simulate", file, "--profile", folder / "cost", "--json"))["makespan"])
         what = f"{plan.words:52} {plan.bytes / 1e6:5.1f} MB   predicted {plan.predicted:.4f} s"
         print(f"  {what}, by CPU time {by_cpu[-1]:.4f}, measured {statistics.median(seconds):.4f}")
     ratios = [ours / theirs for ours, theirs in zip(found, built_in, strict=True)]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
+from ranks import mpi, schedgen
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -111,19 +112,14 @@ def peak_bytes() -> int:
 
 def main(size: str) -> None:
     """Write weights, start 4 ranks, print a table."""
-    sys.path.insert(0, str(HERE.parent / "helpers"))
-    from processes import ROOT, mpiexec
-
     with tempfile.TemporaryDirectory() as folder:
         schedule = Path(folder, "1f1b.json")
         for kind in ("tiny", size):
             Path(folder, kind).mkdir()
             write_weights(Path(folder, kind), kind)
-        compile_it = ["-m", "schedgen", "compile", "1f1b", "--stages", str(RANKS), "--microbatches", "4"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, *compile_it, "-o", str(schedule)], check=True, env=environment)
-        rank = [sys.executable, __file__, "rank", str(schedule), folder, size]
-        command = [*mpiexec(), "-n", str(RANKS), *rank]
+        schedgen("compile", "1f1b", "--stages", RANKS, "--microbatches", 4, "-o", schedule)
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+        command = [*mpi(RANKS), __file__, "rank", str(schedule), folder, size]
         out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
         whole = sum(path.stat().st_size for path in Path(folder, size).iterdir())
     print(f"the whole model: {whole / 2**20:.0f} MiB")

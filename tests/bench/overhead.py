@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
-from ranks import mpi
+from ranks import mpi, schedgen
 
 HERE = Path(__file__).parent
 QUICK = "--quick" in sys.argv
@@ -115,8 +115,8 @@ def sending(comm: MPI.Intracomm, buffer: list[Any]) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         schedule = str(Path(folder) / "schedule.json")
-        sizes = ["--stages", "2", "--microbatches", str(MICROBATCHES), "--workers", "2"]
-        subprocess.run([sys.executable, "-m", "schedgen", "compile", "1f1b", *sizes, "-o", schedule], check=True)
+        sizes = ["--stages", 2, "--microbatches", MICROBATCHES, "--workers", 2]
+        schedgen("compile", "1f1b", *sizes, "-o", schedule)
         subprocess.run(
             [*mpi(2), "-m", "mpi4py", str(HERE / "overhead.py"), *sys.argv[1:], schedule], check=True, cwd=HERE
         )

@@ -102,15 +102,15 @@ def measure(schedule: str) -> None:
 
 
 def main() -> None:
-    from ranks import mpi
+    from ranks import mpi, schedgen
 
     with tempfile.TemporaryDirectory() as folder:
         schedule, profile = str(Path(folder) / "schedule.json"), str(Path(folder) / "profile.json")
-        sizes = ["--stages", str(STAGES), "--microbatches", str(MICROBATCHES), "--workers", "2"]
+        sizes = ["--stages", STAGES, "--microbatches", MICROBATCHES, "--workers", 2]
         call: Callable[..., subprocess.CompletedProcess[str]] = partial(
             subprocess.run, check=True, cwd=Path(__file__).parent, capture_output=True, text=True
         )
-        call([sys.executable, "-m", "schedgen", "compile", "interleaved-1f1b", *sizes, "-o", schedule])
+        schedgen("compile", "interleaved-1f1b", *sizes, "-o", schedule)
         call([*mpi(2), "-m", "mpirun", "profile", "--model", MODEL, "--schedule", schedule, "--threads", "1",
               "--steps", str(STEPS), "-o", profile])  # fmt: skip
         out = call([*mpi(2), "-m", "mpi4py", __file__, *sys.argv[1:], schedule]).stdout
@@ -119,8 +119,7 @@ def main() -> None:
         times = {}
         for name, links in (("links", {}), ("free", {"alpha": 0.0, "beta": 0.0})):
             Path(profile).write_text(json.dumps(costs | links))
-            numbers = call([sys.executable, "-m", "schedgen", "simulate", schedule, "--profile", profile, "--json"])
-            times[name] = json.loads(numbers.stdout)["makespan"]
+            times[name] = json.loads(schedgen("simulate", schedule, "--profile", profile, "--json"))["makespan"]
     seconds, waits = (
         {name: statistics.median(x[k] for x in steps) / 2 for name, steps in laps.items()} for k in (0, 1)
     )

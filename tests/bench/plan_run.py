@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ranks import mpi
+from ranks import mpi, schedgen
 from sizes import LAYERED
 
 HERE = Path(__file__).parent
@@ -45,11 +45,10 @@ class Round(NamedTuple):
 
 def one_round(ranks: int, folder: Path) -> Round:
     call = partial(subprocess.run, check=True, cwd=HERE, capture_output=True, text=True)
-    schedgen = [sys.executable, "-m", "schedgen"]
     profile, plan, even, metrics = (str(folder / name) for name in ("profile", "plan", "even", "metrics"))
-    sizes = ["--microbatches", str(MICROBATCHES)]
+    sizes = ["--microbatches", MICROBATCHES]
     call([*mpi(ranks), "-m", "mpirun", "profile", *MODEL, "--stages", str(LAYERS), "-o", profile])
-    call([*schedgen, "compile", "1f1b", "--stages", str(ranks), *sizes, "-o", even])
+    schedgen("compile", "1f1b", "--stages", ranks, *sizes, "-o", even)
 
     def measured(schedule: str) -> float:
         call([*mpi(ranks), "-m", "mpirun", schedule, *MODEL, "--metrics", metrics])
@@ -57,8 +56,8 @@ def one_round(ranks: int, folder: Path) -> Round:
         return statistics.median(rows[2:])
 
     def planned(*only: str) -> Plan:
-        found = call([*schedgen, "plan", profile, "--workers", str(ranks), *sizes, *only, "--json", "-o", plan])
-        best = json.loads(found.stdout)["schedules"][0]
+        found = schedgen("plan", profile, "--workers", ranks, *sizes, *only, "--json", "-o", plan)
+        best = json.loads(found)["schedules"][0]
         words = f"{best['scheme']} x {best['replicas']}, {'-'.join(map(str, best['layers']))} layers"
         return Plan(words, best["step_time"], measured(plan))
 

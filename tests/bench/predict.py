@@ -14,7 +14,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from ranks import mpi
+from ranks import mpi, schedgen
 
 HERE = Path(__file__).parent
 QUICK = "--quick" in sys.argv
@@ -28,16 +28,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         schedule, profile, metrics = (str(Path(folder) / name) for name in ("schedule", "profile", "metrics"))
         for scheme, stages in CASES.items():
-            sizes = ["--stages", str(stages), "--microbatches", "8", "--workers", "2"]
-            call([sys.executable, "-m", "schedgen", "compile", scheme, *sizes, "-o", schedule])
+            schedgen("compile", scheme, "--stages", stages, "--microbatches", 8, "--workers", 2, "-o", schedule)
             found: list[tuple[float, float]] = []
             for _ in range(ROUNDS):
                 model = ["--model", MODEL, "--threads", "1", "--steps", str(STEPS)]
                 call([*mpi(2), "-m", "mpirun", "profile", *model, "--schedule", schedule, "-o", profile])
                 call([*mpi(2), "-m", "mpirun", schedule, *model, "--metrics", metrics])
-                numbers = call([sys.executable, "-m", "schedgen", "simulate", schedule, "--profile", profile, "--json"])
+                numbers = schedgen("simulate", schedule, "--profile", profile, "--json")
                 rows = [json.loads(line)["seconds"] for line in Path(metrics).read_text().splitlines()]
-                found.append((json.loads(numbers.stdout)["makespan"], statistics.median(rows[2:])))
+                found.append((json.loads(numbers)["makespan"], statistics.median(rows[2:])))
             ratios = [measured / predicted for predicted, measured in found]
             predicted, measured = (1e3 * statistics.median(one[k] for one in found) for k in (0, 1))
             print(

@@ -1,7 +1,9 @@
-"""How benchmarks start ranks; reading it loads no library."""
+"""How benchmarks start ranks and call schedgen; reading it loads no library."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
 import subprocess
@@ -13,6 +15,18 @@ def mpi(ranks: int) -> list[str]:
     """What launches Python on so many ranks."""
     mpiexec = shlex.split(os.environ.get("MPIEXEC", str(Path(sys.executable).with_name("mpiexec"))))
     return [*mpiexec, "-n", str(ranks), sys.executable]
+
+
+def schedgen(*words: object) -> str:
+    """What `schedgen WORDS` prints, in this process; CalledProcessError where it ends with another code than 0."""
+    from schedgen.cli.main import main
+
+    arguments, out = [*map(str, words), "--quiet"], io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(arguments)
+    if code:
+        raise subprocess.CalledProcessError(code, ["schedgen", *arguments])
+    return out.getvalue()
 
 
 def ended(

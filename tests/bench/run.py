@@ -13,14 +13,12 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ranks import ended, mpi
+from ranks import ended, mpi, schedgen
 from sizes import CASES
 
 HERE = Path(__file__).parent
@@ -91,8 +89,7 @@ def launch(case: str, pair: Pair, steps: int, seed: int, more: Sequence[str]) ->
     sizes = ["--stages", str(stages), "--microbatches", str(CASES[case].microbatches)]
     with tempfile.TemporaryDirectory() as folder:
         schedule = str(Path(folder) / "schedule.json")
-        compiler = [sys.executable, "-m", "schedgen", "compile", pair.scheme, *sizes, "--workers", str(pair.ranks)]
-        subprocess.run([*compiler, *pair.options, "-o", schedule], check=True, env=environment)
+        schedgen("compile", pair.scheme, *sizes, "--workers", pair.ranks, *pair.options, "-o", schedule)
         command = [*mpi(pair.ranks), "-m", "mpi4py", "peers.py", pair.peer, schedule, "--model", f"cases:{case}"]
         command += [*sizes, "--steps", str(steps), "--seed", str(seed), "--meet", str(Path(folder) / "meet")]
         command += more

@@ -99,7 +99,7 @@ def table_5(quick: bool) -> None:
         saved = 34 * h + 5 * a * 1024
         machine = Machine(alpha, activation=1, weight=0, saved=saved, half=32 * h - saved)
         limits = Limits("window", bytes=2 * p * saved + ROOM)
-        best, seconds = case("zb-h1", p, 1, m, tuple(cost)).search(machine, limits, 5 if quick else BUDGET)
+        best, seconds = case("zb-h1", p, 1, m, tuple(cost)).search(machine, limits, 1 if quick else BUDGET)
         rates = (1 - m * sum(cost) / value for value in (best.value, best.bound))
         print(f"{f'{p}, {m}':14}{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}", flush=True)
 
@@ -109,7 +109,7 @@ def table_8(quick: bool) -> None:
     print(f"{'table 8':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}  source")
     for p, m, *cost, alpha, rate in TABLE_8[: 1 if quick else None]:
         limits = Limits("window", 2 * p)
-        best, seconds = case("zb-v", p, 2, m, tuple(cost)).search(Machine(alpha), limits, 2 if quick else BUDGET)
+        best, seconds = case("zb-v", p, 2, m, tuple(cost)).search(Machine(alpha), limits, 1 if quick else BUDGET)
         rates = (1 - 2 * m * sum(cost) / value for value in (best.value, best.bound))
         numbers = f"{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}"
         print(f"{f'{p}, {m}':14}{numbers}  {best.source}", flush=True)
@@ -119,7 +119,7 @@ def capped(quick: bool) -> None:
     """Longest own windows."""
     print(f"{'V, cap':24}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}")
     for p, m, cost, cap, theirs in CAPPED[: 1 if quick else None]:
-        best, seconds = case("zb-v", p, 2, m, cost).search(Machine(), Limits("window", cap), 5 if quick else BUDGET)
+        best, seconds = case("zb-v", p, 2, m, cost).search(Machine(), Limits("window", cap), 1 if quick else BUDGET)
         title = f"{p}, {m}, {cost}, {cap}".replace(" ", "")
         print(f"{title:24}{theirs or '':>10}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}", flush=True)
 
@@ -129,13 +129,14 @@ def tessel(quick: bool) -> None:
     print(f"{'Tessel, m':24}{'found':>10}{'bound':>10}{'seconds':>10}  source")
     for name, scheme in (("V", "1f1b"), ("X", "chimera")):
         for m in (6,) if quick else (6, 8, 16):
-            best, seconds = case(scheme, 4, 1, m, (1, 3)).search(Machine(), Limits("latency", 4), 5 if quick else 200)
+            best, seconds = case(scheme, 4, 1, m, (1, 3)).search(Machine(), Limits("latency", 4), 1 if quick else 200)
             print(f"{f'{name}, {m}':24}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}  {best.source}", flush=True)
 
 
 def gaps(quick: bool) -> None:
     """Gaps of latencies, for a chain and a V, with 1F1B's memory and without a limit."""
     print(f"{'latency':30}{'message':>10}{'found':>10}{'bound':>10}{'gap':>10}{'seconds':>10}")
+    budget = 1 if quick else GAP_BUDGET
     for name, scheme, chunks in (("chain", "zb-h2", 1), ("V", "zb-v", 2)):
         for is_limited in (True, False):
             found = []
@@ -144,7 +145,7 @@ def gaps(quick: bool) -> None:
                     for cost in COSTS[: 1 if quick else None]:
                         for part in (0.0, 0.05):
                             alpha, limits = part * cost[0], Limits("latency", chunks * p if is_limited else None)
-                            best, seconds = case(scheme, p, chunks, m, cost).search(Machine(alpha), limits, GAP_BUDGET)
+                            best, seconds = case(scheme, p, chunks, m, cost).search(Machine(alpha), limits, budget)
                             found.append(best.value / best.bound - 1)
                             title = f"{name}, {limits.saved}, {p}, {m}, {cost}".replace(" ", "")
                             numbers = f"{best.value:10.6g}{best.bound:10.6g}{found[-1]:10.2%}{seconds:10.1f}"

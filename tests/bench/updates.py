@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from ranks import mpi
+from ranks import mpi, schedgen
 
 SCHEDULES = {
     "pipedream": ["pipedream"],
@@ -34,8 +34,7 @@ def losses(scheme: list[str], folder: Path) -> list[float]:
     """By step: the mean over its microbatches."""
     call = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
     schedule, metrics = folder / "schedule.json", folder / "metrics.jsonl"
-    sizes = ["--stages", str(STAGES), "--microbatches", str(MICROBATCHES)]
-    call([sys.executable, "-m", "schedgen", "compile", *scheme, *sizes, "-o", str(schedule)])
+    schedgen("compile", *scheme, "--stages", STAGES, "--microbatches", MICROBATCHES, "-o", schedule)
     call([*mpi(STAGES), "-m", "mpirun", str(schedule), *RUN, "--metrics", str(metrics)])
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 

@@ -22,8 +22,7 @@ def test_a_benchmark_runs(name, tmp_path, launch):
 
 
 def test_a_benchmark_keeps_a_line_for_each_commit(tmp_path, launch):
-    for lines in (1, 2):
-        options = ("--history", tmp_path / "history.txt", "--quick")
-        assert launch(None, *options, program=(str(BENCH / "compile.py"),)).code == 0
-        kept = (tmp_path / "history.txt").read_text().splitlines()
-        assert len(kept) == lines and re.fullmatch(r"\d{4}-\d\d-\d\d \S+( +[\d,]+){3}", kept[-1]), kept
+    file = tmp_path / "history.txt"
+    file.write_text("a line\n")
+    assert launch(None, "--history", file, "--quick", program=(str(BENCH / "compile.py"),)).code == 0
+    assert re.fullmatch(r"a line\n\d{4}-\d\d-\d\d \S+( +[\d,]+){3}\n", file.read_text())
