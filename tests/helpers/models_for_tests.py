@@ -376,14 +376,17 @@ def four_types_tied(stages: int) -> Model:
     return model._replace(tied=[[(0, f"layer0.{name}"), (stages - 1, f"layer9.{name}")] for name in names])
 
 
-def normed(stages: int) -> Model:
-    """mlp.tiny with BatchNorm in its second stage."""
-    return with_stage(stages, 1, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()))
+def batch_normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
 
 
-def spectral(stages: int) -> Model:
-    """mlp.tiny with a weight in its second stage that is divided by what every forward estimates anew."""
-    return with_stage(stages, 1, lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
+def spectrally_normed() -> nn.Module:
+    """Its weight is divided by what every forward estimates anew."""
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+normed = partial(with_stage, index=1, stage=batch_normed)
+spectral = partial(with_stage, index=1, stage=spectrally_normed)
 
 
 class Averaging(mlp.Layer):
@@ -400,9 +403,7 @@ class Averaging(mlp.Layer):
         return super().forward(x - self.mean)
 
 
-def averaging(stages: int) -> Model:
-    """mlp.tiny with such a layer as its second stage."""
-    return with_stage(stages, 1, Averaging)
+averaging = partial(with_stage, index=1, stage=Averaging)
 
 
 class Merging(mlp.Layer):
@@ -420,9 +421,7 @@ class Merging(mlp.Layer):
         return super().forward(x)
 
 
-def merging(stages: int) -> Model:
-    """mlp.tiny with such a layer as its second stage."""
-    return with_stage(stages, 1, Merging)
+merging = partial(with_stage, index=1, stage=Merging)
 
 
 class Rescaling(mlp.Layer):
@@ -437,28 +436,24 @@ class Rescaling(mlp.Layer):
         return super().forward(x) / self.scale
 
 
-def rescaling(stages: int) -> Model:
-    """mlp.tiny with such a layer as its second stage."""
-    return with_stage(stages, 1, Rescaling)
+rescaling = partial(with_stage, index=1, stage=Rescaling)
 
 
-class RescalingHidden(mlp.Layer):
-    """A hidden layer of mlp.tiny divided by a tensor, no buffer, that each forward changes, as it does a buffer."""
+class RescalingHidden(Rescaling):
+    """Divided by a tensor that is no buffer; each forward changes a buffer, too."""
 
     def __init__(self) -> None:
-        super().__init__(WIDTH)
+        super().__init__()
+        del self.scale
         self.scale = torch.ones(WIDTH)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
-        self.scale.mul_(0.9)
-        return super().forward(x) / self.scale
+        return super().forward(x)
 
 
-def rescaling_hidden(stages: int) -> Model:
-    """mlp.tiny with such a layer as its second stage."""
-    return with_stage(stages, 1, RescalingHidden)
+rescaling_hidden = partial(with_stage, index=1, stage=RescalingHidden)
 
 
 class Checkpointed(mlp.Layer):
@@ -471,9 +466,7 @@ class Checkpointed(mlp.Layer):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def checkpointed(stages: int) -> Model:
-    """mlp.tiny with such a layer as its second stage."""
-    return with_stage(stages, 1, Checkpointed)
+checkpointed = partial(with_stage, index=1, stage=Checkpointed)
 
 
 def ends_in_norms(stages: int) -> Model:
@@ -559,9 +552,7 @@ class DroppedByHost(mlp.Layer):
         return super().forward(x) * torch.rand(WIDTH).to(x.device)
 
 
-def dropping_by_host(stages: int) -> Model:
-    """mlp.tiny with such a layer in its second stage."""
-    return with_stage(stages, 1, DroppedByHost)
+dropping_by_host = partial(with_stage, index=1, stage=DroppedByHost)
 
 
 def dropping_function(stages: int) -> Model:
@@ -588,7 +579,7 @@ def attends_everywhere(stages: int) -> Model:
 class Trouble(nn.Module):
     """A linear layer that does `act` at its 13th forward; the time is noted in TROUBLE_AT, if that is set."""
 
-    def __init__(self, act: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[[], object]) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.act = act
@@ -603,49 +594,30 @@ class Trouble(nn.Module):
         return self.linear(x)
 
 
+def troubled(act: Callable[[], object]) -> Callable[[int], Model]:
+    """mlp.tiny with such a third stage."""
+    return partial(with_stage, index=2, stage=lambda: Trouble(act))
+
+
 def _raise() -> None:
     raise RuntimeError("thirteen is unlucky")
 
 
-def raises_in_stage(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Trouble(_raise))
+def _interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-def exits_in_stage(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Trouble(lambda: sys.exit("thirteen is enough")))
-
-
-def killed_in_stage(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGKILL)))
-
-
-def interrupted_in_stage(stages: int) -> Model:
-    def interrupt() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-        os.kill(os.getpid(), signal.SIGINT)
-
-    return with_stage(stages, 2, lambda: Trouble(interrupt))
-
-
-def out_of_memory_in_stage(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Trouble(lambda: torch.empty(2**50)))
-
-
-def out_of_gpu_memory_in_stage(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Trouble(lambda: torch.empty(2**50, device="cuda")))
-
-
-def bad_index_in_stage(stages: int) -> Model:
-    """The kernel finds it, when it runs."""
-    return with_stage(stages, 2, lambda: Trouble(lambda: torch.zeros(3, device="cuda")[torch.full((1,), 7).cuda()]))
-
-
-def stopped_in_stage(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGSTOP)))
-
-
-def asked_to_leave_in_stage(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGTERM)))
+raises_in_stage = troubled(_raise)
+exits_in_stage = troubled(lambda: sys.exit("thirteen is enough"))
+killed_in_stage = troubled(lambda: os.kill(os.getpid(), signal.SIGKILL))
+interrupted_in_stage = troubled(_interrupt)
+out_of_memory_in_stage = troubled(lambda: torch.empty(2**50))
+out_of_gpu_memory_in_stage = troubled(lambda: torch.empty(2**50, device="cuda"))
+# The kernel finds it, when it runs.
+bad_index_in_stage = troubled(lambda: torch.zeros(3, device="cuda")[torch.full((1,), 7).cuda()])
+stopped_in_stage = troubled(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+asked_to_leave_in_stage = troubled(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 # Numbers that are not finite, in the second step
@@ -670,12 +642,8 @@ class Unsound(nn.Module):
         return output
 
 
-def nan_loss(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Unsound(math.nan, gradient=False))
-
-
-def infinite_gradient(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Unsound(math.inf, gradient=True))
+nan_loss = partial(with_stage, index=2, stage=partial(Unsound, math.nan, gradient=False))
+infinite_gradient = partial(with_stage, index=2, stage=partial(Unsound, math.inf, gradient=True))
 
 
 class Noise(nn.Module):
@@ -689,8 +657,7 @@ class Noise(nn.Module):
         return self.linear(x) * (1 + os.urandom(1)[0] / 256)
 
 
-def noisy(stages: int) -> Model:
-    return with_stage(stages, 2, Noise)
+noisy = partial(with_stage, index=2, stage=Noise)
 
 
 # Users' mistakes
@@ -708,29 +675,17 @@ def one_stage_more(stages: int) -> Model:
     return mlp.tiny(stages + 1)
 
 
-def narrow(stages: int) -> Model:
-    """Its last stage takes half of what the stage before gives."""
-    return with_stage(stages, stages - 1, lambda: nn.Linear(WIDTH // 2, 256))
-
-
-def recurrent(stages: int) -> Model:
-    """Its last stage returns a tuple in a tuple."""
-    return with_stage(stages, stages - 1, lambda: nn.LSTM(WIDTH, 256))
+# mlp.tiny with another last stage: it takes half of what the stage before gives; returns a tuple in a tuple; is no
+# module; is built on the meta device.
+narrow = partial(with_stage, index=-1, stage=partial(nn.Linear, WIDTH // 2, 256))
+recurrent = partial(with_stage, index=-1, stage=partial(nn.LSTM, WIDTH, 256))
+no_module = partial(with_stage, index=-1, stage=lambda: lambda x: x)
+without_values = partial(with_stage, index=-1, stage=partial(nn.Linear, WIDTH, 256, device="meta"))
 
 
 def loss_of_many(stages: int) -> Model:
     """Its loss is not one number."""
     return mlp.tiny(stages)._replace(loss=lambda scores, target: nnf.cross_entropy(scores, target, reduction="none"))
-
-
-def no_module(stages: int) -> Model:
-    """Its last stage is a plain function."""
-    return with_stage(stages, stages - 1, lambda: lambda x: x)
-
-
-def without_values(stages: int) -> Model:
-    """Its last stage is built on the meta device."""
-    return with_stage(stages, stages - 1, lambda: nn.Linear(WIDTH, 256, device="meta"))
 
 
 def batch_raises(stages: int) -> Model:
@@ -801,24 +756,14 @@ def reads_too_few(stages: int) -> Model:
     return mlp.tiny(stages)._replace(reads=[[Input(0)], [Value(0, 0)], [Value(1, 0)]])
 
 
-def _reading(stages: int, *of_first_two: object) -> Model:
-    return mlp.tiny(stages)._replace(reads=[*of_first_two, *([Value(s, 0)] for s in range(1, stages - 1))])
+def _reading(stages: int, first: object, second: object) -> Model:
+    return mlp.tiny(stages)._replace(reads=[first, second, *([Value(s, 0)] for s in range(1, stages - 1))])
 
 
-def reads_later(stages: int) -> Model:
-    return _reading(stages, [Input(0)], [Value(2, 0)])
-
-
-def reads_a_number(stages: int) -> Model:
-    return _reading(stages, [Input(0)], [0])
-
-
-def reads_no_output(stages: int) -> Model:
-    return _reading(stages, [Input(0)], [Value(0, 3)])
-
-
-def reads_no_leaf(stages: int) -> Model:
-    return _reading(stages, [Input(2)], [Value(0, 0)])
+reads_later = partial(_reading, first=[Input(0)], second=[Value(2, 0)])
+reads_a_number = partial(_reading, first=[Input(0)], second=[0])
+reads_no_output = partial(_reading, first=[Input(0)], second=[Value(0, 3)])
+reads_no_leaf = partial(_reading, first=[Input(2)], second=[Value(0, 0)])
 
 
 def too_small(stages: int) -> Model:

@@ -44,3 +44,9 @@ def differences(out: str) -> dict[str, float]:
     sizes = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", out, re.M))
     assert set(sizes) - {"updates", "buffers"} == {"losses", "gradients", "parameters"}, out
     return {what: float(size) for what, size in sizes.items()}
+
+
+def metrics(file: Path, *names: str) -> list[tuple[float, ...]]:
+    """What --metrics wrote of every step under these names, to the bit: json writes floats that read back the same."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [tuple(row[name] for name in names) for row in rows]

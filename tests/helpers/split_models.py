@@ -149,32 +149,22 @@ def uneven(stages: int) -> Model:
     return cut.model(scores_of, Minibatch(make), 2 * LENGTH)
 
 
-# Of transformers, from a configuration and with random weights
+def transformer(name: str, attention: str = "sdpa") -> nn.Module:
+    """One of transformers', from a configuration and with random weights."""
+    import transformers
 
-SIZES = {
-    "vocab_size": WORDS, "attn_implementation": "sdpa", "use_cache": False,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}  # fmt: skip
-
-
-def hf_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=4, n_head=2, **SIZES))
-
-
-def hf_bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
-    return BertForMaskedLM(BertConfig(**sizes, **SIZES))
-
-
-def hf_t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(**sizes, **SIZES))
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "attn_implementation": attention, "use_cache": False}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    layers = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_positions=16, n_embd=16, n_layer=4, n_head=2, **sizes)
+        return transformers.GPT2LMHeadModel(config)
+    if name == "bert":
+        return transformers.BertForMaskedLM(transformers.BertConfig(**layers, **sizes))
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**layers, **sizes))
+    sizes |= {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
 
 
 def labelled(text: Tensor) -> tuple[Any, Any]:
@@ -182,8 +172,8 @@ def labelled(text: Tensor) -> tuple[Any, Any]:
     return {"input_ids": before, "attention_mask": MASK, "labels": behind}, behind
 
 
-for _name, _module in (("gpt2", hf_gpt2), ("bert", hf_bert), ("t5", hf_t5)):
-    named(f"transformers_{_name}", _module, lambda output, _: output.loss, labelled)
+for _name in ("gpt2", "bert", "t5"):
+    named(f"transformers_{_name}", functools.partial(transformer, _name), lambda output, _: output.loss, labelled)
 
 
 def score(output: Any) -> Tensor:

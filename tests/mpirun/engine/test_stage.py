@@ -28,7 +28,8 @@ CHAIN = [(), (0,), (1,), (2,)]  # the producers of each stage
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
 
 MODELS = pytest.mark.parametrize("model", [mlp.tiny(STAGES), gpt.tiny(STAGES)], ids=["mlp", "gpt"])
-EVERY_STAGE = pytest.mark.parametrize("index", range(STAGES))
+EVERY_STAGE = pytest.mark.parametrize("index", [0, 1, 3])  # 2 is as 1
+SHAPES: dict[int, list[StageShape]] = {}  # by model
 
 
 def shape_of(module: nn.Module, *inputs: Tensor) -> StageShape:
@@ -45,7 +46,10 @@ def owned(module: nn.Module, shape: StageShape, index: int = 0) -> LocalStage:
 
 def chain_shape(model: Model, index: int) -> StageShape:
     """Of a stage of a chain."""
-    return infer_shapes(model, model.resolved_reads(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index]
+    if id(model) not in SHAPES:
+        batch = Microbatches(model.batch, TEXT, 0, 1)(0, 0)
+        SHAPES[id(model)] = infer_shapes(model, model.resolved_reads(CHAIN, 1), batch)
+    return SHAPES[id(model)][index]
 
 
 def stage_of(model: Model, index: int) -> LocalStage:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from models_for_tests import Shifted, pair
+from run_results import DEPTH_FIRST
 from torch import nn
 
 from mpirun.data.microbatches import Microbatches
@@ -32,18 +33,12 @@ ELSEWHERE = """
     def w(s, b, d, t):
         worker = (3 - 2 * s - t + 3 * s * t) % 4
         return worker, worker
-
-    def n(s, b, d, *, stages):
-        return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)
 """
 DAG = """
     edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
 
     def w(s, b, d):
         return s % 2, s % 2
-
-    def n(s, b, d, *, stages):
-        return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)
 """
 
 # scheme, options, model
@@ -67,9 +62,9 @@ CASES = {
         "models_for_tests:pair",
     ),
     "sums of bf16": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 2}}, "models_for_tests:pair_bf16"),
-    "shards where w says": (ELSEWHERE, {"stages": 2, "tensor": 2}, "models_for_tests:pair"),
+    "shards where w says": (ELSEWHERE + DEPTH_FIRST, {"stages": 2, "tensor": 2}, "models_for_tests:pair"),
     "a DAG with dropout": (
-        DAG,
+        DAG + DEPTH_FIRST,
         {"workers": 4, "tensor": 2, "graph": {"stages": 4, "whole": [0]}},
         "models_for_tests:shards_of_a_dag",
     ),

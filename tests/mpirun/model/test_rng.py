@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from pathlib import Path
 from unittest import mock
@@ -11,6 +10,7 @@ import models_for_tests
 import numpy as np
 import pytest
 import torch
+from run_results import DEPTH_FIRST, metrics
 from torch import Tensor
 
 from mpirun.comm.device import Device
@@ -27,8 +27,6 @@ TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype
 APART = """
     def w(s, b, d):
         return s % 4, (s + d) % 4
-    def n(s, b, d, *, stages):
-        return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)
 """
 
 CHAIN = [[Input(0)], [Value(0, 0)], [Value(1, 0)]]  # what stages read
@@ -40,7 +38,7 @@ SCHEDULES = {
     "fsdp": ("fsdp", {"stages": 8, "weight_slots": 1}, "FETCH_W"),
     "split backward": ("zb-v", {"stages": 8}, "BWD_W"),
     "split, computed again": ("zb-v", {"stages": 8, "recompute": "all"}, "RECOMPUTE"),
-    "forward and backward apart": (APART, {"stages": 4}, "RECOMPUTE"),
+    "forward and backward apart": (APART + DEPTH_FIRST, {"stages": 4}, "RECOMPUTE"),
 }
 TWO_WORKERS = {
     "1f1b, 4 stages, 2 workers": ("1f1b", {"stages": 4, "workers": 2}),
@@ -82,9 +80,7 @@ def runs(inside, schedules, text, tmp_path_factory):
 
 
 def losses(folder: Path, name: str) -> list[tuple[float, float]]:
-    """Loss and norm of every step; json keeps every bit."""
-    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-    return [(row["loss"], row["grad_norm"]) for row in rows]
+    return metrics(folder / name, "loss", "grad_norm")
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, *TWO_WORKERS, *MORE])

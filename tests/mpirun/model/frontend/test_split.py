@@ -17,7 +17,7 @@ import torch.nn.functional as nnf
 import torch.utils._pytree as pytree
 import untraceable
 from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked, ResNetLike, Tied, TwoTower
-from split_models import agree, train
+from split_models import agree, train, transformer
 from torch import Tensor, nn
 
 from mpirun import Cut, Input, Minibatch, MpirunWarning, Value, batch_coupled, pipe_split, split, split_sequential
@@ -78,31 +78,6 @@ def test_traced(name: str, stages: int, shared: str) -> None:
     assert names == {name for name, _ in module.named_parameters()}
 
 
-def transformer(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    transformers = pytest.importorskip("transformers")
-    transformers.logging.set_verbosity_error()
-    inputs = {"input_ids": TOKENS, "attention_mask": MASK, "labels": TOKENS}
-    sizes: dict[str, Any] = {"vocab_size": WORDS, "attn_implementation": attention, "use_cache": False}
-    sizes |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    if name == "gpt2":
-        config = transformers.GPT2Config(n_positions=16, n_embd=16, n_layer=4, n_head=2, **sizes)
-        return transformers.GPT2LMHeadModel(config), inputs
-    if name == "bert":
-        config = transformers.BertConfig(
-            hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, **sizes
-        )
-        return transformers.BertForMaskedLM(config), inputs
-    if name == "llama":
-        config = transformers.LlamaConfig(
-            hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, **sizes
-        )
-        return transformers.LlamaForCausalLM(config), inputs
-    config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, **sizes
-    )
-    return transformers.T5ForConditionalGeneration(config), inputs
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "attention", "stages", "shared"),
@@ -112,9 +87,10 @@ def transformer(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]
     ],
 )  # fmt: skip
 def test_transformers(name: str, attention: str, stages: int, shared: str) -> None:
-    module, inputs = transformer(name, attention)
-    module.train()
+    pytest.importorskip("transformers").logging.set_verbosity_error()
+    module = transformer(name, attention).train()
     sized = stages == 3 and name in ("t5", "llama")
+    inputs = {"input_ids": TOKENS, "attention_mask": MASK, "labels": TOKENS}
     inputs = {key: torch.cat([x, x.flip(1)])[: 3 if sized else 2] for key, x in inputs.items()}
     cut = split(module, (), inputs, stages=stages, shared=shared, dims=0 if sized else None)
     travels(cut)
