@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 import mutations
 import numpy as np
+from edited_programs import written
 
 from schedgen.checker import check, check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.file import read, write
+from schedgen.ir.file import read
 from schedgen.ir.instructions import COMPUTE, DIRECTIONS, B, F, Instruction, Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
 from schedgen.ir.reference_machine import CannotExecute, execute
@@ -292,12 +293,6 @@ def mutant(chance: Random, program: Program, data: bytes) -> bytes:
     for _ in range(chance.choice((1, 1, 2))):
         data = chance.choice(LINES)(chance, data)
     return mutations.sealed(data)
-
-
-def written(program: Program) -> bytes:
-    out = io.BytesIO()
-    write(program, out)
-    return out.getvalue()
 
 
 # Verdicts

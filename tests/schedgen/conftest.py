@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -14,7 +15,7 @@ from examples import examples
 from hypothesis import HealthCheck, event, settings
 from hypothesis.extra.numpy import arrays
 
-from schedgen.checker import Memory, check
+from schedgen.checker import RULES, Memory, check
 from schedgen.cli.main import main
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
@@ -110,6 +111,27 @@ def judge(run, tmp_path):
         return run("check", path), path
 
     return judge
+
+
+@pytest.fixture
+def refused_where_it_is(judge, refused):
+    """Assert that `check` refuses a file by this rule and in these words, on the line of what it quotes."""
+
+    def refused_where_it_is(file, rule, words):
+        result, path = judge(file)
+        message = refused(result, 1)
+        match = re.fullmatch(rf"schedgen: {re.escape(str(path))}:(\d+): rank (\d+): (.*) \(rule (\d): (.*)\)", message)
+        assert match, message
+        line, rank, reason = int(match[1]), int(match[2]), match[3]
+        assert words in reason, message
+        assert (int(match[4]), match[5]) == (rule, RULES[rule]), message
+        # The line named is the instruction quoted, or the end of the list that lacks one, on the rank named.
+        lines = path.read_text().splitlines()
+        assert lines[: line - 1].count("  [") == rank + 1
+        here = lines[line - 1].strip().rstrip(",")
+        assert reason.startswith(f"{here}: ") if reason.startswith("{") else here == "]"
+
+    return refused_where_it_is
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import re
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from edited_programs import taken
 from examples import examples
 from hypothesis import assume, given, settings
 
@@ -30,10 +31,6 @@ def having(program, *ops):
 def pick(data, rows):
     assume(len(rows))
     return int(data.draw(st.sampled_from(list(map(int, rows)))))
-
-
-def taken(program, order):
-    return Program(program.header, program.rows.take(np.asarray(order, np.int64))).project()
 
 
 def moved(program, row, to):

@@ -6,9 +6,10 @@ import json
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from edited_programs import written
 from hypothesis import given, settings
 
-from schedgen import Options, Sizes, check, compile, forward_list, read, stats, write
+from schedgen import Options, Sizes, check, compile, forward_list, read, stats
 from schedgen.ir.instructions import FORWARD_OPS, Op
 from schedgen.ir.reference_machine import CannotExecute
 from schedgen.ir.reference_machine import execute as run_program
@@ -21,12 +22,6 @@ SIZES = [(4, 4, 4, {}), (8, 3, 4, {}), (1, 1, 1, {}), (4, 3, 4, {"shards": (1, 3
 OWN = {
     "lpp": {"groups": 2}, "fslpp": {"groups": 2}, "1f1b-rr": {"replicas": (3, 1)}, "pipedream": {"replicas": (3, 1)},
 }  # fmt: skip
-
-
-def written(program):
-    out = io.BytesIO()
-    write(program, out)
-    return out.getvalue()
 
 
 def both(scheme, sizes, **options):

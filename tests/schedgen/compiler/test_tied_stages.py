@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from damage import sizes_of
+from edited_programs import taken
 from examples import examples
 from hypothesis import given, settings
 
 from schedgen.checker import RULES, check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.file import parse, read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.schemes import SCHEMES, load
@@ -42,10 +40,6 @@ def adds_to(program, rank, stages):
     rows = program.rows
     adds = np.isin(rows.op, (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)) & (rows.kind != Kind.T)
     return np.flatnonzero(adds & (rows.rank == rank) & np.isin(rows.stage, stages))
-
-
-def taken(program, order):
-    return Program(program.header, program.rows.take(np.asarray(order, np.int64))).project()
 
 
 def refused(program, *rules):
@@ -91,17 +85,6 @@ def test_a_tie_adds_its_sum_and_changes_nothing_else(scheme):
         ]
 
     assert lists(rest) == lists(plain)
-
-
-@pytest.mark.parametrize("scheme", TIED)
-def test_a_tied_schedule_is_written_and_read_back(scheme):
-    program = compiled(scheme, [[0, sizes_of(scheme).stages - 1], [1, 2]])
-    file = io.BytesIO()
-    write(program, file)
-    again, fault = read(io.BytesIO(file.getvalue()), "file")
-    assert fault is None and again.header.tied == program.header.tied
-    for other in (again, parse(json.dumps(json.loads(file.getvalue())), "file")):
-        assert all((a == b).all() for a, b in zip(program.rows, other.rows, strict=True))
 
 
 def test_owners_on_one_worker_are_a_group_of_one():

@@ -9,6 +9,7 @@ import re
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from edited_programs import refused_less_or_twice, written
 from examples import examples
 from hypothesis import assume, given, settings
 from slow_memory_plan import hold, random_bytes, timeline_of
@@ -17,7 +18,7 @@ from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.effects import Buffer
-from schedgen.ir.file import parse, read, write
+from schedgen.ir.file import parse, read
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import part_offsets
@@ -43,12 +44,6 @@ def n(s, b, d, *, stages):
 
 def compiled(name, sizes, **options):
     return compile(load(name, sizes), sizes, Options(**options))
-
-
-def written(program) -> bytes:
-    out = io.BytesIO()
-    write(program, out)
-    return out.getvalue()
 
 
 @st.composite
@@ -93,11 +88,7 @@ def test_an_instruction_less_or_twice_is_always_refused(cases, data):
     program = data.draw(divided(cases))
     row = data.draw(st.integers(0, len(program) - 1))
     assume(program.rows.op[row] != Op.RECOMPUTE)
-    place = data.draw(st.integers(0, len(program)))
-    every = np.arange(len(program))
-    for order in (np.delete(every, row), np.insert(every, place, row)):
-        with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule [1-7]: "):
-            check(Program(program.header, program.rows.take(order)).project())
+    refused_less_or_twice(program, row, data.draw(st.integers(0, len(program))))
 
 
 @given(data=st.data())

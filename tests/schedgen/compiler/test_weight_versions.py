@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
-import re
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from damage import I, at, both, drop, edit, free, job, move, put, recv, send, sizes_of, swap, twice
+from edited_programs import refused_less_or_twice, written
 from examples import examples
 from hypothesis import assume, event, given, settings
 from hypothesis.extra.numpy import arrays
 from slow_memory_plan import peaks_of_timeline
 
-from schedgen.checker import RULES, check, check_compiled
+from schedgen.checker import check, check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.file import parse, read, write
+from schedgen.ir.file import parse, read
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.limits import Limits
 from schedgen.ir.line_codec import BRACKET, State, read_lines
@@ -37,12 +38,6 @@ UPDATES = ("stash", "vertical")
 def compiled(replicas, microbatches, updates="stash", **options):
     sizes = Sizes(len(replicas), microbatches, replicas=tuple(replicas))
     return compile(load("pipedream", sizes), sizes, Options(updates=updates, **options))
-
-
-def written(program):
-    out = io.BytesIO()
-    write(program, out)
-    return out.getvalue()
 
 
 def jobs(program, *ops):
@@ -220,17 +215,11 @@ def test_a_schedule_is_written_and_read_back(program):
 @given(program=versioned(), data=st.data())
 @settings(max_examples=examples(80))
 def test_an_instruction_less_or_twice_is_always_refused(program, data):
-    length = len(program)
-    row = data.draw(st.integers(0, length - 1))
+    row = data.draw(st.integers(0, len(program) - 1))
     # Without a RECOMPUTE its FWD keeps what the backward needs, without a FREE of weights they end with the STEP.
     rows = program.rows
     assume(rows.op[row] != Op.RECOMPUTE and not (rows.op[row] == Op.FREE and rows.kind[row] == Kind.W))
-    for order in (
-        np.delete(np.arange(length), row),
-        np.insert(np.arange(length), data.draw(st.integers(0, length)), row),
-    ):
-        with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule [1-79]: "):
-            check(Program(program.header, rows.take(order)).project())
+    refused_less_or_twice(program, row, data.draw(st.integers(0, len(program))), "1-79")
 
 
 @given(program=versioned(), data=st.data())
@@ -422,20 +411,10 @@ def test_what_the_compiler_makes_is_right(name, base, judge):
 @pytest.mark.parametrize(
     ("name", "damage", "rule", "words"), [row[1:] for row in DAMAGES], ids=[f"{row[1]}: {row[0]}" for row in DAMAGES]
 )
-def test_damage_is_refused_where_it_is(name, damage, rule, words, base, judge, refused):
+def test_damage_is_refused_where_it_is(name, damage, rule, words, base, refused_where_it_is):
     file = copy(base[name])
     damage(file["programs"])
-    result, path = judge(file)
-    message = refused(result, 1)
-    match = re.fullmatch(rf"schedgen: {re.escape(str(path))}:(\d+): rank (\d+): (.*) \(rule (\d): (.*)\)", message)
-    assert match, message
-    line, rank, reason = int(match[1]), int(match[2]), match[3]
-    assert words in reason, message
-    assert (int(match[4]), match[5]) == (rule, RULES[rule]), message
-    lines = path.read_text().splitlines()
-    assert lines[: line - 1].count("  [") == rank + 1
-    here = lines[line - 1].strip().rstrip(",")
-    assert reason.startswith(f"{here}: ") if reason.startswith("{") else here == "]"
+    refused_where_it_is(file, rule, words)
 
 
 # Lines
@@ -595,12 +574,17 @@ LINES = st.one_of(
 )  # fmt: skip
 
 
+@functools.cache
+def of_versions(versions):
+    return compiled((2, 1), 4) if versions else compile(load("1f1b", Sizes(2, 4, 2)), Sizes(2, 4, 2))
+
+
 @given(line=LINES, versions=st.sampled_from([0, 5]), data=st.data())
 @settings(max_examples=examples(400))
 def test_both_readers_take_the_same_lines(line, versions, data):
     sizes = (2, 2, 4, 2, 1, versions)
     assert fast(line, sizes) == slow(line, sizes), line
-    program = compiled((2, 1), 4) if versions else compile(load("1f1b", Sizes(2, 4, 2)), Sizes(2, 4, 2))
+    program = of_versions(versions)
     real = str(program.instruction(data.draw(st.integers(0, len(program) - 1))))
     place = data.draw(st.integers(0, len(real)))
     more = data.draw(st.sampled_from(["", "0", "9", "@", "@1", ' "', ", ", '"version": 1', "}"]))

@@ -12,18 +12,13 @@ import tracemalloc
 
 import hypothesis.strategies as st
 import pytest
+from edited_programs import written
 from examples import examples
 from hypothesis import given, settings
 
-from schedgen.ir.file import VERSION, line_of, parse, read, write
+from schedgen.ir.file import VERSION, line_of, parse, read
 from schedgen.schemes import SCHEMES
 from schedgen.util.errors import RefusedFile
-
-
-def written(program) -> bytes:
-    out = io.BytesIO()
-    write(program, out)
-    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +79,8 @@ sys.exit(any([main(command) for command in json.load(sys.stdin)]))
 """
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_same_bytes_whatever_the_hash_seed(seed, golden, tmp_path):
+def test_same_bytes_whatever_the_hash_seed(golden, tmp_path):
+    """With another seed than that of this process, which made the golden files."""
     commands = []
     for scheme in SCHEMES:
         header = json.loads(golden[scheme])
@@ -96,7 +91,7 @@ def test_same_bytes_whatever_the_hash_seed(seed, golden, tmp_path):
         ]
         options += [f"--{key.replace('_', '-')}={header['lowering'][key]}" for key in ("fan_out", "prefetch")]
         commands.append(["compile", scheme, *options, "-o", str(tmp_path / scheme)])
-    command, environment = [sys.executable, "-c", COMPILE_ALL], {**os.environ, "PYTHONHASHSEED": seed}
+    command, environment = [sys.executable, "-c", COMPILE_ALL], {**os.environ, "PYTHONHASHSEED": "1"}
     subprocess.run(command, input=json.dumps(commands), cwd=tmp_path, env=environment, text=True, check=True)
     for scheme in SCHEMES:
         assert (tmp_path / scheme).read_text() == golden[scheme], scheme

@@ -65,33 +65,6 @@ def test_a_buffer_that_no_tie_has_is_refused(instruction, words, tied_file, run,
     assert message.startswith(f"schedgen: {path}:{place + 1}: rank 0: ") and words in message
 
 
-@pytest.mark.parametrize("tied", [[0], [0, 0], [], [0, 3, 3]], ids=str)
-def test_a_tie_that_is_none_is_wrong_usage(tied, run, refused, graph_file):
-    graph = graph_file(stages=4, tied=[tied])
-    message = refused(run("compile", "1f1b", "--graph", graph, "--microbatches", 2, "-o", "-"), 2)
-    stages = ",".join(map(str, tied))
-    assert message == f"schedgen: tied {stages}: a tie is two or more different stages in 0..3"
-
-
-@pytest.mark.parametrize(
-    ("tied", "words"),
-    [
-        ("", "edges and tied should be lists of lists of stages"),
-        ([0, 3], "edges and tied should be lists of lists of stages"),
-        ([["a", "b"]], "edges and tied should be lists of lists of stages"),
-        ([[0, 3.0]], "edges and tied should be lists of lists of stages"),
-        ([[0, True]], "edges and tied should be lists of lists of stages"),
-        ([[0, 4]], "it names a stage that is not in 0..3"),
-        ([[-1, 2]], "it names a stage that is not in 0..3"),
-    ],
-    ids=str,
-)
-def test_a_tie_that_has_no_stages_is_wrong_usage(tied, words, run, refused, graph_file):
-    graph = graph_file(stages=4, tied=tied)
-    message = refused(run("compile", "1f1b", "--graph", graph, "--microbatches", 2, "-o", "-"), 2)
-    assert message.startswith(f"schedgen: {graph}: {words}")
-
-
 def test_diff_shows_ties(run, graph_file, tmp_path):
     for name, tied in (("plain", []), ("tied", [[0, 3], [2, 1]])):
         path = tmp_path / f"{name}.json"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
-import pty
 import re
-import subprocess
-import sys
 from itertools import pairwise
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from terminal import in_terminal
 
 import schedgen.util.jit
 from schedgen.report.patience_match import patience_match
@@ -144,29 +141,12 @@ def test_a_change_of_the_header_alone_is_a_difference(file, run):
     assert "@@" not in result.out and "messages 48" in result.out
 
 
-def in_terminal(*arguments, **environment):
-    """What `schedgen ARGUMENTS` writes to a terminal."""
-    leader, follower = pty.openpty()
-    env = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"} | environment
-    command = [sys.executable, "-m", "schedgen", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=follower, stdin=subprocess.DEVNULL, env=env):
-        os.close(follower)
-        data = b""
-        while True:
-            try:
-                data += os.read(leader, 2**16)
-            except OSError:  # Linux: the other end is closed
-                break
-    os.close(leader)
-    return data.decode().replace("\r\n", "\n")
-
-
 def test_it_is_coloured_in_a_terminal_alone(file, run):
     a, b = file("gpipe"), file("1f1b")
     plain = run("diff", a, b).out
-    coloured = in_terminal("diff", a, b)
+    coloured = in_terminal("diff", a, b, code=1, TERM="xterm")
     assert re.sub(r"\033\[\d*m", "", coloured) == plain != coloured
     red = re.findall(r"^\033\[31m(.*)\033\[m$", coloured, re.M)
     assert red == [line for line in plain.splitlines() if line.startswith("-{")]
     assert "\033" not in plain
-    assert in_terminal("diff", a, b, NO_COLOR="1") == plain
+    assert in_terminal("diff", a, b, code=1, TERM="xterm", NO_COLOR="1") == plain

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from terminal import in_terminal
 
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile
@@ -189,32 +186,9 @@ def test_it_fits_the_width_and_jobs_stay_in_order(run, schedules, monkeypatch, c
             assert re.findall("[FBIW]", row) == [letters[op] for op in jobs]
 
 
-def in_a_terminal(arguments, **environment):
-    """What `schedgen ARGUMENTS` writes to a terminal."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "schedgen", *map(str, arguments)]
-    child = subprocess.Popen(
-        command, stdout=follower, stdin=follower, stderr=subprocess.STDOUT, env={**kept, **environment}
-    )
-    os.close(follower)
-    parts = []
-    while True:
-        try:
-            part = os.read(leader, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        parts.append(part)
-    os.close(leader)
-    assert child.wait() == 0
-    return b"".join(parts).decode().replace("\r\n", "\n")
-
-
 def test_a_terminal_gets_colour(schedules):
     pytest.importorskip("rich")
-    text = in_a_terminal(("draw", schedules / "1f1b.json"), TERM="xterm-256color", COLORTERM="truecolor", COLUMNS="80")
+    text = in_terminal("draw", schedules / "1f1b.json", TERM="xterm-256color", COLORTERM="truecolor", COLUMNS="80")
     first = colours(LOOKS[0], 8)[0]
     red, green, blue = (int(first[at : at + 2], 16) for at in (1, 3, 5))
     assert f"48;2;{red};{green};{blue}mF0" in text
@@ -227,7 +201,7 @@ def test_a_terminal_gets_colour(schedules):
     "environment", [{"NO_COLOR": "1", "TERM": "xterm-256color"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"]
 )
 def test_a_terminal_without_colour_gets_plain_text(schedules, environment):
-    text = in_a_terminal(("draw", schedules / "1f1b.json"), COLUMNS="80", **environment)
+    text = in_terminal("draw", schedules / "1f1b.json", COLUMNS="80", **environment)
     assert PICTURE in text and "\x1b" not in text
 
 

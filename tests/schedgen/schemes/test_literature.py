@@ -170,19 +170,6 @@ def test_the_closed_form_of_interleaved_1f1b_is_the_list_it_comes_from(W):
             assert order(program, r) == interleaved(r, W, 2, m), f"m={m}, worker {r}"
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
-def test_the_closed_form_of_1f1b_is_the_list_it_comes_from(p):
-    for m in (1, 2, 3, 7, 16, 33, 64):
-        program = compiled("1f1b", p, m)
-        for r in range(p):
-            # One stage a worker is interleaving with one chunk, but 1F1B warms up half as long.
-            warm_up = min(p - 1 - r, m)
-            jobs = [("F", r, b) for b in range(warm_up)]
-            for b in range(m - warm_up):
-                jobs += [("F", r, warm_up + b), ("B", r, b)]
-            assert order(program, r) == jobs + [("B", r, b) for b in range(m - warm_up, m)]
-
-
 @pytest.mark.parametrize("h", [1, 2])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
 def test_the_closed_form_of_zero_bubble_is_the_list_it_comes_from(p, h):
