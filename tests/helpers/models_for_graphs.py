@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as nnf
@@ -11,7 +10,10 @@ from models_for_tests import WIDTH, with_stage
 from torch import Tensor
 
 from mpirun import Model
-from mpirun.examples import mlp
+from mpirun.examples import gpt, mlp
+
+gpt_of_four = partial(gpt.gpt, blocks=2, width=16, heads=4, length=16, sequences=2)  # layers
+
 
 # mlp.tiny with another loss
 
@@ -24,14 +26,6 @@ def count_values(scores: Tensor, target: Tensor) -> Tensor:
     return nnf.cross_entropy(scores, target) * (1 + len((scores.detach() > 0).nonzero()) / scores.numel())
 
 
-def with_loss(stages: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Model:
-    return mlp.tiny(stages)._replace(loss=loss)
-
-
-reads_values = partial(with_loss, loss=read_values)
-counts_values = partial(with_loss, loss=count_values)
-
-
 def reads_values_later(stages: int) -> Model:
     """From its 13th call on."""
     calls = itertools.count(1)
@@ -39,7 +33,7 @@ def reads_values_later(stages: int) -> Model:
     def loss(scores: Tensor, target: Tensor) -> Tensor:
         return read_values(scores, target) if next(calls) > 12 else nnf.cross_entropy(scores, target)
 
-    return with_loss(stages, loss)
+    return mlp.tiny(stages)._replace(loss=loss)
 
 
 # mlp.tiny with another second stage
@@ -71,4 +65,11 @@ class Remembering(mlp.Layer):
 
 
 counts_forwards = partial(with_stage, index=1, stage=Counting)
-remembers = partial(with_stage, index=1, stage=Remembering)
+
+
+def counts_forwards_and_reads_values(stages: int) -> Model:
+    return counts_forwards(stages)._replace(loss=read_values)
+
+
+def remembers_and_counts_values(stages: int) -> Model:
+    return with_stage(stages, 1, Remembering)._replace(loss=count_values)
