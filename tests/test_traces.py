@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from golden_cases import ALIKE
 
 from schedgen.cli.main import main
 
@@ -35,3 +36,11 @@ def test_a_golden_schedule_compiles_to_the_same_bytes(golden: Path, tmp_path: Pa
     options += [f"--tensor={tensor['degree']}", f"--graph={tmp_path / 'graph'}"]
     assert main(["compile", scheme["name"], *options, "--output", str(tmp_path / "again.json")]) == 0
     assert (tmp_path / "again.json").read_bytes() == golden.read_bytes()
+
+
+@pytest.mark.parametrize(("name", "other"), ALIKE.items())
+def test_who_trains_by_the_one_has_trained_by_the_other(name: str, other: str) -> None:
+    """All but the name of the scheme, and how its order was found, is the same."""
+    one, two = (json.loads((TRACES[0].parent / f"{stem}.json").read_text()) for stem in (name, other))
+    assert one.keys() == two.keys()
+    assert {key for key in one if one[key] != two[key]} <= {"scheme", "order", "sha256"}

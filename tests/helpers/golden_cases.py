@@ -1,4 +1,4 @@
-"""Which schedules the late device's tests train by, how messages go, and the model that each schedule is for."""
+"""Which golden schedules tests train by, how messages go, and the model that each is for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from examples import ASKED
 from processes import ROOT
 
-EVERY = sorted(path.stem for path in (ROOT / "traces").glob("*.json"))
+# Golden schedules with the programs of another one.
+ALIKE = {"pipedream-flush": "1f1b", "lpp-g4": "ddp", "fslpp-g4": "fsdp", "looped-bfs": "breadth-first"}
+EVERY = sorted({path.stem for path in (ROOT / "traces").glob("*.json")} - ALIKE.keys())
 MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",
     "1f1b-tensor": "models_for_tests:gpt_tensor",
@@ -17,10 +19,12 @@ MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
 
 # Options that make the schedules that are chosen, beside 4 workers.
 SIZES: dict[str, dict[str, object]] = {
-    "1f1b": {"stages": 4},
     "1f1b-tensor": {"stages": 2, "tensor": 2, "graph": {"stages": 8, "whole": [0]}},
+    "1f1b-tied": {"graph": {"stages": 4, "tied": [[0, 3]]}},
     "ddp": {"stages": 4},
     "fsdp-sharded": {"stages": 2, "shards": 4},
+    "fslpp": {"stages": 4, "groups": 2},
+    "lpp": {"stages": 4, "groups": 2},
     "pipedream": {"stages": 4},
     "zb-v": {"stages": 8},
 }
@@ -30,7 +34,7 @@ def schedule(name: str, compiled: Callable[..., Path]) -> Path:
     """A golden schedule or, where SCHEDGEN_EXAMPLES asks for no more, one chosen with half of its microbatches."""
     if ASKED:
         return ROOT / "traces" / f"{name}.json"
-    scheme = name.removesuffix("-tensor").removesuffix("-sharded")
+    scheme = name.removesuffix("-tensor").removesuffix("-tied").removesuffix("-sharded")
     return compiled(scheme, microbatches=4, workers=4, **SIZES[name])
 
 

@@ -28,8 +28,6 @@ SCHEDULES = {
     "ddp on 2": ("ddp", {"stages": 2, "workers": 2}),
     "one process": ("ddp", {"stages": 1, "workers": 1}),
     "fslpp on 4": ("fslpp", {"stages": 8, "workers": 4, "groups": 2}),
-    "fsdp on 4": ("fsdp", {"stages": 4, "workers": 4}),
-    "interleaved on 4": ("interleaved-1f1b", {"stages": 8, "workers": 4}),
     "zb-v on 4": ("zb-v", {"stages": 8, "workers": 4}),
 }
 OPTIONS = {"adamw": [], "sgd": ["--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.1]}

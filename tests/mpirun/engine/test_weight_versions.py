@@ -22,8 +22,6 @@ LATE = tuple(name for name in UPDATES if name != "flush")
 
 # Replicas of each stage, when weights change, model, options of compile, options of mpirun
 CASES = {
-    "straight": ("1,1,1,1", "stash", GPT, {}, []),
-    "straight, vertical": ("1,1,1,1", "vertical", GPT, {}, []),
     "three and one": ("3,1", "stash", GPT, {}, ["--optimizer", "sgd", "--momentum", 0.9]),
     "three and one, vertical": ("3,1", "vertical", DROPPING, {}, []),
     "one and three": ("1,3", "vertical", GPT, {}, []),

@@ -8,19 +8,13 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from golden_cases import EVERY, MODEL
 
 from schedgen.cli.main import main as schedgen
 
-TRACES = Path(__file__).parents[3] / "traces"
-GOLDEN = sorted(path.stem for path in TRACES.glob("*.json"))
-MODEL = dict.fromkeys(GOLDEN, "mpirun.examples.mlp:tiny") | {
-    "1f1b-tied": "models_for_tests:gpt_tied",
-    "1f1b-tensor": "models_for_tests:gpt_tensor",
-}
 GPT = ("--model", "mpirun.examples.gpt:tiny", "--device", "cuda")
 SHORT = ("--steps", 3, "--verify")
 UCX_WHEEL = "libucx" in os.environ.get("LD_LIBRARY_PATH", "")  # by `make GPU=1`
@@ -53,7 +47,7 @@ def test_kernels_forward_and_backward_are_not_in_the_stream_that_waits_for_all_o
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_golden_schedule_gives_the_gradient_of_one_gpu(passes, name):
     passes("--model", MODEL[name], "--device", "cuda", *SHORT, schedule=name)
 
@@ -177,7 +171,7 @@ def test_only_norm_makes_the_host_wait(passes):
     passes(*GPT, "--steps", 4, program=("-c", NO_WAITS))
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("more", [(), ("--graphs",)], ids=["launched", "replayed"])
 def test_streams_that_wait_for_words_change_no_bit(inside, traces, name, more):
     """With messages through host memory, or direct ones where MPI has them. Words begin with the second step."""
@@ -187,7 +181,7 @@ def test_streams_that_wait_for_words_change_no_bit(inside, traces, name, more):
     assert events.weights == words.weights
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", EVERY)
 def test_replayed_graphs_give_the_bits_of_launched_kernels(inside, traces, name):
     """In steps 5 and 6; no stage is computed without."""
     arguments = [traces / f"{name}.json", "--model", MODEL[name], "--device", "cuda", "--steps", 6, "--canonical"]

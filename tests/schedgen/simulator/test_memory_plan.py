@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from examples import examples
+from golden_cases import EVERY
 from hypothesis import given, settings
 from slow_memory_plan import at_once, hold, lives, one_rank, random_bytes
 
@@ -64,7 +65,7 @@ def test_versions_that_are_alive_together_lie_apart(replicas, updates):
 
 @pytest.mark.parametrize(
     "path",
-    sorted(set(TRACES.glob("*.json")) - {TRACES / "pipedream.json", TRACES / "pipedream-2bw.json"}),
+    [TRACES / f"{name}.json" for name in EVERY if name not in ("pipedream", "pipedream-2bw")],
     ids=lambda path: path.stem,
 )
 def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path):
