@@ -41,10 +41,10 @@ class Failure(NamedTuple):
 
 @pytest.fixture(scope="module", params=[*RAISED, "killed_in_stage"])
 def failure(launch, traces, text, tmp_path_factory, request) -> Failure:
-    """A launch of 4 ranks in which a stage of the model makes trouble; twice they are processes of their own."""
+    """A launch of 4 ranks in which a stage of the model makes trouble; once they are processes of their own."""
     note = tmp_path_factory.mktemp("trouble") / "at"
     command = [traces / "1f1b.json", "--model", f"models_for_tests:{request.param}", "--text", text, "--steps", 5]
-    cold = {"COLD_RANKS": "1"} if request.param in ("raises_in_stage", "killed_in_stage") else {}
+    cold = {"COLD_RANKS": "1"} if request.param == "raises_in_stage" else {}
     result = launch(4, *command, env={"TROUBLE_AT": str(note), **cold})
     return Failure(request.param, result, result.ended - float(note.read_text()))
 
