@@ -220,6 +220,11 @@ class LocalStage:
             # CPU the backward runs in this thread, so torch need not pass the caller's context on to another one.
             run = _ENGINE.run_backward if self.device.kind == "cpu" else _engine_run_backward
             run(roots, root_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            # Autograd makes a view of a root's gradient a `grad` as it is, where the next gradient will be received.
+            taken = {address(x) for x in root_gradients}
+            for x in saved.inputs:
+                if x.grad is not None and address(x.grad) in taken:
+                    x.grad = x.grad.clone()
 
     def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> WeightHalf | None:
         """From the outputs' gradients: the inputs' go to `saved`; the result is for `backward_weight`."""
@@ -228,18 +233,24 @@ class LocalStage:
             return None
         leaves = [x for x in saved.inputs if x.requires_grad]
         grads, half = input_half(roots, root_gradients, leaves, self.parameters)
-        taken = {x.untyped_storage().data_ptr() for x in root_gradients}  # later gradients will be received there
+        taken = {address(x) for x in root_gradients}  # later gradients will be received there
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is not None:
-                memory = grad.untyped_storage().data_ptr()
-                leaf.grad = grad.clone() if memory in taken else grad  # as autograd does where it adds to a `grad`
-                taken.add(memory)
+                leaf.grad = (
+                    grad.clone() if address(grad) in taken else grad
+                )  # as autograd does where it adds to a `grad`
+                taken.add(address(grad))
         return half
 
     def backward_weight(self, half: WeightHalf | None) -> None:
         """The gradients of the parameters are added to their `grad`."""
         if half is not None:
             weight_half(half, self.parameters)
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor's memory begins, and that of its views."""
+    return x.untyped_storage().data_ptr()
 
 
 def _gradient_edge(x: Tensor) -> GradientEdge | None:

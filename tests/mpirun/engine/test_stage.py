@@ -240,6 +240,29 @@ def test_every_parameter_begins_where_kernels_are_the_same_and_none_overlap(kind
     assert sums == sum((Counter({view.dtype: view.numel()}) for view in views), Counter())
 
 
+class Joined(nn.Module):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return torch.cat(inputs)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole backward", "split backward"])
+@pytest.mark.parametrize("module", [nn.Flatten(), Joined(), nn.Identity()], ids=["view", "views of parts", "itself"])
+def test_gradients_of_inputs_are_not_where_the_next_gradient_is_received(module, split):
+    """Though autograd takes views of the output's gradient as they are."""
+    inputs = [torch.randn(2, 3, 4) for _ in range(2 if isinstance(module, Joined) else 1)]
+    with torch.no_grad():
+        output = module(*inputs)
+    views = () if isinstance(module, Joined) else (0,)
+    stage = owned(module, StageShape((TensorSpec(tuple(output.shape), output.dtype),), (), aliased_outputs=views))
+    received = torch.arange(output.numel(), dtype=torch.float32).view_as(output)
+    _, saved = stage.forward(inputs, None, save=True)
+    stage.backward_input(saved, [received]) if split else stage.backward(saved, [received])
+    found = saved.take_gradients()
+    wanted = [gradient.clone() for gradient in found]
+    received.fill_(-1)
+    assert all(map(torch.equal, found, wanted)) and not any((gradient < 0).any() for gradient in found)
+
+
 @pytest.mark.parametrize("module", [nn.Tanh(), nn.Identity()], ids=["tanh", "identity"])
 def test_a_stage_without_parameters(module):
     x, gradient = torch.linspace(-1, 1, 6), torch.arange(6.0)
