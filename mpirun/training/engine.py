@@ -283,7 +283,7 @@ class Engine:
         if batch.loader is not None and batch.loader.kind == "function":
             batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
         total = sum(batch.samples)
-        if min(batch.samples) < self.prepared.batches.example.size:
+        if min(batch.samples) < of_shape.example.size:
             check_padding(self.model, self._running.header)
         self.prepared.batches.give(session.steps, batch, self.prepared.verifies)
         result = session.step([count / total for count in batch.samples], total * of_shape.tokens)

@@ -1031,6 +1031,23 @@ def test_padding_that_cannot_be_taken_off_is_refused(scripts):
     }  # fmt: skip
 
 
+PADDED_MINIBATCH = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+data = [(x, x) for x in torch.randn(13, 4)]
+model = mpirun.Model([torch.nn.Linear(4, 4)], mse_loss, loss_of="minibatch")
+with mpirun.Engine("gpipe", model, stages=1, microbatches=2, timeout=0) as run:
+    run.predict(run.loader(data[:8], 1))
+    for batch in run.loader(data, 4):
+        run.step(batch)
+"""
+
+
+def test_padding_is_refused_whatever_shape_came_first(scripts):
+    (done,) = scripts(1, [[PADDED_MINIBATCH]])
+    assert done.code == 2 and "the loss is of the whole minibatch, so no microbatch may be padded" in done.err
+
+
 PADDED_LATER = """
 import sys, torch, mpirun
 class Flat(torch.nn.Linear):
