@@ -233,7 +233,7 @@ class Cuda(Device):
         """With `auto` messages go through host memory if the trial fails; UsageError if they were to be direct."""
         if self.direct and not messages_arrive(comm, self.torch):
             if self.messages == "direct":
-                raise UsageError("--gpu-messages direct: MPI does not move GPU memory, but something else or nothing")
+                raise UsageError("gpu messages direct: MPI does not move GPU memory, but something else or nothing")
             self.direct = False
 
     def reserved(self) -> int:
@@ -287,16 +287,16 @@ def choose_device(comm: MPI.Intracomm, name: str, messages: str, words: bool = F
     found = comm.allgather((torch.cuda.is_available(), MPI.Get_processor_name()))
     without = [(rank, host) for rank, (available, host) in enumerate(found) if not available]
     if name == "cuda" and without:
-        raise UsageError("--device cuda: torch finds no GPU on every host")
+        raise UsageError("device cuda: torch finds no GPU on every host")
     if without or name == "cpu":
         if words:
-            raise UsageError("--stream-words: a CPU has no streams of kernels")
+            raise UsageError("stream words: a CPU has no streams of kernels")
         if messages != "auto":
-            raise UsageError(f"--gpu-messages {messages}: a CPU has no memory but the host's")
+            raise UsageError(f"gpu messages {messages}: a CPU has no memory but the host's")
         if name == "auto" and len(without) < comm.size:
             rank, host = without[0]
             note(comm, f"torch finds a GPU for some ranks, but none for rank {rank} on {host}: all take CPUs")
         return Device()
     if words and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise UsageError("--stream-words: this MPI lets one thread in only, and another has to write the words")
+        raise UsageError("stream words: this MPI lets one thread in only, and another has to write the words")
     return Cuda(comm, messages, words)

@@ -125,7 +125,7 @@ class CudaStreamOperations:
             self._write, self._wait = (self._function(driver, f"cuStream{what}Value32") for what in ("Write", "Wait"))
             self._device, self._attribute = driver.cuCtxGetDevice, driver.cuDeviceGetAttribute
         except (OSError, AttributeError) as error:
-            raise UsageError(f"--stream-words: CUDA's driver has no words of streams: {error}") from None
+            raise UsageError(f"stream words: CUDA's driver has no words of streams: {error}") from None
         self._until: int | None = None  # the flags of a wait, once the GPU was asked
 
     @staticmethod
@@ -160,4 +160,4 @@ class CudaStreamOperations:
     @staticmethod
     def _check(name: str, code: int) -> None:
         if code:
-            raise RuntimeError(f"--stream-words: {name} returns error {code}")
+            raise RuntimeError(f"stream words: {name} returns error {code}")

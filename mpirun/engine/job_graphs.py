@@ -72,14 +72,14 @@ class JobGraphs:
 
     def refusals(self) -> list[str]:
         """A line for each stage that is not captured."""
-        return [f"--graphs: stage {stage} is computed without: {why}" for stage, why in sorted(self.refused.items())]
+        return [f"graphs: stage {stage} is computed without: {why}" for stage, why in sorted(self.refused.items())]
 
     def say_other_shapes(self, i: Instruction) -> None:
         """Print, once per stage, that a microbatch does not fit its graph."""
         if i.stage not in self.said:
             self.said.add(i.stage)
             sentence = f"rank {self.rank}: a microbatch of stage {i.stage} has other shapes or weights than its graph"
-            print(f"mpirun: note: --graphs: {sentence}: computed without", file=sys.stderr, flush=True)
+            print(f"mpirun: note: graphs: {sentence}: computed without", file=sys.stderr, flush=True)
 
 
 class Job:
@@ -150,7 +150,7 @@ class Job:
         if microbatch in graphs.as_always:
             return False
         if not fits:
-            raise RuntimeError("--graphs: this job is given what does not fit its graph, though its forward was not")
+            raise RuntimeError("graphs: this job is given what does not fit its graph, though its forward was not")
         return True
 
     def _capture(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
@@ -164,7 +164,7 @@ class Job:
                     read = [self._place(leaf) for leaf in leaves]
                 outputs = self.compute(*pytree.tree_unflatten(read, spec))
         except Exception as error:
-            raise RuntimeError(f"--graphs: {self.name} cannot be captured: {raised(error)}") from error
+            raise RuntimeError(f"graphs: {self.name} cannot be captured: {raised(error)}") from error
         finally:
             self.rng.begin = begin
         tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]

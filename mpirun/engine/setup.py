@@ -123,7 +123,7 @@ def set_up(
 
 def _check_options(model: Model, options: StepOptions, header: Header, device: Device) -> None:
     if options.graphs and not device.has_graphs:
-        raise UsageError("--graphs: a CPU launches no kernels that could be captured")
+        raise UsageError("graphs: a CPU launches no kernels that could be captured")
     if not header.has_flush:
         refused = {"clip": options.recipe.clip is not None, "accumulate": options.passes > 1}
         for option in [option for option, used in refused.items() if used]:

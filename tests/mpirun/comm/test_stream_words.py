@@ -106,7 +106,7 @@ def test_a_receive_that_fails_ends_the_rank_though_its_stream_waits_for_it(launc
 def test_a_cpu_has_no_words(mistakes, compiled, text):
     schedule = compiled("1f1b", stages=2, microbatches=4)
     (ended,) = mistakes(2, [[schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--stream-words"]])
-    assert (ended.code, ended.err) == (2, "mpirun: --stream-words: a CPU has no streams of kernels\n")
+    assert (ended.code, ended.err) == (2, "mpirun: stream words: a CPU has no streams of kernels\n")
 
 
 DRIVERS = """
@@ -195,5 +195,5 @@ def test_every_word_has_memory_of_its_own(driver):
 
 
 def test_a_driver_without_words_is_refused():
-    with pytest.raises(UsageError, match="--stream-words: CUDA's driver has no words of streams"):
+    with pytest.raises(UsageError, match="stream words: CUDA's driver has no words of streams"):
         CudaStreamOperations("libc.so.6")

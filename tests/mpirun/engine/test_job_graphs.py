@@ -119,7 +119,7 @@ def refused(pairs, compiled):
 @pytest.mark.parametrize("model", REFUSED)
 def test_a_stage_that_cannot_be_captured_is_computed_as_always_and_named(refused, model):
     eager, replayed = refused[model]
-    lines = [f"--graphs: stage {line}" for line in REFUSED[model]]
+    lines = [f"graphs: stage {line}" for line in REFUSED[model]]
     assert [line for line in replayed.out.splitlines() if "computed without" in line] == lines
     count = (4 - len(lines)) * 8
     assert counts(count, (STEPS - 3) * count) in replayed.out
@@ -180,7 +180,7 @@ def test_graphs_that_are_broken_are_seen(broken, name):
 
 def test_a_capture_that_fails_though_nothing_was_seen_ends_the_run_in_a_sentence(broken):
     sentence = (
-        "--graphs: FWD of stage 1 cannot be captured: RuntimeError: aten._local_scalar_dense.default is not permitted"
+        "graphs: FWD of stage 1 cannot be captured: RuntimeError: aten._local_scalar_dense.default is not permitted"
     )
     ended = broken("models_for_graphs:reads_values_later", None)
     assert f"RuntimeError: {sentence} while the stream is captured" in ended, ended
@@ -243,7 +243,7 @@ def test_attention_is_captured_though_its_seed_is_the_hosts():
 def test_a_cpu_has_no_graphs(mistakes, compiled, text):
     schedule = compiled("1f1b", stages=2, microbatches=4)
     (ended,) = mistakes(2, [[schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--graphs"]])
-    assert (ended.code, ended.err) == (2, "mpirun: --graphs: a CPU launches no kernels that could be captured\n")
+    assert (ended.code, ended.err) == (2, "mpirun: graphs: a CPU launches no kernels that could be captured\n")
 
 
 # Six steps of an Engine on a late device. The fifth has three samples of eight: a microbatch and a half are padding.
