@@ -128,7 +128,7 @@ with mock.patch.object(device, "torch") as torch, mock.patch.object(device, "Cud
 
 def test_a_driver_without_words_on_one_host_ends_all_ranks(scripts):
     (done,) = scripts(2, [[DRIVERS]])
-    assert done.out.splitlines() == [f"{rank} 1 --stream-words" for rank in (0, 1)], done.err
+    assert done.out.splitlines() == [f"{rank} 1 stream words" for rank in (0, 1)], done.err
 
 
 FAKE = """
