@@ -25,6 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import numpy as np
+
 import schedgen.util.jit
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -114,19 +116,26 @@ def one(ranks: int, microbatches: int) -> None:
 
 
 def keep(file: Path, microbatches: int) -> None:
-    """Append a line to `file`: instructions a second of CPU time, 1F1B on 16 ranks, the best of five."""
-    sizes, rates = Sizes(16, microbatches), {"compile": 0.0, "check": 0.0, "simulate": 0.0}
+    """Append a line to `file`: instructions a second of CPU time, 1F1B on 16 ranks, the best of five.
+
+    Beside them, numbers a second that NumPy sorts: how fast the machine is at that time.
+    """
+    sizes, numbers = Sizes(16, microbatches), np.random.default_rng(0).random(250 * microbatches)
+    rates = {"compile": 0.0, "check": 0.0, "simulate": 0.0, "sort": 0.0}
     for _ in range(5):
-        program = None
+        program, count = None, 0
         for name in rates:
             begin = time.process_time()
             if name == "compile":
                 program = compile(load("1f1b", sizes), sizes)
+                count = len(program)
             elif name == "check":
                 check(program)
-            else:
+            elif name == "simulate":
                 simulate(program, program.header.cost, Machine(alpha=1.0))
-            rates[name] = max(rates[name], len(program) / (time.process_time() - begin))
+            else:
+                count = len(np.sort(numbers))
+            rates[name] = max(rates[name], count / (time.process_time() - begin))
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)

@@ -25,4 +25,4 @@ def test_a_benchmark_keeps_a_line_for_each_commit(tmp_path, launch):
     file = tmp_path / "history.txt"
     file.write_text("a line\n")
     assert launch(None, "--history", file, "--quick", program=(str(BENCH / "compile.py"),)).code == 0
-    assert re.fullmatch(r"a line\n\d{4}-\d\d-\d\d \S+( +[\d,]+){3}\n", file.read_text())
+    assert re.fullmatch(r"a line\n\d{4}-\d\d-\d\d \S+( +[\d,]+){4}\n", file.read_text())
