@@ -37,6 +37,7 @@ from schedgen.util.errors import UsageError
 VERSION = "1.0.0"
 COMP_NODE, SEND_NODE, RECV_NODE, COLLECTIVE_NODE = 4, 5, 6, 7  # NodeType
 ALL_REDUCE = 0  # CollectiveCommType
+ALL_RANKS = "0"  # the name of the group that needs no entry
 NUMBER = 8  # bytes of a loss or a norm: a NORM sums one for each microbatch and one more
 # Message -> (field, its number, its type, whether it is repeated). Enumerations are int32 on the wire.
 _SCHEMA = {
@@ -95,8 +96,15 @@ def chakra_traces(
             if edges is not None:
                 _put(out, _node(messages, program.header, rank, index, i, edges, *numbers))
         yield f".{rank}.et", out.getvalue()
-    groups = {str(group): list(ranks) for group, ranks in enumerate(program.header.groups) if group}
+    header = program.header
+    groups = {group_name(header, group): list(ranks) for group, ranks in enumerate(header.groups)}
+    groups.pop(ALL_RANKS, None)
     yield ".groups.json", f"{json.dumps(groups)}\n".encode()
+
+
+def group_name(header: Header, group: int) -> str:
+    """The name of a group: its number, but another where number 0 is not all ranks, which is what "0" means."""
+    return str(group or (0 if len(header.groups[0]) == header.workers else len(header.groups)))
 
 
 def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[int]] | None]:
@@ -150,7 +158,7 @@ def _node(
         attributes |= {"comm_src": i.peer, "comm_dst": rank, "comm_size": size, "comm_tag": tag}
     elif i.op in (Op.ALLREDUCE, Op.NORM) and len(header.groups[i.peer]) > 1:
         kind = COLLECTIVE_NODE
-        attributes |= {"comm_type": ALL_REDUCE, "comm_size": size, "pg_name": str(i.peer)}
+        attributes |= {"comm_type": ALL_REDUCE, "comm_size": size, "pg_name": group_name(header, i.peer)}
     node = messages["Node"](id=index, name=event_name(i), type=kind, start_time_micros=begin, duration_micros=length)
     node.data_deps.extend(edges[0])
     node.ctrl_deps.extend(edges[1])

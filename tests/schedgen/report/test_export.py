@@ -243,6 +243,39 @@ def test_groups_of_collectives_are_listed_by_name_and_all_ranks_need_none(export
     assert json.loads((tmp_path / "trace.groups.json").read_text()) == {}
 
 
+def regrouped(text):
+    """A file whose groups are in the reverse order."""
+    file = json.loads(text)
+    file["groups"].reverse()
+    for i in (i for instructions in file["programs"] for i in instructions if "group" in i):
+        i["group"] = len(file["groups"]) - 1 - i["group"]
+    return json.dumps(file)
+
+
+@pytest.mark.parametrize("what", ["shards that only exchange", "groups in another order"])
+def test_a_collective_of_some_ranks_names_them(what, exported, golden, run, tmp_path):
+    """As number 0, too: by that name simulators mean all ranks."""
+    path, graph = tmp_path / "grouped.json", tmp_path / "tensor.graph"
+    if what == "groups in another order":
+        path.write_text(regrouped(golden["lpp"]))
+        assert run("seal", path).code == 0
+    else:
+        graph.write_text('{"stages": 4, "whole": [0, 3]}')
+        sizes = ("--graph", graph, "--workers", 4, "--microbatches", 4, "--tensor", 2)
+        assert run("compile", "1f1b", *sizes, "--forward", "-o", path).code == 0
+    program, ranks = exported(path.read_text())
+    assert len(program.header.groups[0]) < program.header.workers
+    groups, seen = json.loads((tmp_path / "trace.groups.json").read_text()), set()
+    assert "0" not in groups
+    for rank, nodes in enumerate(ranks):
+        listed = program.instructions(rank)
+        for node in nodes:
+            if node.type == COLLECTIVE:
+                assert groups[node.attr["pg_name"]] == list(program.header.groups[listed[node.id].peer])
+                seen.add(node.attr["pg_name"])
+    assert seen == groups.keys()
+
+
 def test_a_reduction_has_the_bytes_of_the_weights(exported, golden):
     _, ranks = exported(golden["ddp"], "--weight", "64")
     sizes = [(node.name, node.attr["comm_size"]) for node in ranks[0] if node.type == COLLECTIVE]
