@@ -18,6 +18,7 @@ from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from mpirun.comm.device import Device
 from mpirun.comm.waiting import sleeping_barrier
@@ -141,8 +142,8 @@ class MessageProgress:
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The submodules without children of their own; a module that torch.compile made counts as one layer."""
+    """The submodules without children of their own; one that torch.compile made, or a traced graph, is one layer."""
     children = list(module.children())
-    if not children or hasattr(module, "_orig_mod"):
+    if not children or hasattr(module, "_orig_mod") or isinstance(module, GraphModule):
         return [module]
     return [layer for child in children for layer in layers(child)]

@@ -13,12 +13,25 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 from mpi4py import MPI
-from torch import nn
+from torch import Tensor, nn
 
+import mpirun
 from mpirun.comm.progress_thread import MessageProgress
 
 FASTEST = 2**24 / 20e9  # seconds for 16 MiB through memory: what takes less was there before
+
+
+class Wrapped(nn.Module):
+    """No nn.Sequential, so that it is traced."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +54,23 @@ def test_with_calls_of_mpi_a_message_hides_behind_a_computation(measured, way):
     if plain < max(transfer / 2, FASTEST):
         pytest.skip("this MPI moves messages by itself")
     assert with_calls < plain / 2, measured
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_hooks_are_in_layers_that_are_called(backward):
+    """Those of a traced stage's graph are not: it is one layer."""
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(4)])
+    traced = mpirun.split(Wrapped(net), torch.zeros(4, 2), stages=2).stages[0]
+    for module, layers in ((net, 8), (traced, 1)):
+        polls: list[int] = []
+        progress = MessageProgress(MPI.COMM_SELF, lambda polls=polls: polls.append(1))
+        outputs: list[torch.Tensor] = []
+        act = progress.with_hooks(lambda m=module: outputs.append(m(torch.zeros(4, 2))), module, 1.0, backward)
+        assert progress.layer_count(module) == layers
+        act()
+        outputs[0].sum().backward()
+        assert polls
+        progress.free()
 
 
 def test_a_computation_that_fails_leaves_nothing_behind():
