@@ -33,10 +33,17 @@ def tensor_norms(gradients: Sequence[Tensor], canonical: bool) -> list[float]:
         return []
     if canonical:
         return [math.sqrt(tree_sum(subtrees(line_sums(gradient)))) for gradient in gradients]
+    norms: list[float] = norms_on_device(gradients).tolist()
+    return norms
+
+
+def norms_on_device(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norms of one or more tensors, accumulated in float32 or wider, without waiting for them."""
     types = {torch.promote_types(dtype, torch.float32) for dtype in {x.dtype for x in gradients}}
     if len(types) == 1:
-        return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=types.pop())).tolist()
-    return [float(torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))) for x in gradients]
+        return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=types.pop()))
+    wide = [(x, torch.promote_types(x.dtype, torch.float32)) for x in gradients]
+    return torch.stack([torch.linalg.vector_norm(x, dtype=dtype).double() for x, dtype in wide])
 
 
 def total_norm(norms: Sequence[float]) -> float:
@@ -126,10 +133,13 @@ class GradNorms:
                 self.parameters.append((slice(begin, self.length), all_nodes))
         self.one_each = all(positions.stop - positions.start == 1 for positions, _ in self.parameters)
 
-    def contributor(self, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor]) -> Callable[[np.ndarray], None]:
+    def contributor(
+        self, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor], added: Tensor | None = None
+    ) -> Callable[[np.ndarray], None]:
         """A function that writes this rank's numbers of a unit to their positions; `gradients`: of the unit's pieces.
 
         It leaves out parameters that an earlier stage has too: the earlier stage contributes the norm.
+        `added`: to the norms of a stage in one piece, by parameter, shape (parameters,).
         """
         pairs = zip(self.by_unit.get(unit, []), [x for x in gradients if x.numel()], strict=True)
         own = [
@@ -139,10 +149,13 @@ class GradNorms:
         ]
         whole = [x for entry, x in own if not entry.has_sums]
         positions = [entry.positions.start for entry, _ in own if not entry.has_sums]
+        parameters = [entry.parameter for entry, _ in own]
         divided = [(entry, x) for entry, x in own if entry.has_sums]
 
         def contribute(numbers: np.ndarray) -> None:
             numbers[positions] = tensor_norms(whole, self.canonical)
+            if added is not None:
+                numbers[positions] += np.array(added.tolist())[parameters]
             for entry, x in divided:
                 first = entry.piece.begin * x.element_size() // LINE
                 numbers[entry.positions] = [total for _, total in subtrees(line_sums(x), first)]

@@ -78,7 +78,9 @@ class OptimizerStep:
         totals = {unit: buffer.total for unit, buffer in owned.items()}
         stages = {unit: context.stages[unit[0]] for unit in owned}
         contributors = [
-            self.grad_norms.contributor(unit, stages[unit], stages[unit].views_of_part(unit[1], total))
+            self.grad_norms.contributor(
+                unit, stages[unit], stages[unit].views_of_part(unit[1], total), self.versions.unsound.get(unit[0])
+            )
             for unit, total in totals.items()
         ]
 

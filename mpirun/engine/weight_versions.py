@@ -6,12 +6,17 @@
 3. Every slot has a module whose parameters lie there. The graph that a forward saves points to the slot of its
    version, so its backward uses the same version.
 4. At NORM the last version is copied to where the next pass expects version 0.
+5. NORM has the gradients of the last update. If those of an earlier one are not finite, NORM learns it from `unsound`.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
+from mpirun.engine.grad_norm import norms_on_device
 from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage
 from schedgen.ir.instructions import Instruction, Op
@@ -25,6 +30,7 @@ class StageVersions:
         self.context, self.version_0 = context, context.stages
         self.by_version: dict[tuple[int, int], LocalStage] = {}
         self.last: dict[int, LocalStage] = {}  # by stage
+        self.unsound: dict[int, Tensor] = {}  # by stage and parameter: 0, or NaN from an update that is not finite on
         in_slot: dict[tuple[int, int], LocalStage] = {}
         for i in context.instructions:
             if i.op == Op.STEP and i.version >= 0:
@@ -36,6 +42,7 @@ class StageVersions:
                         in_slot[key] = stage.with_other_weights(module, memory)
                     stage = in_slot[key]
                 self.by_version[i.stage, i.version] = self.last[i.stage] = stage
+                self.unsound[i.stage] = torch.zeros(len(stage.names), device=stage.device.torch)
 
     def at(self, stage: int, version: int) -> LocalStage:
         """The stage with that version of its weights."""
@@ -48,11 +55,15 @@ class StageVersions:
         position, gradient = self.context.position, self.context.grad_buffers.of_stage(i.stage)
         size = header.weight_versions.round(i.stage)
         count = min(size, header.microbatches - size * (i.version - 1))
+        unsound, gradients = self.unsound[i.stage], self.version_0[i.stage].views(gradient.total)
+        norm_sees_it = (i.stage, i.version + 1) not in self.by_version
 
         def act() -> None:
             allreduces.finish()
             for total in gradient.numbers[0] if count > 1 else ():
                 total.div_(count)
+            if gradients and not norm_sees_it:
+                unsound.add_(norms_on_device(gradients) * 0)
             if after is not before:
                 after.weights.copy_(before.weights)
             optimizer.step((i.stage, -1), gradient, position.step, 0.0, after, i.version)

@@ -172,6 +172,37 @@ def test_an_update_that_ranks_lose_is_seen(scripts, compiled):
     assert done.code == 1 and "verify: failed" in done.out, done.err
 
 
+INFINITE = """
+import math, sys, torch, mpirun
+from torch.nn.functional import mse_loss
+class Unsound(torch.nn.Linear):
+    def forward(self, x):
+        output = super().forward(x)
+        if (x == 7).all():
+            output.register_hook(lambda gradient: gradient * math.inf)
+        return output
+def sgd(named):
+    return torch.optim.SGD([entry.parameter for entry in named], 0.01)
+torch.manual_seed(0)
+x, at = torch.randn(8, 4), int(sys.argv[2])
+stages = [Unsound(4, 4), torch.nn.Linear(4, 4)]
+with mpirun.Engine(sys.argv[1], stages, loss=mse_loss, optimizer=sgd, timeout=0) as run:
+    run.step((x, x))
+    x[2 * at : 2 * at + 2] = 7
+    run.step((x, x))
+    print("done")
+"""
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_though_later_ones_are(scripts, compiled):
+    """The forwards after its update use older weights, and NORM has the gradients of the last update alone."""
+    sizes = {"stages": 2, "microbatches": 4}
+    late = [(compiled("pipedream", **sizes, updates=updates), 2) for updates in ("stash", "vertical")]
+    for done in scripts(2, [[INFINITE, *run] for run in [*late, (compiled("pipedream-2bw", **sizes), 1)]]):
+        assert (done.code, done.out) == (1, "")
+        assert "step 2" in done.err and "the norm of the gradient of bias, stage 0, is nan" in done.err
+
+
 def test_what_needs_the_whole_gradient_is_refused(mistakes, compiled, text):
     file = compiled("pipedream", stages=4, microbatches=8)
     common = [file, "--model", GPT, "--text", text, "--steps", 1]
