@@ -17,9 +17,9 @@ from mpirun.model.shapes import flat_layout
 from schedgen.ir.instructions import Instruction
 
 
-def shared_parameters(model: Model, stages: tuple[int, ...]) -> list[dict[int, str]]:
+def shared_parameters(model: Model, stages: tuple[int, ...]) -> list[dict[int, list[str]]]:
     """The parameters that exactly these stages share, each as a dict of its names by stage."""
-    ties = [dict(reversed(tie)) for tie in model.tied]  # the first name in a stage counts
+    ties = [{stage: [name for place, name in tie if place == stage] for stage, _ in tie} for tie in model.tied]
     return [tie for tie in ties if tuple(sorted(tie)) == stages]
 
 
@@ -31,12 +31,12 @@ def tied_allreduce(context: Context, i: Instruction) -> Act:
     owned = {stage: grad_buffers.of_stage(stage) for stage in stages if rank in header.owners[stage]}
     row_sums = grad_buffers.claim_row_sums([(stage, -1) for stage in owned])
     shared = shared_parameters(context.setup.model, stages)
-    views = {  # by owned stage, into its dw
+    views = {  # by owned stage, into its dw, which has a parameter under the first of its names, and no frozen one
         stage: [
             view
             for names in shared
             for name, view in zip(buffer.stage.names, buffer.stage.views(buffer.total), strict=True)
-            if name == names[stage]
+            if name in names[stage]
         ]
         for stage, buffer in owned.items()
     }
@@ -54,7 +54,7 @@ def tied_allreduce(context: Context, i: Instruction) -> Act:
     def act() -> None:
         for buffer in row_sums:
             buffer.sum_rows()
-        if not shared:
+        if not layout:
             return
         allreduces.finish()
         for row, stage in zip(packed, contributed, strict=True):

@@ -107,12 +107,18 @@ class _Builder:
 
             first_module = _Builder(self.model, first_stage, self.seed, needs_values, self.mapped, self.making).untied()
         first = _parameter(first_module, first_stage, first_name)
-        for parameter in copies:
+        for name, parameter in zip(names, copies, strict=True):
             if (parameter.shape, parameter.dtype) != (first.shape, first.dtype):
                 raise UsageError(
                     f"the model ties {first_name} of stage {first_stage}, {first.dtype} of shape "
                     f"{tuple(first.shape)}, to {parameter.dtype} of shape {tuple(parameter.shape)} "
                     f"in stage {self.stage}"
+                )
+            if parameter.requires_grad != first.requires_grad:
+                one, other = ("trained", "frozen") if first.requires_grad else ("frozen", "trained")
+                raise UsageError(
+                    f"the model ties {first_name} of stage {first_stage}, which is {one}, to {name} of stage "
+                    f"{self.stage}, which is {other}"
                 )
         if copied and kept is not first:
             kept.data.copy_(first.data)

@@ -104,11 +104,10 @@ class _Model:
             gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = None
         for tie in self.setup.model.tied:
-            copies = sorted({key for key in tie if key in gradients})
-            total = gradients[copies[0]]
+            copies = sorted({key for key in tie if key in gradients})  # none of a frozen parameter
             for key in copies[1:]:
-                total = total + gradients[key]
-            gradients |= {key: total.clone() for key in copies}
+                gradients[copies[0]] = gradients[copies[0]] + gradients[key]
+            gradients |= {key: gradients[copies[0]].clone() for key in copies}
         return gradients
 
     def update(self, step: int, gradients: Parameters, norm: float) -> None:
