@@ -144,6 +144,7 @@ class Engine:
         """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
         self.comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
         self.session: Session | None = None
+        self.done = 0  # steps, once the run has ended
         self.saving: tuple[Path, int] | None = None  # where `save` writes, and how many checkpoints stay there
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # whose position checkpoints record
@@ -226,8 +227,8 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """Steps done, including those before a checkpoint."""
-        return self._running.steps
+        """Steps done, including those before a checkpoint; the count stays when the run has ended."""
+        return self.done if self.session is None else self.session.steps
 
     @_collective
     def loader(
@@ -450,6 +451,7 @@ class Engine:
 
     def _end(self) -> None:
         if self.session is not None:
+            self.done = self.session.steps
             self.session.close()
             self.session = None
         self.ending.close()

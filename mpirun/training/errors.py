@@ -88,6 +88,9 @@ def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
     end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
 
 
+_hooks_before: dict[object, Callable[..., object]] = {}  # by the hook of each run that has not ended
+
+
 def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], object]) -> Callable[[], None]:
     """From now on an uncaught exception of the script's own code calls `failing`, and then ends all ranks.
 
@@ -99,8 +102,12 @@ def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], obje
         end_on_error(comm, error)
 
     def give_back() -> None:
+        before = _hooks_before.pop(hook)
         if sys.excepthook is hook:
             sys.excepthook = before
+        for later, given in _hooks_before.items():
+            if given is hook:
+                _hooks_before[later] = before
 
-    before, sys.excepthook = sys.excepthook, hook
+    _hooks_before[hook], sys.excepthook = sys.excepthook, hook
     return give_back

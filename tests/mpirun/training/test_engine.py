@@ -467,6 +467,38 @@ torch.set_num_threads(threads)
     assert (done.code, done.out.split()) == (0, ["True", "143", "True", "True"]), done.err
 
 
+def test_runs_at_one_time_give_back_excepthook_in_whatever_order_they_end(scripts):
+    script = """
+def engine():
+    stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+    return mpirun.Engine("gpipe", stages, stages=2, microbatches=2, loss=mse_loss, timeout=0)
+before = sys.excepthook
+for order in ("012", "102", "210"):
+    hooks = {}
+    for number in range(3):
+        run = engine()
+        hooks[run] = sys.excepthook
+    assert len({before, *hooks.values()}) == 4
+    for run in [list(hooks)[int(number)] for number in order]:
+        run.close()
+        del hooks[run]
+        assert sys.excepthook is [before, *hooks.values()][-1], order
+"""
+    (done,) = scripts(2, [[HANDLERS + script]])
+    assert done.code == 0, done.err
+
+
+def test_the_steps_of_a_run_can_be_read_when_it_has_ended(scripts):
+    script = """
+with engine() as run:
+    step(run)
+    step(run)
+print(run.steps)
+"""
+    (done,) = scripts(1, [[HANDLERS + script]])
+    assert (done.code, done.out.split()) == (0, ["2"]), done.err
+
+
 @pytest.mark.parametrize("teacher_first", [False, True])
 def test_sigterm_ends_the_run_that_trains_beside_one_that_only_evaluates(teacher_first, scripts):
     script = """
@@ -662,6 +694,58 @@ for model in (modules(), nn.Sequential(*modules()), tied):
 """
     (done,) = scripts(2, [[script]])
     assert done.code == 0, done.err
+
+
+TIES = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+def linear(frozen=()):
+    layer = nn.Linear(4, 4)
+    for name in frozen:
+        layer.get_parameter(name).requires_grad_(False)
+    return layer
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x):
+        return self.b(self.a(x))
+def frozen(first, second):
+    stages = [{"l": lambda: linear(first), "own": linear}, {"m": lambda: linear(second)}]
+    return stages, [[(0, f"l.{name}"), (1, f"m.{name}")] for name in ("weight", "bias")]
+def twice(*names):
+    return [{"l": linear}, {"t": Two}], [[(0, "l.weight"), *((1, name) for name in names)]]
+stages, tied = eval(sys.argv[1])
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+with mpirun.Engine("gpipe", mpirun.Model(stages, mse_loss, tied=tied), stages=2, microbatches=2, verify=True,
+                   canonical=True, timeout=60) as run:
+    for _ in range(2):
+        loss = run.step((x, x)).loss
+    if run.rank == 0:
+        print(loss)
+    assert run.verify()
+"""
+
+
+def test_a_tie_may_name_the_parameters_of_a_stage_in_any_order(scripts):
+    orders = ("'t.a.weight', 't.b.weight'", "'t.b.weight', 't.a.weight'")
+    one, other = scripts(2, [[TIES, f"twice({names})"] for names in orders])
+    assert (one.code, other.code) == (0, 0), one.err + other.err
+    assert one.out == other.out
+
+
+def test_what_is_tied_may_be_frozen_in_all_its_stages(scripts):
+    for done in scripts(2, [[TIES, f"frozen({names}, {names})"] for names in (["bias"], ["weight", "bias"])]):
+        assert done.code == 0, done.err
+
+
+def test_what_is_frozen_in_one_stage_and_trained_in_another_is_not_tied(scripts):
+    runs = scripts(2, [[TIES, "frozen(['weight'], [])"], [TIES, "frozen([], ['bias'])"]])
+    assert [(run.code, run.err) for run in runs] == [
+        (2, "mpirun: the model ties l.weight of stage 0, which is frozen, to m.weight of stage 1, which is trained\n"),
+        (2, "mpirun: the model ties l.bias of stage 0, which is trained, to m.bias of stage 1, which is frozen\n"),
+    ]
 
 
 def test_evaluations_are_in_eval_mode_whatever_it_leaves_out(scripts):
