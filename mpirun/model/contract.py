@@ -82,7 +82,8 @@ class Model(NamedTuple):
                      Minibatch, which is made as a whole and then cut. None: a script gives the data.
     length           how many bytes of text `batch` needs at least.
     tied             shared parameters: for each, where it occurs, as (stage, name). All copies get the value of the
-                     first, and the sum of the gradients of all. Modules that share a parameter are tied without this.
+                     first, and the sum of the gradients of all; all are trained, or all frozen. Modules that share a
+                     parameter are tied without this.
     reads            by stage: what each argument of its forward is, a Value (output k of an earlier stage) or an Input
                      (leaf k of the input). None: all that its producers in the schedule return or, without producers,
                      all leaves. Several are separate arguments, or one tuple if forward does not take that many.
