@@ -121,7 +121,7 @@ class Session:
             interpreter.use()
         if self.trace is not None:
             self.trace.attach(interpreter)
-        if self.sigterm.asked is not None:  # by a signal, which may come at any time
+        if self.sigterm.asked:  # by a signal, which may come at any time
             self._leave_after_step()
 
     def free(self) -> None:

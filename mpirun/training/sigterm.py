@@ -1,6 +1,7 @@
 """SIGTERM, which Slurm sends before the time is up: a run leaves after its step, or is ended at once.
 
-Several runs may be open in one process: one may only evaluate while another steps. A signal goes to all of them.
+Several runs may be open in one process: one may only evaluate while another steps. A signal goes to all of them, and to
+those that begin later, until one has left.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM ends the rank at once
 
@@ -16,11 +18,13 @@ ASKED_TWICE = 10.0  # seconds after which a second SIGTERM ends the rank at once
 class Sigterm:
     """What SIGTERM does to one run on this rank. A handler of the script's own stays, and then this does nothing."""
 
+    came: ClassVar[float | None] = None  # when the first signal came after which no run has left yet
+
     def __init__(self, leave: Callable[[], None], end: Callable[[], None]) -> None:
         """`leave`: asks the run to leave after its step; `end`: is called before SIGTERM ends this rank."""
         self.leave, self.end = leave, end
         self.after_step = False  # whether the run leaves after its step; else the rank is ended at once
-        self.asked: float | None = None  # when the run was first asked to leave
+        self.asked = False  # whether the run was asked to leave
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._take()
 
@@ -28,10 +32,18 @@ class Sigterm:
         """From now on SIGTERM means: leave after the step; if it comes again later (Slurm sends two), at once."""
         self.after_step = True
         self._take()
+        if Sigterm.came is not None and self in _runs:
+            self.ask()
+
+    def ask(self) -> None:
+        """Ask the run to leave, unless that has been done."""
+        if not self.asked:
+            self.asked = True
+            self.leave()
 
     def end_at_once(self) -> None:
-        """From now on SIGTERM ends the process: there are no more steps."""
-        self.after_step = False
+        """From now on SIGTERM ends the process: there are no more steps. One that has come before is answered."""
+        self.after_step, Sigterm.came = False, None
 
     def give_back(self) -> None:
         """The run has ended. After the last of them SIGTERM means what it meant before the first."""
@@ -53,17 +65,17 @@ _runs: list[Sigterm] = []  # those that a signal goes to, in the order in which 
 
 def _on_sigterm(*_: object) -> None:
     last, now = _runs[-1] if _runs else None, time.monotonic()
-    if last is None or not last.after_step or now - (last.asked or now) > ASKED_TWICE:
+    if last is None or not last.after_step or now - (Sigterm.came or now) > ASKED_TWICE:
         # It ends this rank, as it does by itself; the watchdog says so, and ends the others.
         for run in _runs:
             run.end()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
         return
+    Sigterm.came = Sigterm.came or now
     for run in _runs:
-        if run.after_step and run.asked is None:
-            run.asked = now
-            run.leave()
+        if run.after_step:
+            run.ask()
 
 
 def _sets_signals() -> bool:

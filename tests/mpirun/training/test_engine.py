@@ -517,6 +517,29 @@ with teacher, student:
     assert (done.code, done.out.split()) == (0, ["143"]), done.err
 
 
+def test_sigterm_ends_a_run_that_begins_after_it_came_unless_another_has_left(scripts):
+    """While a teacher has been built, and its student has not; after the last step of a run that another follows."""
+    script = """
+def ended(run):
+    try:
+        step(run)
+    except SystemExit as end:
+        return end.code
+with engine() as teacher, engine() as student:
+    step(teacher)
+    signal.raise_signal(signal.SIGTERM)
+    print(ended(student))
+with engine() as first:
+    step(first)
+    signal.raise_signal(signal.SIGTERM)
+for _ in range(2):
+    with engine() as run:
+        print(ended(run))
+"""
+    (done,) = scripts(1, [[HANDLERS + script]])
+    assert (done.code, done.out.split()) == (0, ["143", "143", "None"]), done.err
+
+
 def test_a_run_in_another_thread_leaves_sigterm_alone(scripts):
     """Only the main thread can set what a signal does."""
     script = """
