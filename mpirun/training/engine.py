@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from itertools import chain, islice
 from numbers import Real
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -74,6 +74,14 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]  # its argument is called self
+
+
+class Saving(NamedTuple):
+    """How a checkpoint is saved."""
+
+    directory: Path
+    data: Loader | None  # whose position it records
+    keep: int  # how many stay in the directory
 
 
 class Engine:
@@ -145,9 +153,8 @@ class Engine:
         self.comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
         self.session: Session | None = None
         self.done = 0  # steps, once the run has ended
-        self.saving: tuple[Path, int] | None = None  # where `save` writes, and how many checkpoints stay there
+        self.saving: Saving | None = None  # what SIGTERM saves, where
         self.resumed_from: Path | None = None
-        self.data: Loader | None = None  # whose position checkpoints record
         self.said: set[str] = set()  # notes of all loaders that were printed
         self.loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
         self.ending = contextlib.ExitStack()  # restores what the process had before the run
@@ -291,7 +298,7 @@ class Engine:
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         self.log(session.steps, numbers)
         if result.leave:
-            session.leave(self.saving is not None and self._save(self.saving[1]))
+            session.leave(self.saving is not None and self._save(self.saving))
         return result
 
     @_collective
@@ -350,17 +357,25 @@ class Engine:
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
         """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
-        The newest `keep` checkpoints are kept.
+        The newest `keep` checkpoints are kept. SIGTERM saves as the last call with `data` did, for that is what a
+        restart resumes; a script that gives none has the first directory saved to, or the one that it resumed from.
         """
         self._refuse(not self.prepared.has_stages, "save: nothing has been trained or evaluated yet")
         no_count = type(keep) is not int or keep < 1
         self._refuse(no_count, f"keep should be a whole number of at least 1, not {keep!r}")
         path = together(self.comm, lambda: directory_of("save", directory))
         writer = self._running.checkpoints()
-        if self.saving is None or self.saving[0] != path:
+        if writer.directory != path:
             writer.open(str(path), None if self.resumed_from is None else str(self.resumed_from))
-        self.data, self.saving = data, (path, keep)
-        return self._save(keep)
+        saving, before = Saving(path, data, keep), self.saving
+        if (
+            before is None
+            or data is not None
+            or path == before.directory
+            or (before.data is None and path == self.resumed_from)
+        ):
+            self.saving = saving
+        return self._save(saving)
 
     @_collective
     def resume(self, directory: str | os.PathLike[str], data: Loader | None = None) -> bool:
@@ -383,7 +398,7 @@ class Engine:
             unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
             self._refuse(not position, unsaved)
             together(self.comm, lambda: data.restore(position))
-        self.data, self.resumed_from = data, path
+        self.resumed_from = path
         if self.prepared.has_stages:
             session.resume(manifest)
         else:
@@ -501,12 +516,14 @@ class Engine:
             self.loaders.add(batch.loader)
         return batch
 
-    def _save(self, keep: int) -> bool:
+    def _save(self, saving: Saving) -> bool:
+        """Save to a directory that has been opened."""
         writer = self._running.checkpoints()
+        writer.directory = saving.directory
         writer.settings.pop("loader", None)
-        if self.data is not None:
-            writer.settings["loader"] = self.data.state()
-        return self._running.save(keep)
+        if saving.data is not None:
+            writer.settings["loader"] = saving.data.state()
+        return self._running.save(saving.keep)
 
     def _over(
         self,

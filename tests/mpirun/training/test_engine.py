@@ -679,6 +679,31 @@ assert (steps("best"), steps("tuned")) == ([4, 5, 7], [7])
     ]
 
 
+def test_a_run_that_is_asked_to_leave_saves_to_the_directory_that_is_resumed(tmp_path, scripts):
+    """With the position in the data, whatever was saved to last: a restart does not resume the best, which has none."""
+    script = """
+import signal
+def train(run, loader, saves):
+    for batch in loader:
+        run.step(batch)
+        for name, options in saves:
+            run.save(folder / name, **options)
+        saves = ()
+        signal.raise_signal(signal.SIGTERM)
+data, best = [(row, row) for row in torch.cat([x] * 3)], ("best", {"keep": 1})
+for number, name in enumerate(("last", "last", "best")):
+    with engine() as run:
+        loader = run.loader(data, 2)
+        assert run.resume(folder / name, data=loader if name == "last" else None) == (number > 0)
+        assert loader.step == (run.steps if name == "last" else 0)
+        last = "last", {} if number == 1 else {"data": loader}
+        print(refused(lambda: train(run, loader, [best, last, best])), steps("last"), steps("best"))
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    found = [line for line in done.out.splitlines() if line.startswith("143")]
+    assert (done.code, found) == (0, ["143 [1, 2] [1]", "143 [2, 3, 4] [3]", "143 [3, 4, 5] [4]"]), done.err
+
+
 def test_modules_that_share_a_parameter_train_it_as_one(scripts):
     """As a list, as the children of a Sequential, of which one may come twice, or tied by some of its names alone."""
     script = """
