@@ -155,6 +155,7 @@ class Engine:
         self.done = 0  # steps, once the run has ended
         self.saving: Saving | None = None  # what SIGTERM saves, where
         self.resumed_from: Path | None = None
+        self.data: Loader | None = None  # that was resumed
         self.said: set[str] = set()  # notes of all loaders that were printed
         self.loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
         self.ending = contextlib.ExitStack()  # restores what the process had before the run
@@ -360,7 +361,7 @@ class Engine:
         The newest `keep` checkpoints are kept. SIGTERM saves as the last call with `data` did, for that is what a
         restart resumes; a script that gives none has the first directory saved to, or the one that it resumed from.
         """
-        self._refuse(not self.prepared.has_stages, "save: nothing has been trained or evaluated yet")
+        self._build_stages("save")
         no_count = type(keep) is not int or keep < 1
         self._refuse(no_count, f"keep should be a whole number of at least 1, not {keep!r}")
         path = together(self.comm, lambda: directory_of("save", directory))
@@ -398,7 +399,7 @@ class Engine:
             unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
             self._refuse(not position, unsaved)
             together(self.comm, lambda: data.restore(position))
-        self.resumed_from = path
+        self.data, self.resumed_from = data, path
         if self.prepared.has_stages:
             session.resume(manifest)
         else:
@@ -408,7 +409,7 @@ class Engine:
     @_collective
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the whole model under its own names: safetensors, and what else the directory of `weights` has."""
-        self._refuse(not self.prepared.has_stages, "export: nothing has been trained or evaluated yet")
+        self._build_stages("export")
         path = together(self.comm, lambda: directory_of("export", directory))
         on_rank_0(self.comm, lambda: check_new(path))
         session = self._running
@@ -515,6 +516,17 @@ class Engine:
             self._refuse(others, "the loader is another Engine's, whose ranks read other microbatches")
             self.loaders.add(batch.loader)
         return batch
+
+    def _build_stages(self, method: str) -> None:
+        """Build the stages of a run that was resumed with data, and has not used them: all of its steps may be done.
+
+        Stop if that is not so, and nothing is built.
+        """
+        if not self.prepared.has_stages and self.prepared.resumed is not None and self.data is not None:
+            with self.data.from_the_start():
+                batch = self._batch(next(iter(self.data)))
+            self.prepared.build(batch, Shapes(self.comm, self.shapes.buckets).of(batch, "batch 1"))
+        self._refuse(not self.prepared.has_stages, f"{method}: nothing has been trained or evaluated yet")
 
     def _save(self, saving: Saving) -> bool:
         """Save to a directory that has been opened."""

@@ -704,6 +704,42 @@ for number, name in enumerate(("last", "last", "best")):
     assert (done.code, found) == (0, ["143 [1, 2] [1]", "143 [2, 3, 4] [3]", "143 [3, 4, 5] [4]"]), done.err
 
 
+def test_a_run_whose_steps_are_all_done_is_exported_and_saved_when_it_is_started_again(tmp_path, scripts):
+    """As one that was killed before its export: the data that it resumes say what a microbatch looks like."""
+    script = """
+from itertools import islice
+from safetensors.torch import load_file
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(data)
+def weights(name):
+    files = (folder / name).glob("*.safetensors")
+    return {key: value.tolist() for file in files for key, value in load_file(file).items()}
+data = [(row, row) for row in x]
+for kind, dataset in (("map", data), ("stream", Stream()), ("function", lambda *_: (x[2:4], x[:2]))):
+    losses = []
+    for part in ("whole", "exported", "saved"):
+        with engine(2) as run:
+            loader = run.loader(dataset, 2)
+            assert run.resume(folder / kind, data=loader) == (part != "whole")
+            for batch in islice(loader, 0 if run.steps else 1):
+                run.step(batch)
+                run.save(folder / kind, data=loader)
+            if part == "saved":
+                assert run.save(folder / kind, data=loader)
+            else:
+                run.export(folder / f"{kind}-{part}")
+            assert (run.steps, loader.epoch, loader.step) == (1, 0, 1)
+            losses.append(run.step(next(iter(loader))).loss)
+    assert len({*losses}) == 1 and weights(f"{kind}-whole") == weights(f"{kind}-exported") != {}
+with engine(2) as run:
+    assert run.resume(folder / "map") and refused(lambda: run.export(folder / "without data")) == 2
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path]])
+    assert done.code == 0, done.err
+    assert done.err.splitlines()[-1] == "mpirun: export: nothing has been trained or evaluated yet"
+
+
 def test_modules_that_share_a_parameter_train_it_as_one(scripts):
     """As a list, as the children of a Sequential, of which one may come twice, or tied by some of its names alone."""
     script = """
