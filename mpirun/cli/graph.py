@@ -1,4 +1,4 @@
-"""`python -m mpirun graph`: what stages read from each other, and ties, for `schedgen compile --graph`."""
+"""`python -m mpirun graph`: what stages read from each other, and ties, for the option `--graph` of schedgen."""
 
 from __future__ import annotations
 

@@ -112,13 +112,13 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
     parser = Parser(
         prog="python -m mpirun profile",
         description="Measure what a model's stages and messages cost here, on all ranks at once:\n"
-        "a profile for schedgen simulate --profile.",
+        "a profile for --profile of schedgen's commands, and for plan.",
         epilog="example: mpiexec -n 4 python -m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 -o tiny",
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--stages", type=_positive_count, metavar="S", help="how many the model is cut into, as a chain")
+    add("--stages", type=_positive_count, metavar="S", help="how many the model is cut into")
     add("--schedule", metavar="FILE", help="take stages and edges from a schedule")
     add("-o", "--output", metavar="PROFILE", help="the file to write")
     _common(parser)
@@ -139,7 +139,7 @@ def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> GraphOptions:
     parser = Parser(
         prog="python -m mpirun graph",
         description="Which stages of a model read which others, and share parameters:\n"
-        "a file for schedgen compile --graph.",
+        "a file for --graph of schedgen compile, search and plan.",
         epilog="example: python -m mpirun graph --model mymodel:unet --stages 4 -o unet.graph",
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

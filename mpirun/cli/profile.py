@@ -14,6 +14,7 @@ import gc
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.setup import set_up_command
 from mpirun.engine.stage import LocalStage
+from mpirun.model.load_model import load_model
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
@@ -39,7 +41,7 @@ from schedgen.ir.instructions import F, Instruction, Kind, Op, W
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.util.errors import RefusedFile, UsageError
+from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
 
 MICROBATCHES = 8  # of a step
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
@@ -221,15 +223,17 @@ def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[B
 
 def _schedule(options: ProfileOptions) -> Program:
     """The program of one worker that computes all stages."""
-    graph = ModelGraph(options.stages or 1)
-    if options.schedule is not None:
-        try:
-            header = checked(options.schedule).header
-        except OSError as error:
-            raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
-        graph = _of_model(header)
-        if options.stages not in (None, graph.stages):
-            raise UsageError(f"--stages {options.stages}: {options.schedule} has {graph.stages}")
+    if options.schedule is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MpirunWarning)  # the set-up makes the model once more
+            return _one_worker(load_model(options.setup.model, options.stages or 1, options.setup.seed).graph())
+    try:
+        header = checked(options.schedule).header
+    except OSError as error:
+        raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
+    graph = _of_model(header)
+    if options.stages not in (None, graph.stages):
+        raise UsageError(f"--stages {options.stages}: {options.schedule} has {graph.stages}")
     return _one_worker(graph)
 
 

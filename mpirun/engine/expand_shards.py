@@ -24,7 +24,7 @@ from schedgen.util.errors import UsageError
 
 
 def check_shards(model: Model, header: Header) -> None:
-    """UsageError if a schedule with shards splits different stages than the model, or cannot compute its loss."""
+    """UsageError if a schedule gives shards to other stages than the model, or cannot compute its loss."""
     if not header.tensor_parallel:
         return
     replicated = [stage for stage in range(len(model.stages)) if stage not in model.sharded]
@@ -55,7 +55,7 @@ def expanded_model(unsharded_model: Model, header: Header) -> Model:
 
 
 def expand_model(model: Model, count: int) -> Model:
-    """The model with `count` shards or replicas of every stage. UsageError if a stage cannot be split."""
+    """The model with `count` shards or replicas of every stage. UsageError if a stage cannot have shards."""
     if count == 1:
         return model
     stages: list[StageEntry] = []
@@ -74,9 +74,9 @@ def expand_model(model: Model, count: int) -> Model:
 def _shards(model: Model, stage: int, entry: StageEntry, count: int) -> list[StageEntry]:
     """The entries that build the shards of a stage."""
     if isinstance(entry, nn.Module):
-        raise UsageError(f"stage {stage} of the model is split, but it is a module, not what builds one")
+        raise UsageError(f"stage {stage} of the model has shards, but it is a module, not what builds one")
     if any(tied_stage == stage for tie in model.tied for tied_stage, _ in tie):
-        raise UsageError(f"stage {stage} of the model is split, but shares parameters with others")
+        raise UsageError(f"stage {stage} of the model has shards, but shares parameters with others")
     shards = [Shard(t, count) for t in range(count)]
     if isinstance(entry, Mapping):
         return [{name: partial(build_shard, make, shard) for name, make in entry.items()} for shard in shards]

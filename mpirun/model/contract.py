@@ -52,8 +52,8 @@ class Origin(NamedTuple):
     traced      whether stages are for microbatches of one shape.
     check_eval  () -> a function that makes a stage's module leave out in eval mode what the module leaves out, or None
                 if stages do so anyway. Both raise UsageError if the stages would still do something else.
-    join        numbers -> the stages that join so many of these, one after the other. None: only stages that are given
-                by their layers can be joined.
+    join        (stages, numbers) -> the stages that join so many of these, one after the other; UsageError if these are
+                not those that were cut. None: only stages that are given by their layers can be joined.
     """
 
     named: bool = False
@@ -61,7 +61,7 @@ class Origin(NamedTuple):
     pair: Pair = pair_of_leaves
     traced: bool = False
     check_eval: CheckEval = _follows_mode
-    join: Callable[[Sequence[int]], JoinedStages] | None = None
+    join: Callable[[Sequence[StageEntry], Sequence[int]], JoinedStages] | None = None
 
 
 class Model(NamedTuple):

@@ -180,8 +180,8 @@ def outputs_read(reads: Reads) -> dict[tuple[int, int], tuple[int, ...]]:
     return {edge: tuple(sorted(indices)) for edge, indices in sorted(outputs.items())}
 
 
-def model_graph(reads: Reads, tied: Iterable[Iterable[int]] = (), split: Collection[int] = ()) -> ModelGraph:
-    """What a schedule must know of a model: `tied` has the stages of each tie, `split` the tensor-parallel stages."""
+def model_graph(reads: Reads, tied: Iterable[Iterable[int]] = (), sharded: Collection[int] = ()) -> ModelGraph:
+    """What a schedule must know of a model: `tied` has the stages of each tie, `sharded` those with tensor shards."""
     edges = outputs_read(reads)
     by_producer: dict[int, set[tuple[int, ...]]] = {}
     for (producer, _), indices in edges.items():
@@ -193,14 +193,14 @@ def model_graph(reads: Reads, tied: Iterable[Iterable[int]] = (), split: Collect
         edges=tuple(edges),
         per_consumer=per_consumer,
         tied=tuple(sorted(tie for tie in ties if len(tie) > 1)),
-        replicated=tuple(stage for stage in range(len(reads)) if split and stage not in split),
+        replicated=tuple(stage for stage in range(len(reads)) if sharded and stage not in sharded),
     )
 
 
 def how_to_compile(header: Header) -> str:
     """What to do about a schedule that was compiled for another model."""
     layers = header.scheme.get("layers")
-    made, stages = ("plan", sum(layers)) if layers else ("compile", header.model_stages)
+    made, stages = ("compile or plan", sum(layers)) if layers else ("compile", header.model_stages)
     return f"{made} it with --graph FILE, which python -m mpirun graph --model ... --stages {stages} -o FILE writes"
 
 
@@ -228,7 +228,6 @@ def _difference(model: ModelGraph, header: Header) -> str | None:
         return f"stage {c} of the model reads stage {p}, but in the schedule it does not"
     for p, c in sorted(of_schedule - of_model):
         return f"in the schedule stage {c} reads stage {p}, but in the model it does not"
-    for stage in sorted(set(model.per_consumer) ^ set(header.graph.per_consumer)):
-        where = "model" if stage in model.per_consumer else "schedule"
-        return f"only in the {where} what stage {stage} gives is different for those that read it"
-    return None
+    for stage in sorted(set(model.per_consumer) - set(header.graph.per_consumer)):
+        return f"only in the model what stage {stage} gives is different for those that read it"
+    return None  # a schedule may send the same to each of those that read it

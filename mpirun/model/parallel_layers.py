@@ -1,6 +1,6 @@
 """Tensor parallelism: layers of which each of T workers computes a shard, and how their parameters are divided.
 
-A stage that is split is a sum y = f_0(x) + ... + f_{T-1}(x): shard t computes f_t from all of x. The schedule sums the
+A stage with shards is a sum y = f_0(x) + ... + f_{T-1}(x): shard t computes f_t from all of x. The schedule sums the
 outputs, and the gradients of the inputs, over the shards, so that no layer here communicates. A linear layer divided
 by its outputs, elementwise operations, and a linear layer divided by its inputs make such a stage [Shoeybi et al.
 2019, "Megatron-LM", section 3]; so does attention divided by its heads. What occurs in the sum once, a skip

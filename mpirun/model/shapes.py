@@ -285,10 +285,10 @@ def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:
     name = f"stage {shape.model_stage} of the model"
     if shape.random_layers:
         raise UsageError(
-            f"{name} is split, but draws random numbers, as dropout does: that belongs into a stage that is whole"
+            f"{name} has shards, but draws random numbers, as dropout does: that belongs into a stage that is whole"
         )
     if len(shape.outputs) > 1:
-        raise UsageError(f"{name} is split: it should return one tensor")
+        raise UsageError(f"{name} has shards: it should return one tensor")
     if index and shape.outputs != shapes[-2].outputs:
         (before,), (output,) = shapes[-2].outputs, shape.outputs
         raise UsageError(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from mpirun.model.contract import Model
+from mpirun.model.frontend.errors import warn_user
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import SlowScheme, UsageError
 
 
 def is_scheme(name: str) -> bool:
@@ -24,7 +26,13 @@ def compile_for(model: Model, scheme: str, microbatches: int | None, workers: in
     if type(microbatches) is not int or microbatches < 1:
         raise UsageError(f"microbatches: say how many a step of {scheme} has, 1 at least")
     graph, sizes = model.graph(), Sizes(len(model.stages), microbatches, workers)
-    loaded = load(scheme, sizes)._replace(edges=graph.edges, per_consumer=graph.per_consumer)
-    program = compile(loaded, sizes, Options(tied=graph.tied))
+    loaded = load(scheme, sizes)
+    if model.reads is not None or loaded.edges is None:  # else the scheme's own say what stages read
+        loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
+    with warnings.catch_warnings(record=True) as slow:
+        warnings.simplefilter("always", SlowScheme)
+        program = compile(loaded, sizes, Options(tied=graph.tied))
+    for warning in slow:
+        warn_user(str(warning.message))
     check(program, f"the schedule {scheme}")
     return program

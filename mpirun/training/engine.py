@@ -201,7 +201,8 @@ class Engine:
             file = share_program(self.comm, given if self.comm.rank == 0 else None)
         elif is_scheme(name):
             self._take(model, loss, stages)
-            program = on_rank_0(self.comm, lambda: compile_for(self.model, name, microbatches, self.comm.size))
+            with print_notes(self.comm):
+                program = on_rank_0(self.comm, lambda: compile_for(self.model, name, microbatches, self.comm.size))
             return share_program(self.comm, program)
         else:
             file = read_schedule(self.comm, name)

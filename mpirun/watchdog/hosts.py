@@ -99,7 +99,7 @@ class Hosts:
         """The messages that have arrived from a trusted host. A connection that ends is closed after them."""
         for message in link.receive():
             if not link.trusted:
-                if not hmac.compare_digest(str(message.get("token")).encode(), self.token.encode()):
+                if not hmac.compare_digest(str(message.get("token")).encode(errors="replace"), self.token.encode()):
                     self._close(link)
                     return
                 link.trusted, link.host = True, message["host"]

@@ -34,7 +34,7 @@ SILENCE = 60.0  # seconds after which a silent host counts as lost, if the time 
 LAST_WORDS = 5.0  # seconds that a failing rank has to report why and to end the others
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
 DIED = "ended without a word: killed, perhaps for lack of memory"
-DIED_AT = {PHASES[TRYING]: "MPI died on GPU memory: --gpu-messages host"}
+DIED_AT = {PHASES[TRYING]: "MPI died on GPU memory: take gpu messages host"}
 
 
 class WatchdogProcess:

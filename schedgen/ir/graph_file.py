@@ -1,4 +1,4 @@
-"""The graph file: what a schedule must know of a model. `mpirun graph` writes it, `compile` and `search` read it.
+"""The graph file: what a schedule must know of a model. Written by `mpirun graph`, for `--graph`.
 
 It is a JSON object. `stages`, the number of the model's stages, must be there; what is left out has this default:
 

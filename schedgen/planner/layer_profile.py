@@ -128,6 +128,8 @@ def _parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
 def _check_graph(graph: ModelGraph, count: int, name: str) -> None:
     if graph.stages != count:
         raise UsageError(f"the graph has {graph.stages} stages, but {name} has {count}")
+    if any(len(set(tie)) < 2 for tie in graph.tied):
+        raise UsageError("the graph has a tie of one stage: a tie is of two or more")
     if graph.layers:
         raise UsageError("the graph has layers, which a plan chooses: leave them out")
     if graph.edges is not None and (missing := set(chain(count)) - set(graph.edges)):

@@ -31,7 +31,9 @@ def pipedream(layers: Layers, levels: Sequence[Level], microbatches: int, memory
         raise UsageError(f"--microbatches {microbatches}: the partition has a stage of {max(replicas)} replicas")
     sizes = Sizes(len(replicas), microbatches, replicas=replicas)
     costs = stage_costs(layers, order, [stage.end for stage in stages], min(level.bandwidth for level in levels))
+    if costs.tied:
+        raise UsageError("PipeDream's schedule has weight versions, which tied stages cannot have: leave -o out")
     scheme = with_layers(load("pipedream", sizes), costs)
-    program = compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split)), tied=costs.tied))
+    program = compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split))))
     check_compiled(program)
     return program

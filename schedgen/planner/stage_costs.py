@@ -77,16 +77,16 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
     machine = layers.machine
     half, step, saved = (by_stage(amount, count) for amount in (machine.half, machine.step, machine.saved))
     outputs = np.array([layers.activation[i:j].sum() for i, j in spans])
-    # A layer before the stage may have outputs that cross the cut after it, too; these are not the stage's own.
-    leaving = np.array([_leaving(layers, i, j) for i, j in spans])
-    graph, by_edge = None, None
-    if layers.graph is None:  # what crosses a cut goes from stage to stage
+    joined = None if layers.graph is None else joined_graph(layers, layers.graph, ends)
+    if joined is None:  # what crosses a cut goes from stage to stage
+        # A layer before the stage may have outputs that cross the cut after it, too; these are not the stage's own.
+        leaving = np.array([_leaving(layers, i, j) for i, j in spans])
         x = prefixes.crossing[list(ends)].copy()
         x[-1] = layers.activation[-1]
         passed_on = x[:-1]
     else:
-        x, (graph, by_edge) = leaving, joined_graph(layers, layers.graph, ends)
-        passed_on = np.array([by_edge[s, s + 1] for s in range(len(spans) - 1)])
+        x = leaving = np.array([*joined.leaving[:-1], layers.activation[-1]])
+        passed_on = np.array([joined.by_edge[s, s + 1] for s in range(len(spans) - 1)])
     widest = np.array([layers.activation[i : j - 1].max(initial=0) for i, j in spans])
 
     def total(amount: Floats) -> Floats:
@@ -116,10 +116,10 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
             workspace=workspace,
             owned=np.rint(total(layers.owned)),
             step=total(step),
-            edge_activation=np.rint(list(by_edge.values())) if graph and graph.per_consumer and by_edge else None,
+            edge_activation=np.rint([*joined.by_edge.values()]) if joined and joined.graph.per_consumer else None,
         ),
         np.rint(passed_on),
-        graph,
+        None if joined is None else joined.graph,
     )
 
 

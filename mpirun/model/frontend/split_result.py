@@ -17,6 +17,7 @@ from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import check_loss
 from mpirun.model.module_copy import MetaModule, ModuleCopy
+from schedgen.util.errors import UsageError
 
 
 class Cut(NamedTuple):
@@ -92,9 +93,17 @@ class Cut(NamedTuple):
         The `make` of a Minibatch returns the same for all microbatches together; its dims are one number, or by leaf.
         `batch`: None if a script gives the data. `weights` as Model.weights.
         """
-        cut_at = self.join
+        entries, cut_at = self._entries(), self.join
+
+        def join(stages: Sequence[StageEntry], numbers: Sequence[int]) -> JoinedStages:
+            if stages is not entries or cut_at is None:
+                raise UsageError(
+                    "the schedule joins stages of the model, but others stand in the place of those it cut"
+                )
+            return cut_at(numbers)._joined()
+
         return Model(
-            stages=self._entries(),
+            stages=entries,
             loss=self.loss(loss),
             batch=batch if batch is None else self._batch_of_leaves(batch),
             length=length,
@@ -108,7 +117,7 @@ class Cut(NamedTuple):
                 pair=self.pair,
                 traced=self.example is not None,
                 check_eval=self.check_eval,
-                join=None if cut_at is None else lambda numbers: cut_at(numbers)._joined(),
+                join=None if cut_at is None else join,
             ),
         )
 
@@ -130,7 +139,7 @@ class Cut(NamedTuple):
         return batch._replace(make=make_leaves, check=check) if isinstance(batch, Minibatch) else make_leaves
 
     def write_graph(self, path: str | os.PathLike[str]) -> None:
-        """Write which stages read which others, and share parameters: a file for `schedgen compile --graph`."""
+        """Write which stages read which others, and share parameters: a file for the option `--graph` of schedgen."""
         Path(path).write_text(model_graph(self.reads, ([stage for stage, _ in tie] for tie in self.tied)).text())
 
     def summary(self) -> str:

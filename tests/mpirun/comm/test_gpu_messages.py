@@ -74,7 +74,7 @@ def test_a_death_in_the_trial_names_the_way_out(launch, compiled, text):
     done = launch(2, schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, program=["-c", DYING])
     assert done.code != 0
     assert "trying messages between GPUs" in done.err
-    assert "MPI died on GPU memory: --gpu-messages host" in done.err
+    assert "MPI died on GPU memory: take gpu messages host" in done.err
 
 
 class Staged(Device):
@@ -176,6 +176,6 @@ def test_memory_that_other_processes_cannot_read_is_warned_of(gpu, monkeypatch, 
 def test_on_the_cpu_there_is_no_way_to_choose(mistakes, traces):
     options = [traces / "1f1b.json", "--model", "mpirun.examples.mlp:tiny", "--device", "cpu", "--gpu-messages"]
     direct, host, both = mistakes(4, [[*options, way] for way in ("direct", "host", "both")])
-    sentence = "mpirun: --gpu-messages {}: a CPU has no memory but the host's\n"
+    sentence = "mpirun: gpu messages {}: a CPU has no memory but the host's\n"
     assert direct == (2, "", sentence.format("direct")) and host == (2, "", sentence.format("host"))
     assert both.code == 2 and "--gpu-messages: invalid choice: 'both'" in both.err

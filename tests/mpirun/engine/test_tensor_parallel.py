@@ -221,11 +221,11 @@ def test_what_is_cut_and_not_trained_goes_on_too(several, compiled, text, tmp_pa
 MISTAKES = {
     "mpirun.examples.gpt:tiny": (8, "the schedule has shards, but no stage of the model can have any"),
     GPT: (8, "the model is whole in stages 0,7, the schedule in 7: compile it with --graph FILE"),
-    "models_for_tests:drops_in_shards": (2, "stage 0 of the model is split, but draws random numbers"),
+    "models_for_tests:drops_in_shards": (2, "stage 0 of the model has shards, but draws random numbers"),
     "models_for_tests:splits_the_last": (2, "shards stage 1, but only stages before the last can have shards"),
-    "models_for_tests:splits_a_module": (2, "stage 0 of the model is split, but it is a module, not what builds one"),
+    "models_for_tests:splits_a_module": (2, "stage 0 of the model has shards, but it is a module, not what builds one"),
     "models_for_tests:splits_unevenly": (2, "17 inputs of a linear layer do not divide into 4 shards"),
-    "models_for_tests:splits_what_is_tied": (2, "stage 0 of the model is split, but shares parameters with others"),
+    "models_for_tests:splits_what_is_tied": (2, "stage 0 of the model has shards, but shares parameters with others"),
     "models_for_tests:splits_for_a_minibatch_loss": (2, "is of the whole minibatch, and the schedule has shards of"),
 }
 

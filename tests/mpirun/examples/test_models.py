@@ -17,9 +17,10 @@ from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch
 from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import TensorSpec
-from mpirun.model.load_model import load_model
+from mpirun.model.dataflow import Input, TensorSpec, Value
+from mpirun.model.load_model import join_stages, load_model
 from mpirun.model.shapes import infer_shapes
+from mpirun.training.compiled import compile_for
 from schedgen.util.errors import UsageError
 
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
@@ -306,3 +307,24 @@ def test_with_mixed_precision_shapes_have_the_types_that_travel():
         torch.bfloat16
     ]  # sums with what was, and scores
     assert all(shape.weight_bytes % 64 == 0 and shape.weight_bytes > 0 for shape in shapes)
+
+
+def test_stages_that_stand_in_the_place_of_those_that_were_cut_are_joined_by_no_schedule():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+    model = split(net, torch.zeros(2, 4), stages=4).model(nn.functional.mse_loss)
+    assert len(join_stages(model, [1, 2, 1]).stages) == 3
+    with pytest.raises(UsageError, match="others stand in the place of those it cut"):
+        join_stages(model._replace(stages=[nn.Sequential(stage) for stage in model.stages]), [1, 2, 1])
+    with pytest.raises(UsageError, match="the schedule joins 3 stages of the model, but it has 4"):
+        join_stages(model, [1, 2])
+
+
+def test_a_scheme_s_own_edges_are_those_of_stages_that_do_not_say_what_they_read(tmp_path):
+    scheme = tmp_path / "skip.py"
+    scheme.write_text(
+        "edges = [(0, 1), (0, 2), (1, 2)]\ndef w(s, b, d):\n    return s, s\ndef n(s, b, d):\n    return b\n"
+    )
+    model = Model([nn.Identity()] * 3, nn.functional.mse_loss)
+    assert compile_for(model, str(scheme), 2, 3).header.graph.edges == ((0, 1), (0, 2), (1, 2))
+    said = model._replace(reads=[[Input(0)], [Value(0, 0)], [Value(1, 0)]])
+    assert compile_for(said, str(scheme), 2, 3).header.graph.edges == ((0, 1), (1, 2))

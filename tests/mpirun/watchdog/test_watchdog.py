@@ -225,6 +225,7 @@ def test_strangers_and_rubbish_do_no_harm(hosts):
     for rubbish in (
         b"\x00\xff\n",
         b'{"token": "wrong"}\n{"end": "now"}\n',
+        b'{"token": "\\ud800"}\n',
         b"[1]\n",
         b'{"end": "now"}\n',
         b"x" * 100_000,

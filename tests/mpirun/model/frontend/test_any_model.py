@@ -146,6 +146,16 @@ def test_stages_that_a_plan_joins_train_as_in_one_process(name, planned, several
     assert code == 0 and "verify: passed" in out, out
 
 
+def test_a_schedule_may_send_the_same_to_each_of_those_that_read_it(several, compiled, graphs, text):
+    """As one that a plan has made, which cannot know whether two layers read the same of a third."""
+    graph = json.loads(graphs["encoder_decoder"].read_text())
+    assert graph.keys() == {"stages", "edges"} and [1, 2] in graph["edges"] and [1, 3] in graph["edges"]
+    schedule = compiled("1f1b", graph=graph | {"apart": [1]}, microbatches=4, workers=4)
+    run = [schedule, "--model", "split_models:encoder_decoder", "--text", text, "--steps", 2, "--verify", "--canonical"]
+    ((code, out),) = several(4, [run])
+    assert code == 0 and "verify: passed" in out, out
+
+
 def test_dropout_of_a_traced_module_does_not_depend_on_the_cut(several, compiled, graphs, text, tmp_path):
     """Nor do losses and norms, to the bit, whatever the scheme."""
     model = ["--model", "split_models:gpt2"]
