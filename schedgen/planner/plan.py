@@ -140,11 +140,12 @@ def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
 def _simulated(candidate: Candidate) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
     """The candidate with each of its stage costs; nothing if a cap blocks the schedule."""
     program = _programs(candidate, candidate.costs[0])
-    try:
-        for costs in candidate.costs:
-            yield _timed(program(costs), candidate, costs), costs
-    except UsageError:
-        return
+    for costs in candidate.costs:
+        try:
+            compiled = program(costs)
+        except UsageError:
+            return
+        yield _timed(compiled, candidate, costs), costs
 
 
 def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> PlannedSchedule:

@@ -60,7 +60,7 @@ def test_pairs_and_mappings_of_samples() -> None:
     listed = split(GPT2Like(), (*INPUT.values(),), stages=2)
     assert listed.pair([[*INPUT.values()], X]) == ((*INPUT.values(),), X)  # as a DataLoader collates ((a, b), y)
     assert split_sequential(nn.Sequential(nn.Linear(16, 1)), 1).pair((X, TOKENS)) == ((X,), TOKENS)
-    assert cut.model(scores_of).pair(samples)[1] is samples
+    assert cut.model(scores_of).origin.pair(samples)[1] is samples
     for of, collated, why in [
         (cut, {"tokens": TOKENS}, "samples have no mask, which the module was traced on: they have ['tokens']"),
         (cut, TOKENS, "items should be pairs (input, target), (input,) or mappings: collated is a Tensor"),
