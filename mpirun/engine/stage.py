@@ -236,9 +236,8 @@ class LocalStage:
         taken = {address(x) for x in root_gradients}  # later gradients will be received there
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is not None:
-                leaf.grad = (
-                    grad.clone() if address(grad) in taken else grad
-                )  # as autograd does where it adds to a `grad`
+                # As autograd does where it adds to a `grad`.
+                leaf.grad = grad.clone() if address(grad) in taken else grad
                 taken.add(address(grad))
         return half
 
