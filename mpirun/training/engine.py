@@ -30,6 +30,7 @@ from mpirun.checkpoint.export import export as write_export
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, check_writable, note, on_rank_0, print_notes, together
 from mpirun.comm.run_comm import RunComm
+from mpirun.comm.waiting import any_before
 from mpirun.data.loader import Batch, Loader
 from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
@@ -51,6 +52,7 @@ from mpirun.training.compiled import compile_for, is_scheme
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared
+from mpirun.training.same_data import is_compared
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_buckets, check_padding
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
@@ -156,7 +158,8 @@ class Engine:
         self.saving: Saving | None = None  # what SIGTERM saves, where
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # that was resumed
-        self.said: set[str] = set()  # notes of all loaders that were printed
+        self.said: set[str] = set()  # notes of all loaders that were printed, or will be
+        self.unsaid: list[str] = []  # those that rank 0 has not been told yet
         self.loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
         self.ending = contextlib.ExitStack()  # restores what the process had before the run
         with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
@@ -296,11 +299,14 @@ class Engine:
         if min(batch.samples) < of_shape.example.size:
             check_padding(self.model, self._running.header)
         self.prepared.batches.give(session.steps, batch, self.prepared.verifies)
+        compared = is_compared(session.steps - session.begun)
         result = session.step([count / total for count in batch.samples], total * of_shape.tokens)
+        if compared:
+            self._print_unsaid()
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         self.log(session.steps, numbers)
         if result.leave:
-            session.leave(self.saving is not None and self._save(self.saving))
+            self._leave()
         return result
 
     @_collective
@@ -502,9 +508,16 @@ class Engine:
         together(self.comm, look)
 
     def _say(self, sentence: str) -> None:
+        """Print a note of a loader on rank 0: at once if it is rank 0's, else with the next `_print_unsaid`."""
         if sentence not in self.said:
             self.said.add(sentence)
             note(self.comm, sentence)
+            self.unsaid += [sentence] if self.comm.rank else []
+
+    def _print_unsaid(self) -> None:
+        unsaid, self.unsaid = self.unsaid, []
+        for sentence in chain.from_iterable(self.comm.gather(unsaid) or ()):
+            self._say(sentence)
 
     def _batch(self, batch: Any) -> Batch:
         """What a script gives, as a Batch; Stop if it does not have the microbatches of a step."""
@@ -538,6 +551,10 @@ class Engine:
             writer.settings["loader"] = saving.data.state()
         return self._running.save(saving.keep)
 
+    def _leave(self) -> None:
+        """Save what SIGTERM saves, and end all ranks."""
+        self._running.leave(self.saving is not None and self._save(self.saving))
+
     def _over(
         self,
         loader: Iterable[Any],
@@ -562,10 +579,18 @@ class Engine:
         shapes = Shapes(self.comm, self.shapes.buckets)
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
+        leaves = False
+
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
-            for number, given in enumerate(islice(loader, batches), start=1):
-                batch = self._batch(given)
-                yield self.prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
+            nonlocal leaves
+            with any_before(self.comm) as asked_before:
+                for number, given in enumerate(islice(loader, batches), start=1):
+                    batch = self._batch(given)
+                    yield self.prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
+                    # A run that has nothing to save may be a teacher: the student's next step saves and leaves.
+                    if self.saving is not None and asked_before(session.sigterm.asked):
+                        leaves = True
+                        return
 
         found = evaluators()
         whole = loader.from_the_start() if isinstance(loader, Loader) else contextlib.nullcontext()
@@ -574,4 +599,8 @@ class Engine:
             first = next(found, None)
             self._refuse(first is None, "there is no batch to evaluate")
             assert first is not None
-            return use(session, chain([first], found))
+            result = use(session, chain([first], found))
+        self._print_unsaid()
+        if leaves:
+            self._leave()
+        return result

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import schedgen
+from mpirun.data.loader import DREW
 from schedgen.checker.files import checked
 from schedgen.cli.main import main as command
 from schedgen.report.measured_run import read_trace, run_numbers
@@ -702,6 +703,57 @@ for number, name in enumerate(("last", "last", "best")):
     (done,) = scripts(1, [[SAVING + script, tmp_path]])
     found = [line for line in done.out.splitlines() if line.startswith("143")]
     assert (done.code, found) == (0, ["143 [1, 2] [1]", "143 [2, 3, 4] [3]", "143 [3, 4, 5] [4]"]), done.err
+
+
+def test_a_run_that_is_asked_to_leave_while_it_evaluates_saves_and_leaves_between_two_batches(tmp_path, scripts):
+    """One rank is asked. The position that is saved is training's, though the evaluation has read the same loader."""
+    script = """
+import signal
+data, seen = [(row, row) for row in torch.cat([x] * 10)], []
+def each(number, output):
+    seen.append(number)
+    if number == 5:
+        signal.raise_signal(signal.SIGTERM)
+with engine(2) as run:
+    loader = run.loader(data, 2)
+    for _ in range(2):
+        run.step(next(iter(loader)))
+        run.save(folder / "last", data=loader)
+    run.step(next(iter(loader)))
+    print(refused(lambda: run.predict(loader, each=each)), steps("last"))
+    assert seen == (list(range(8)) if run.rank == 1 else []), seen
+with engine(2) as run:
+    loader = run.loader(data, 2)
+    assert run.resume(folder / "last", data=loader)
+    print(run.steps, loader.step)
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path]])
+    found = [line for line in done.out.splitlines() if line[0].isdigit()]
+    assert (done.code, found) == (0, ["143 [1, 2, 3]", "3 3"] * 2), done.err
+
+
+def test_rank_0_prints_what_only_another_rank_sees_in_the_data(scripts):
+    """Samples that draw random numbers, when it first reads one in training, and in an evaluation."""
+    script = """
+import random, torch, mpirun
+from torch.nn.functional import mse_loss
+class Rows:
+    def __init__(self, drawn):
+        self.drawn = drawn
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        row = torch.full((4,), random.random() if index in self.drawn else 0.0)
+        return row, row
+with mpirun.Engine("ddp", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
+    run.evaluate(run.loader(Rows([3])))
+    print(f"evaluated on {run.rank}", flush=True)
+    for batch in run.loader(Rows([1])):
+        run.step(batch)
+"""
+    (done,) = scripts(2, [[script]])
+    late, first = done.err.splitlines()
+    assert done.code == 0 and late == f"mpirun: note: {DREW}" and "they are made between the steps" in first
 
 
 def test_a_run_whose_steps_are_all_done_is_exported_and_saved_when_it_is_started_again(tmp_path, scripts):
