@@ -6,23 +6,23 @@ depends on nothing else, so that any rank can make it. Out: a `Microbatch`, the 
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from schedgen.util.errors import UsageError, clip
+from mpirun.data.chunks import Dims, chunk, sample_count
+from mpirun.data.digest import digest_of
+from schedgen.util.errors import UsageError
 
+T = TypeVar("T")
 MakeBatch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
 Shape = tuple[tuple[int, ...] | None, ...]  # of an input's leaves; None: not a tensor
-Dims = Any  # an int or None, or a pytree of them: each stands for a leaf, or for all leaves of a part, of the minibatch
 
 
 class Minibatch(NamedTuple):
@@ -71,20 +71,21 @@ class MicrobatchSource(ABC):
     @property
     def tokens(self) -> int:
         """Elements of a step's targets; of a microbatch those of the largest tensor in its target."""
-        sizes = [tokens(microbatch) for microbatch in self.examples()]
-        return sum(sizes) * (self.count // len(sizes))
+        return sum(self._of_all(tokens))
 
     @property
     def loss_weights(self) -> list[float]:
         """By microbatch, the weight of its loss in the mean over the minibatch; they sum to 1."""
-        divisors = [microbatch.loss_divisor for microbatch in self.examples()]
-        return [1 / divisor for divisor in divisors] * (self.count // len(divisors))
+        return self._of_all(lambda microbatch: 1 / microbatch.loss_divisor)
 
     @property
     def input_shapes(self) -> list[Shape]:
         """By microbatch of a step, the shape of its input."""
-        shapes = [microbatch.shape for microbatch in self.examples()]
-        return shapes * (self.count // len(shapes))
+        return self._of_all(lambda microbatch: microbatch.shape)
+
+    def _of_all(self, value: Callable[[Microbatch], T]) -> list[T]:
+        values = [value(microbatch) for microbatch in self.examples()]
+        return values * (self.count // len(values))
 
 
 class Microbatches(MicrobatchSource):
@@ -100,18 +101,15 @@ class Microbatches(MicrobatchSource):
         """Microbatch `number` of a step; UsageError if the model's batch is not a pair, or cannot be cut."""
         if not isinstance(self.batch, Minibatch):
             pair = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise UsageError(f"the model's batch should return a pair (input, target), not {type(pair).__name__}")
-            return Microbatch(pytree.tree_leaves(pair[0]), pair[1], self.count)
+            data, target = checked_pair(pair, "the model's batch should return")
+            return Microbatch(pytree.tree_leaves(data), target, self.count)
         if step != self.chunked_step:
             self.chunks = self._chunks(self.batch, step)
             self.chunked_step = step
         return self.chunks[number]
 
     def _chunks(self, batch: Minibatch, step: int) -> list[Microbatch]:
-        pair = batch.make(self.text, np.random.default_rng([self.seed, step]))
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise UsageError(f"the minibatch should be a pair (input, target), not {type(pair).__name__}")
+        pair = checked_pair(batch.make(self.text, np.random.default_rng([self.seed, step])), "the minibatch should be")
         samples = sample_count(pair, batch.dims)
         chunks = [
             Microbatch(pytree.tree_leaves(data), target, samples / sample_count((data, target), batch.dims))
@@ -138,22 +136,11 @@ def digest(microbatch: Microbatch) -> str:
     return digest_of([*microbatch.leaves, *pytree.tree_leaves(microbatch.target)])
 
 
-def digest_of(leaves: Iterable[Any]) -> str:
-    """A hash of values: of the bytes of tensors, and of the repr of anything else."""
-    found = hashlib.sha256()
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            found.update(raw_bytes(leaf).data)
-        else:
-            found.update(repr(leaf).encode())
-    return found.hexdigest()
-
-
-def raw_bytes(x: Tensor) -> np.ndarray:
-    """The bytes of a tensor's elements in their order, in host memory; no copy if they lie there in that order."""
-    dense = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()  # of one element: any strides
+def checked_pair(made: Any, what: str) -> tuple[Any, Any]:
+    """An input and its target; UsageError, which begins with `what`, if it is something else."""
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise UsageError(f"{what} a pair (input, target), not {type(made).__name__}")
+    return made
 
 
 def input_and_target(collated: Any) -> tuple[Any, Any]:
@@ -198,65 +185,3 @@ def to_device(values: Any, device: torch.device) -> Any:
         return host.to(device, non_blocking=True)
 
     return pytree.tree_map_only(Tensor, copied, values)
-
-
-def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
-    """`count` microbatches, views, nested as the minibatch; if samples do not divide, the first have one more.
-
-    What has None in `dims`, or is not a tensor, goes to every microbatch uncut. UsageError if samples are too few.
-    """
-    if count < 1:
-        raise UsageError(f"{count} microbatches: there should be one at least")
-    samples = sample_count(tree, dims)
-    if samples < count:
-        raise UsageError(f"the minibatch has {samples} samples, too few for {count} microbatches")
-    leaves, spec = pytree.tree_flatten(tree)
-    pieces = [
-        [leaf] * count if dim is None else leaf.tensor_split(count, dim)
-        for leaf, dim in zip(leaves, leaf_dims(tree, dims), strict=True)
-    ]
-    return [pytree.tree_unflatten([piece[number] for piece in pieces], spec) for number in range(count)]
-
-
-def sample_count(tree: Any, dims: Dims = 0) -> int:
-    """The number of samples of a minibatch; UsageError if its tensors have different numbers of them."""
-    first: tuple[int, str] | None = None
-    for (path, leaf), dim in zip(pytree.tree_leaves_with_path(tree), leaf_dims(tree, dims), strict=True):
-        if dim is None:
-            continue
-        where = f"the minibatch{pytree.keystr(path)}"
-        if not -leaf.ndim <= dim < leaf.ndim:
-            raise UsageError(f"{where} has {leaf.ndim} dimensions, so none is {dim}")
-        size = leaf.shape[dim]
-        if first is None:
-            first = size, where
-        elif size != first[0]:
-            raise UsageError(f"{where} has {size} samples in dimension {dim}, but {first[1]} has {first[0]}")
-    if first is None:
-        raise UsageError("the minibatch has no tensor that could be cut into microbatches")
-    return first[0]
-
-
-def leaf_dims(tree: Any, dims: Dims) -> list[int | None]:
-    """The batch dimension of each leaf; None: it is not cut. UsageError if `dims` are not nested like `tree`."""
-    spread = _spread(tree, dims)
-    for dim in spread:
-        if dim is not None and type(dim) is not int:
-            raise UsageError(f"dims: {dim!r} is neither a dimension nor None")
-    leaves = pytree.tree_leaves(tree)
-    return [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(leaves, spread, strict=True)]
-
-
-def _spread(tree: Any, dims: Dims) -> list[Any]:
-    """The entry of `dims` that stands for each leaf; dicts are matched by key."""
-    if isinstance(dims, dict) and isinstance(tree, dict):
-        if dims.keys() == tree.keys():
-            return [dim for key, part in tree.items() for dim in _spread(part, dims[key])]
-    elif isinstance(dims, tuple | list) and type(dims) is type(tree) and len(dims) == len(tree):
-        return [dim for part, part_dims in zip(tree, dims, strict=True) for dim in _spread(part, part_dims)]
-    else:
-        with suppress(ValueError):
-            spread = pytree._broadcast_to_and_flatten(dims, pytree.tree_structure(tree))
-            if spread is not None:
-                return spread
-    raise UsageError(f"dims: {clip(repr(dims))} is not nested as the minibatch")

@@ -38,13 +38,12 @@ Outcome = Callable[[int, Any, Microbatch], None]  # takes a microbatch's number,
 class ForwardList:
     """One rank's list of forwards, prepared."""
 
-    def __init__(self, comm: MPI.Intracomm, program: Program, setup: Setup, run: Context, outcome: Outcome) -> None:
+    def __init__(self, comm: MPI.Intracomm, program: Program, setup: Setup, run: Context) -> None:
         """Collective.
 
         program  this rank's rows
         setup    that of the run, but with the evaluation's microbatches and with shapes in eval mode
         run      the context of the run's own list
-        outcome  is called for each microbatch on the rank that has the last stage's output
         """
         header, instructions = program.header, program.instructions(comm.rank)
         slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflows[0], False, setup.device.torch)
@@ -67,12 +66,12 @@ class ForwardList:
             transport=transport, buffers=LocalBuffers(transport), allreduces=AllreduceQueue(transport),
             position=self.position,
         )  # fmt: skip
-        messages, jobs = Transfers(context), _Forwards(context, outcome)
+        messages, self.jobs = Transfers(context), _Forwards(context)
         table: dict[int, Callable[[int, Instruction], Act]] = {
             Op.FETCH_W: messages.fetch_w,
             Op.RECV: messages.recv,
             Op.SEND: messages.send,
-            Op.FWD: jobs.fwd,
+            Op.FWD: self.jobs.fwd,
             Op.ALLREDUCE: ShardAllreduce(context).allreduce,
             Op.FREE: messages.free,
         }
@@ -81,8 +80,12 @@ class ForwardList:
         weights = [i for i in instructions if i.op == Op.SEND and i.kind == Kind.W]
         self.sent_weights = {self.buffers.named_by(i) for i in weights}  # no STEP waits for their sends
 
-    def execute(self, step: int) -> None:
-        """Run all microbatches of a step, the list once per accumulation pass; then the run gets its modules back."""
+    def execute(self, step: int, outcome: Outcome) -> None:
+        """Run all microbatches of a step, the list once per accumulation pass; then the run gets its modules back.
+
+        `outcome` is called for each microbatch on the rank that has the last stage's output.
+        """
+        self.jobs.outcome = outcome
         self.device.use_words(ready=False)
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
         for stage in self.stages.values():
@@ -107,9 +110,9 @@ class ForwardList:
 class _Forwards(ForwardBackward):
     """FWD without a backward: the last stage hands its output to `outcome`, and computes no loss itself."""
 
-    def __init__(self, context: Context, outcome: Outcome) -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__(context, StageVersions(context))
-        self.outcome = outcome
+        self.outcome: Outcome
 
     def _has_minibatch_loss(self, i: Instruction) -> bool:
         return False

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, leaf_dims, to_device
+from mpirun.data.chunks import leaf_dims
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow

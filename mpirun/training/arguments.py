@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.comm.device import WAYS
+from mpirun.data.loader import Batch
+from mpirun.data.numbered_loader import FunctionLoader
 from mpirun.engine.recipe import Factory, Recipe
 from mpirun.model.contract import Model
 from mpirun.model.frontend.split_result import Cut
@@ -23,6 +25,7 @@ from mpirun.model.load_model import check_model, join_stages
 from schedgen.util.errors import UsageError
 
 Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
+Taken = tuple[Model, Callable[[Any], Any]]  # rebuilds the model's own output from the last stage's
 Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
 
 
@@ -33,7 +36,7 @@ def take_model(
     layers: Sequence[int] | None,
     weights: Path | None,
     seed: int,
-) -> tuple[Model, Callable[[Any], Any]]:
+) -> Taken:
     """A Model from what a script gives, and a function that rebuilds the module's own output from the last stage's.
 
     stages   how many there should be; None: as many as there are
@@ -107,7 +110,7 @@ def make_recipe(
     return Recipe(factory, rate, scheduler, clip, "", {"clip": clip})
 
 
-def checked_options(
+def check_options(
     autocast: str | None,
     accumulate: int,
     on_nan: str,
@@ -116,8 +119,8 @@ def checked_options(
     threads: int | None,
     seed: int,
     timeout: float,
-) -> torch.dtype | None:
-    """The type that autocast computes in; UsageError if one of these options has a wrong value."""
+) -> None:
+    """UsageError if one of these options of an Engine has a wrong value."""
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device: {device!r} is none of 'auto', 'cpu' and 'cuda'")
     if gpu_messages not in WAYS:
@@ -134,7 +137,31 @@ def checked_options(
         raise UsageError(f"accumulate should be a whole number of at least 1, not {accumulate!r}")
     if on_nan not in ("stop", "skip"):
         raise UsageError(f"on_nan: {on_nan!r} is neither 'stop' nor 'skip'")
-    return torch.bfloat16 if autocast else None
+
+
+def check_keep(keep: object) -> None:
+    """UsageError if this is no number of checkpoints."""
+    if type(keep) is not int or keep < 1:
+        raise UsageError(f"keep should be a whole number of at least 1, not {keep!r}")
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """UsageError if this is neither None nor a relative difference."""
+    if tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0):
+        raise UsageError(f"tolerance should be a number of at least 0, not {tolerance!r}")
+
+
+def check_batches(loader: object, batches: object) -> None:
+    """UsageError if these are not batches to evaluate, and how many of them; None: all, if there is an end."""
+    if batches is not None and (type(batches) is not int or batches < 0):
+        raise UsageError(f"batches should be a whole number, not {batches!r}")
+    if not isinstance(loader, Iterable):
+        raise UsageError(f"a {type(loader).__name__} gives no batches: take what loader(...) returns")
+    if batches is None and isinstance(loader, FunctionLoader):
+        raise UsageError("a function that makes microbatches has no end: say how many steps of it, batches=")
+    tensors = isinstance(loader, tuple) and any(isinstance(x, Tensor) for x in loader)
+    if tensors or isinstance(loader, Mapping | Batch):
+        raise UsageError("this is one batch: give a list of batches, or what loader(...) returns")
 
 
 def tell_nobody(step: int, numbers: Mapping[str, float]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpirun.data.chunks import chunk, sample_count
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, chunk, plain, sample_count
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, plain
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from schedgen.ir.header import Header

@@ -13,16 +13,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from numbers import Real
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
 from mpi4py import MPI
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.export import check_new
@@ -32,6 +30,9 @@ from mpirun.comm.fail_together import Stop, check_writable, note, on_rank_0, pri
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import any_before
 from mpirun.data.loader import Batch, Loader
+from mpirun.data.loader_class import loader_class
+from mpirun.data.numbered_loader import FunctionLoader, NumberedLoader
+from mpirun.data.stream_loader import StreamLoader
 from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
 from mpirun.engine.recipe import Factory
@@ -40,7 +41,11 @@ from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,
     Models,
-    checked_options,
+    Taken,
+    check_batches,
+    check_keep,
+    check_options,
+    check_tolerance,
     directory_of,
     make_log,
     make_recipe,
@@ -53,6 +58,7 @@ from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared
 from mpirun.training.same_data import is_compared
+from mpirun.training.saving import Saving
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_buckets, check_padding
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
@@ -76,14 +82,6 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]  # its argument is called self
-
-
-class Saving(NamedTuple):
-    """How a checkpoint is saved."""
-
-    directory: Path
-    data: Loader | None  # whose position it records
-    keep: int  # how many stay in the directory
 
 
 class Engine:
@@ -154,39 +152,42 @@ class Engine:
         """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
         self.comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
         self.session: Session | None = None
-        self.done = 0  # steps, once the run has ended
-        self.saving: Saving | None = None  # what SIGTERM saves, where
-        self.resumed_from: Path | None = None
-        self.data: Loader | None = None  # that was resumed
-        self.said: set[str] = set()  # notes of all loaders that were printed, or will be
-        self.unsaid: list[str] = []  # those that rank 0 has not been told yet
-        self.loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
-        self.ending = contextlib.ExitStack()  # restores what the process had before the run
+        self._steps_at_end = 0  # steps, once the run has ended
+        self._at_sigterm: Saving | None = None  # what SIGTERM saves, where
+        self._resumed_from: Path | None = None
+        self._resumed_data: Loader | None = None  # that was resumed
+        self._notes_said: set[str] = set()  # notes of all loaders that were printed, or will be
+        self._notes_unsaid: list[str] = []  # those that rank 0 has not been told yet
+        self._loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
+        self._ending = contextlib.ExitStack()  # restores what the process had before the run
         with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
             if self.comm.size > 1:
-                self.ending.callback(end_on_uncaught(self.comm, self._failing))
-            self.shapes, self.source, recipe, dtype = together(self.comm, lambda: (
+                self._ending.callback(end_on_uncaught(self.comm, self._failing))
+            together(
+                self.comm,
+                lambda: check_options(autocast, accumulate, on_nan, device, gpu_messages, threads, seed, timeout),
+            )
+            self._shapes, self._weights_directory, recipe = together(self.comm, lambda: (
                 Shapes(self.comm, buckets),
                 None if weights is None else directory_of("weights, which a module may have itself", weights),
                 make_recipe(optimizer, lr, scheduler, clip),
-                checked_options(autocast, accumulate, on_nan, device, gpu_messages, threads, seed, timeout),
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(self.comm, lambda: check_new(directory_of("export", export)))
-            self.ending.callback(threads_kept())
-            self.host = use_host(self.comm, device, threads or 0, gpu_messages, stream_words)
-            self.options = StepOptions(
-                recipe=recipe, seed=seed, passes=accumulate, canonical=canonical, autocast_dtype=dtype, on_nan=on_nan,
-                graphs=graphs,
+            self._ending.callback(threads_kept())
+            self._host = use_host(self.comm, device, threads or 0, gpu_messages, stream_words)
+            self._options = StepOptions(
+                recipe=recipe, seed=seed, passes=accumulate, canonical=canonical, on_nan=on_nan,
+                autocast_dtype=torch.bfloat16 if autocast else None, graphs=graphs,
             )  # fmt: skip
-            file = self._load(schedule, model, loss, stages, microbatches)
+            file, (self._model, self._rebuild) = self._load(schedule, model, loss, stages, microbatches)
             self.session = session = Session(self.comm, file, timeout)
             session.end_with_script()
-            together(self.comm, lambda: check_buckets(buckets, self.model, session.header))
-            expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
-            self.reads = read_by(session.instructions, session.header, expanded, accumulate)
-            self.prepared = Prepared(session, self.model, self.options, self.host, verify)
-            self.log: Log = on_rank_0(self.comm, lambda: make_log(log, self.ending)) or tell_nobody
+            together(self.comm, lambda: check_buckets(buckets, self._model, session.header))
+            expanded = together(self.comm, lambda: expanded_model(self._model, session.header))
+            self._reads = read_by(session.instructions, session.header, expanded, accumulate)
+            self._prepared = Prepared(session, self._model, self._options, self._host, verify)
+            self._log: Log = on_rank_0(self.comm, lambda: make_log(log, self._ending)) or tell_nobody
             session.watchdog.state[IN_SCRIPT] = True
 
     def _load(
@@ -196,17 +197,17 @@ class Engine:
         loss: Callable[[Any, Any], Any] | None,
         stages: int | None,
         microbatches: int | None,
-    ) -> Schedule:
-        """Read or compile the schedule, and make a Model of what was given."""
+    ) -> tuple[Schedule, Taken]:
+        """Read or compile the schedule, and take the model that was given."""
         name = "the schedule" if isinstance(given, Program) else os.fspath(given)
         if isinstance(given, Program):
             on_rank_0(self.comm, lambda: check_for_run(given, name, self.comm.size))
             file = share_program(self.comm, given if self.comm.rank == 0 else None)
         elif is_scheme(name):
-            self._take(model, loss, stages)
+            taken = self._take(model, loss, stages)
             with print_notes(self.comm):
-                program = on_rank_0(self.comm, lambda: compile_for(self.model, name, microbatches, self.comm.size))
-            return share_program(self.comm, program)
+                program = on_rank_0(self.comm, lambda: compile_for(taken[0], name, microbatches, self.comm.size))
+            return share_program(self.comm, program), taken
         else:
             file = read_schedule(self.comm, name)
         header = file.program.header
@@ -215,8 +216,7 @@ class Engine:
         count = header.model_stages
         if stages not in (None, count):
             raise Stop(f"{name} has {count} stages of the model, not {stages}")
-        self._take(model, loss, count, header.scheme.get("layers"))
-        return file
+        return file, self._take(model, loss, count, header.scheme.get("layers"))
 
     def _take(
         self,
@@ -224,11 +224,10 @@ class Engine:
         loss: Callable[[Any, Any], Any] | None,
         stages: int | None,
         layers: Sequence[int] | None = None,
-    ) -> None:
-        weights, seed = self.source, self.options.seed
+    ) -> Taken:
+        weights, seed = self._weights_directory, self._options.seed
         with print_notes(self.comm):
-            taken = together(self.comm, lambda: take_model(model, loss, stages, layers, weights, seed))
-        self.model, self.rebuild = taken
+            return together(self.comm, lambda: take_model(model, loss, stages, layers, weights, seed))
 
     # The interface of a script
 
@@ -240,7 +239,7 @@ class Engine:
     @property
     def steps(self) -> int:
         """Steps done, including those before a checkpoint; the count stays when the run has ended."""
-        return self.done if self.session is None else self.session.steps
+        return self._steps_at_end if self.session is None else self.session.steps
 
     @_collective
     def loader(
@@ -267,18 +266,18 @@ class Engine:
         """
         loader = together(
             self.comm,
-            lambda: Loader(
-                dataset, microbatch_size, self._count, self.reads, self.model.origin.pair, say=self._say,
-                shuffle=shuffle, seed=self.options.seed if seed is None else seed, workers=workers, last=last,
+            lambda: loader_class(dataset)(
+                dataset, microbatch_size, self._count, self._reads, self._model.origin.pair, say=self._say,
+                shuffle=shuffle, seed=self._options.seed if seed is None else seed, workers=workers, last=last,
                 collate=collate,
             ),
         )  # fmt: skip
-        lengths = self.comm.allgather(loader.length)
+        lengths = self.comm.allgather(loader.sample_count)
         if len(set(lengths)) > 1:
             raise Stop(f"loader: the datasets of the ranks have different lengths: {lengths}")
-        if loader.kind != "stream":
+        if isinstance(loader, NumberedLoader):
             on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in it stops all ranks
-        self.loaders.add(loader)
+        self._loaders.add(loader)
         return loader
 
     @_collective
@@ -290,21 +289,21 @@ class Engine:
         """
         session = self._running
         batch = self._batch(batch)
-        if self.prepared.verifies and batch.loader is not None and batch.loader.kind == "stream":
+        if self._prepared.verifies and isinstance(batch.loader, StreamLoader):
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
-        of_shape = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
-        if batch.loader is not None and batch.loader.kind == "function":
+        of_shape = self._prepared.use(batch, self._shapes.of(batch, f"step {session.steps + 1}"))
+        if isinstance(batch.loader, FunctionLoader):
             batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
         total = sum(batch.samples)
         if min(batch.samples) < of_shape.example.size:
-            check_padding(self.model, self._running.header)
-        self.prepared.batches.give(session.steps, batch, self.prepared.verifies)
+            check_padding(self._model, self._running.header)
+        self._prepared.batches.give(session.steps, batch, self._prepared.verifies)
         compared = is_compared(session.steps - session.begun)
         result = session.step([count / total for count in batch.samples], total * of_shape.tokens)
         if compared:
             self._print_unsaid()
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
-        self.log(session.steps, numbers)
+        self._log(session.steps, numbers)
         if result.leave:
             self._leave()
         return result
@@ -329,7 +328,7 @@ class Engine:
         on or evaluated: the first microbatch of a shape is used to try the loss.
         """
         return self._over(
-            loader, batches, lambda session, given: predict(session, given, self.rebuild, each), scores=False
+            loader, batches, lambda session, given: predict(session, given, self._rebuild, each), scores=False
         )
 
     @contextlib.contextmanager
@@ -351,7 +350,7 @@ class Engine:
     @_collective
     def _begin_trace(self, path: str | os.PathLike[str]) -> None:
         session = self._running
-        self._refuse(not self.prepared.has_stages, "trace: the first step builds the stages: trace a later one")
+        self._refuse(not self._prepared.has_stages, "trace: the first step builds the stages: trace a later one")
         self._refuse(session.trace is not None, "trace: steps are traced already")
         on_rank_0(self.comm, lambda: check_writable("trace", os.fspath(path)))
         session.begin_trace()
@@ -369,20 +368,14 @@ class Engine:
         restart resumes; a script that gives none has the first directory saved to, or the one that it resumed from.
         """
         self._build_stages("save")
-        no_count = type(keep) is not int or keep < 1
-        self._refuse(no_count, f"keep should be a whole number of at least 1, not {keep!r}")
+        together(self.comm, lambda: check_keep(keep))
         path = together(self.comm, lambda: directory_of("save", directory))
         writer = self._running.checkpoints()
         if writer.directory != path:
-            writer.open(str(path), None if self.resumed_from is None else str(self.resumed_from))
-        saving, before = Saving(path, data, keep), self.saving
-        if (
-            before is None
-            or data is not None
-            or path == before.directory
-            or (before.data is None and path == self.resumed_from)
-        ):
-            self.saving = saving
+            writer.open(str(path), None if self._resumed_from is None else str(self._resumed_from))
+        saving = Saving(path, data, keep)
+        if saving.replaces(self._at_sigterm, self._resumed_from):
+            self._at_sigterm = saving
         return self._save(saving)
 
     @_collective
@@ -394,7 +387,7 @@ class Engine:
         session = self._running
         self._refuse(bool(session.steps), "resume: this run has done steps already")
         self._refuse(
-            self.prepared.verifies,
+            self._prepared.verifies,
             "verify=True does all steps again, but not those before a checkpoint: resume without it",
         )
         path = together(self.comm, lambda: directory_of("resume", directory))
@@ -406,11 +399,8 @@ class Engine:
             unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
             self._refuse(not position, unsaved)
             together(self.comm, lambda: data.restore(position))
-        self.data, self.resumed_from = data, path
-        if self.prepared.has_stages:
-            session.resume(manifest)
-        else:
-            self.prepared.resumed, session.steps = manifest, manifest.step
+        self._resumed_data, self._resumed_from = data, path
+        self._prepared.resume(manifest)
         return True
 
     @_collective
@@ -422,7 +412,7 @@ class Engine:
         session = self._running
         session.share_buffers()
         stages = session.interpreter.stages
-        write_export(self.comm, session.header, session.setup, stages, path, self.source, session.beat)
+        write_export(self.comm, session.header, session.setup, stages, path, self._weights_directory, session.beat)
 
     @_collective
     def verify(self, tolerance: float | None = None) -> bool:
@@ -431,9 +421,8 @@ class Engine:
         The Engine must be made with verify=True. With canonical=True nothing may differ, else a relative difference of
         `tolerance`; None: 1e-5, or more where numbers are narrower than float32.
         """
-        self._refuse(not self.prepared.verifies, "verify: say verify=True where the Engine is made")
-        no_limit = tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0)
-        self._refuse(no_limit, f"tolerance should be a number of at least 0, not {tolerance!r}")
+        self._refuse(not self._prepared.verifies, "verify: say verify=True where the Engine is made")
+        together(self.comm, lambda: check_tolerance(tolerance))
         return self._running.verify(tolerance) == 0
 
     def close(self) -> None:
@@ -441,7 +430,7 @@ class Engine:
         if self.session is None:
             return
         self.session.wait_for_others()
-        self.prepared.free()
+        self._prepared.free()
         self._end()
 
     def __enter__(self) -> Engine:
@@ -474,10 +463,10 @@ class Engine:
 
     def _end(self) -> None:
         if self.session is not None:
-            self.done = self.session.steps
+            self._steps_at_end = self.session.steps
             self.session.close()
             self.session = None
-        self.ending.close()
+        self._ending.close()
 
     @property
     def _running(self) -> Session:
@@ -488,7 +477,7 @@ class Engine:
     @property
     def _count(self) -> int:
         """Microbatches of a step."""
-        return self._running.header.microbatches * self.options.passes
+        return self._running.header.microbatches * self._options.passes
 
     def _failing(self, error: BaseException) -> None:
         """Show the watchdog that this rank itself reports why it ends."""
@@ -509,26 +498,26 @@ class Engine:
 
     def _say(self, sentence: str) -> None:
         """Print a note of a loader on rank 0: at once if it is rank 0's, else with the next `_print_unsaid`."""
-        if sentence not in self.said:
-            self.said.add(sentence)
+        if sentence not in self._notes_said:
+            self._notes_said.add(sentence)
             note(self.comm, sentence)
-            self.unsaid += [sentence] if self.comm.rank else []
+            self._notes_unsaid += [sentence] if self.comm.rank else []
 
     def _print_unsaid(self) -> None:
-        unsaid, self.unsaid = self.unsaid, []
+        unsaid, self._notes_unsaid = self._notes_unsaid, []
         for sentence in chain.from_iterable(self.comm.gather(unsaid) or ()):
             self._say(sentence)
 
     def _batch(self, batch: Any) -> Batch:
         """What a script gives, as a Batch; Stop if it does not have the microbatches of a step."""
         if not isinstance(batch, Batch):
-            return together(self.comm, lambda: whole_batch(batch, self._count, self.model.origin.pair))
+            return together(self.comm, lambda: whole_batch(batch, self._count, self._model.origin.pair))
         if len(batch.samples) != self._count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}")
-        if batch.loader is not None and batch.loader not in self.loaders:
-            others = batch.loader.reads != tuple(self.reads)
+        if batch.loader is not None and batch.loader not in self._loaders:
+            others = list(batch.loader.reads) != self._reads
             self._refuse(others, "the loader is another Engine's, whose ranks read other microbatches")
-            self.loaders.add(batch.loader)
+            self._loaders.add(batch.loader)
         return batch
 
     def _build_stages(self, method: str) -> None:
@@ -536,11 +525,11 @@ class Engine:
 
         Stop if that is not so, and nothing is built.
         """
-        if not self.prepared.has_stages and self.prepared.resumed is not None and self.data is not None:
-            with self.data.from_the_start():
-                batch = self._batch(next(iter(self.data)))
-            self.prepared.build(batch, Shapes(self.comm, self.shapes.buckets).of(batch, "batch 1"))
-        self._refuse(not self.prepared.has_stages, f"{method}: nothing has been trained or evaluated yet")
+        if not self._prepared.has_stages and self._prepared.resumed is not None and self._resumed_data is not None:
+            with self._resumed_data.from_the_start():
+                batch = self._batch(next(iter(self._resumed_data)))
+            self._prepared.build(batch, Shapes(self.comm, self._shapes.buckets).of(batch, "batch 1"))
+        self._refuse(not self._prepared.has_stages, f"{method}: nothing has been trained or evaluated yet")
 
     def _save(self, saving: Saving) -> bool:
         """Save to a directory that has been opened."""
@@ -553,7 +542,7 @@ class Engine:
 
     def _leave(self) -> None:
         """Save what SIGTERM saves, and end all ranks."""
-        self._running.leave(self.saving is not None and self._save(self.saving))
+        self._running.leave(self._at_sigterm is not None and self._save(self._at_sigterm))
 
     def _over(
         self,
@@ -567,16 +556,8 @@ class Engine:
         `scores`: batches are scored by their targets.
         """
         session = self._running
-        no_number = batches is not None and (type(batches) is not int or batches < 0)
-        self._refuse(no_number, f"batches should be a whole number, not {batches!r}")
-        no_loader = f"a {type(loader).__name__} gives no batches: take what loader(...) returns"
-        self._refuse(not isinstance(loader, Iterable), no_loader)
-        endless = batches is None and isinstance(loader, Loader) and loader.kind == "function"
-        self._refuse(endless, "a function that makes microbatches has no end: say how many steps of it, batches=")
-        tensors = isinstance(loader, tuple) and any(isinstance(x, Tensor) for x in loader)
-        one = tensors or isinstance(loader, Mapping | Batch)
-        self._refuse(one, "this is one batch: give a list of batches, or what loader(...) returns")
-        shapes = Shapes(self.comm, self.shapes.buckets)
+        together(self.comm, lambda: check_batches(loader, batches))
+        shapes = Shapes(self.comm, self._shapes.buckets)
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
         leaves = False
@@ -586,9 +567,9 @@ class Engine:
             with any_before(self.comm) as asked_before:
                 for number, given in enumerate(islice(loader, batches), start=1):
                     batch = self._batch(given)
-                    yield self.prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
+                    yield self._prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
                     # A run that has nothing to save may be a teacher: the student's next step saves and leaves.
-                    if self.saving is not None and asked_before(session.sigterm.asked):
+                    if self._at_sigterm is not None and asked_before(session.sigterm.asked):
                         leaves = True
                         return
 

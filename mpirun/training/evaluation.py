@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch
-from mpirun.engine.forward_list import ForwardList
+from mpirun.engine.forward_list import ForwardList, Outcome
 from mpirun.engine.read_schedule import share_program
 from mpirun.engine.setup import Host, StepOptions, set_up
 from mpirun.model.loss import loss_and_metrics, without_padding
@@ -27,8 +27,6 @@ from schedgen.checker import check
 from schedgen.compiler.forward import forward_list
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
-
-Each = Callable[[int, Any, Microbatch], None]  # takes a microbatch's number, the last stage's output, the microbatch
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,12 @@ class Evaluator:
         model = session.setup.unsharded_model
         self.setup = set_up(comm, forwards.header, model, self.batches, options, host, prepare=in_eval)
         run = session.interpreter.context
-        self.list = ForwardList(comm, forwards, self.setup, run, lambda *found: self.each(*found))
-        self.each: Each = lambda number, output, batch: None
+        self.list = ForwardList(comm, forwards, self.setup, run)
 
-    def run(self, step: int, batch: Batch, each: Each) -> None:
-        """Run the forwards of a batch; `each` is called for each microbatch on the rank that has the output."""
-        self.each = each
+    def run(self, step: int, batch: Batch, outcome: Outcome) -> None:
+        """Run the forwards of a batch; `outcome` is called for each microbatch on the rank that has the output."""
         self.batches.give(step, batch)
-        self.list.execute(step)
+        self.list.execute(step, outcome)
 
 
 def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Evaluation:
@@ -158,13 +154,13 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
     return pytree.tree_unflatten(joined, pytree.tree_structure(ordered[0]))
 
 
-def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], each: Each) -> None:
-    """Run all batches; `each` takes a microbatch's number among those of all batches, its output, the microbatch."""
+def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], outcome: Outcome) -> None:
+    """Run all batches; `outcome` takes a microbatch's number among those of all batches."""
     session.share_buffers()
     with torch.no_grad():
         for step, (evaluator, batch) in enumerate(batches):
             first = step * evaluator.batches.count
-            evaluator.run(step, batch, lambda number, *found, first=first: each(first + number, *found))
+            evaluator.run(step, batch, lambda number, *found, first=first: outcome(first + number, *found))
             session.beat()
 
 

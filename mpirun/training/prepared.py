@@ -103,6 +103,13 @@ class Prepared:
         if self.resumed is not None:
             session.resume(self.resumed)
 
+    def resume(self, manifest: Manifest) -> None:
+        """Go on from this checkpoint: now, or as soon as the stages are built."""
+        if self.has_stages:
+            self.session.resume(manifest)
+        else:
+            self.resumed, self.session.steps = manifest, manifest.step
+
     def free(self) -> None:
         """Free the MPI resources of all of them."""
         for evaluator in self.evaluators.values():

@@ -11,7 +11,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from mpirun.data.microbatches import Dims, leaf_dims, sample_count
+from mpirun.data.chunks import Dims, leaf_dims, sample_count
 from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.export_graph import ExportedGraph
 from mpirun.model.frontend.module_io import Call, Example

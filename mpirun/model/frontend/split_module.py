@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from mpirun.data.microbatches import Dims
+from mpirun.data.chunks import Dims
 from mpirun.model.contract import CheckEval
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpirun.data.loader import Batch, Loader
+from mpirun.data.loader import Batch
 from mpirun.data.microbatches import input_and_target
+from mpirun.data.numbered_loader import MapLoader
 
 WORLD = MPI.COMM_WORLD
 
@@ -49,7 +50,7 @@ def main() -> None:
     """Three epochs, of which the second is left after a step and then finished."""
     atexit.register(print, "at exit", flush=True)
     reads = [[0, 3, 2], [3, 1]][WORLD.rank]
-    loader = Loader(Noisy(), 2, 4, reads, pair, shuffle=True, workers=2, say=lambda line: None)
+    loader = MapLoader(Noisy(), 2, 4, reads, pair, shuffle=True, workers=2, say=lambda line: None)
     steps = []
     for batch in loader:
         steps.append(numbers(batch))

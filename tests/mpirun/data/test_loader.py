@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from mpirun.data.loader import DREW, Batch, Loader
+from mpirun.data.loader_class import loader_class
 from mpirun.data.microbatches import digest, input_and_target, tokens
 from mpirun.data.sampling import deal, epoch_order
 from mpirun.training.batches import whole_batch
@@ -95,7 +96,7 @@ def numbers(length: int) -> list[tuple[int, int]]:
 
 def loader(dataset: Any, size: int = 2, count: int = 4, reads: Any = None, **options: Any) -> Loader:
     reads = range(count) if reads is None else reads
-    return Loader(dataset, size, count, reads, pair, **{"say": lambda line: None, **options})
+    return loader_class(dataset)(dataset, size, count, reads, pair, **{"say": lambda line: None, **options})
 
 
 def shown(batch: Batch) -> Any:

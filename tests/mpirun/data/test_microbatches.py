@@ -10,7 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.data.microbatches import Microbatches, Minibatch, chunk, sample_count
+from mpirun.data.chunks import chunk, sample_count
+from mpirun.data.microbatches import Microbatches, Minibatch
 from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec

@@ -1,0 +1,75 @@
+"""Cuts a minibatch into microbatches along the dimensions of its samples."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from schedgen.util.errors import UsageError, clip
+
+Dims = Any  # an int or None, or a pytree of them: each stands for a leaf, or for all leaves of a part, of the minibatch
+
+
+def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
+    """`count` microbatches, views, nested as the minibatch; if samples do not divide, the first have one more.
+
+    What has None in `dims`, or is not a tensor, goes to every microbatch uncut. UsageError if samples are too few.
+    """
+    if count < 1:
+        raise UsageError(f"{count} microbatches: there should be one at least")
+    samples = sample_count(tree, dims)
+    if samples < count:
+        raise UsageError(f"the minibatch has {samples} samples, too few for {count} microbatches")
+    leaves, spec = pytree.tree_flatten(tree)
+    pieces = [
+        [leaf] * count if dim is None else leaf.tensor_split(count, dim)
+        for leaf, dim in zip(leaves, leaf_dims(tree, dims), strict=True)
+    ]
+    return [pytree.tree_unflatten([piece[number] for piece in pieces], spec) for number in range(count)]
+
+
+def sample_count(tree: Any, dims: Dims = 0) -> int:
+    """The number of samples of a minibatch; UsageError if its tensors have different numbers of them."""
+    first: tuple[int, str] | None = None
+    for (path, leaf), dim in zip(pytree.tree_leaves_with_path(tree), leaf_dims(tree, dims), strict=True):
+        if dim is None:
+            continue
+        where = f"the minibatch{pytree.keystr(path)}"
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise UsageError(f"{where} has {leaf.ndim} dimensions, so none is {dim}")
+        size = leaf.shape[dim]
+        if first is None:
+            first = size, where
+        elif size != first[0]:
+            raise UsageError(f"{where} has {size} samples in dimension {dim}, but {first[1]} has {first[0]}")
+    if first is None:
+        raise UsageError("the minibatch has no tensor that could be cut into microbatches")
+    return first[0]
+
+
+def leaf_dims(tree: Any, dims: Dims) -> list[int | None]:
+    """The batch dimension of each leaf; None: it is not cut. UsageError if `dims` are not nested like `tree`."""
+    spread = _spread(tree, dims)
+    for dim in spread:
+        if dim is not None and type(dim) is not int:
+            raise UsageError(f"dims: {dim!r} is neither a dimension nor None")
+    leaves = pytree.tree_leaves(tree)
+    return [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(leaves, spread, strict=True)]
+
+
+def _spread(tree: Any, dims: Dims) -> list[Any]:
+    """The entry of `dims` that stands for each leaf; dicts are matched by key."""
+    if isinstance(dims, dict) and isinstance(tree, dict):
+        if dims.keys() == tree.keys():
+            return [dim for key, part in tree.items() for dim in _spread(part, dims[key])]
+    elif isinstance(dims, tuple | list) and type(dims) is type(tree) and len(dims) == len(tree):
+        return [dim for part, part_dims in zip(tree, dims, strict=True) for dim in _spread(part, part_dims)]
+    else:
+        with suppress(ValueError):
+            spread = pytree._broadcast_to_and_flatten(dims, pytree.tree_structure(tree))
+            if spread is not None:
+                return spread
+    raise UsageError(f"dims: {clip(repr(dims))} is not nested as the minibatch")

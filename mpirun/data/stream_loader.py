@@ -1,0 +1,92 @@
+"""The loader of a torch IterableDataset, whose samples are read in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import closing, nullcontext
+from itertools import count, islice
+from typing import Any
+
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from mpirun.data.load_ahead import reading, seeded
+from mpirun.data.loader import Batch, Items, Loader
+from mpirun.data.microbatches import Microbatch
+from mpirun.data.sampling import deal
+from schedgen.util.errors import UsageError
+
+
+class StreamLoader(Loader):
+    """Every rank reads all samples, and keeps those of its microbatches."""
+
+    kind, name = "stream", "an IterableDataset"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        self._check_order()
+        if self.workers > 1:
+            raise UsageError(f"{self.workers} workers cannot share {self.name}: it takes one at most")
+
+    def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
+        """UsageError."""
+        raise UsageError("an IterableDataset is read in order from its start: no single microbatch of it can be made")
+
+    def _batches(self) -> Generator[tuple[Batch, bool], None, None]:
+        """The number of samples of the next step tells whether a step is the last."""
+        epoch, first, size = self.epoch, self.step, self.step_size
+        drop = self.last == "drop"
+        with closing(self._made(_Steps(self, epoch, first), 1, batch_size=None)) as made:
+            here = 0
+            for step, (here, following, collated) in zip(count(first), made, strict=False):
+                if drop and here < size:
+                    break
+                if is_last := following == 0 or (drop and following < size):
+                    self._say_of_last(following or here)
+                dealt = deal([None] * here, self.microbatch_size, self.microbatches)
+                mine = {number: self._microbatch(collated[number], dealt[number], here) for number in self.reads}
+                yield Batch(epoch, step, [one.real for one in dealt], mine, self), is_last
+                if is_last:
+                    return
+        if first == 0:
+            self._check_samples(here)
+        raise UsageError(f"the dataset ended before step {first} of epoch {epoch}, where it should go on")
+
+
+class _Steps(Items, IterableDataset[Any]):
+    """The steps from `first` on: counts of a step's samples and of the next's, its collated microbatches by number."""
+
+    def __init__(self, loader: StreamLoader, epoch: int, first: int) -> None:
+        self.loader, self.epoch, self.first = loader, epoch, first
+
+    def __iter__(self) -> Iterator[tuple[int, int, dict[int, Any]]]:
+        loader, size = self.loader, self.loader.step_size
+        watching = loader.watching if get_worker_info() is None else lambda number: nullcontext()
+        with reading():
+            stream = iter(loader.dataset)
+            deque(islice(stream, self.first * size), maxlen=0)
+            here = list(islice(stream, size))
+        for number in count():
+            if not here:
+                return
+            with reading(), watching(number) if number else nullcontext():  # `made_ahead` checks the first
+                following = list(islice(stream, size))
+                dealt = deal(here, loader.microbatch_size, loader.microbatches)
+                collated = {n: self._collate(self.first + number, n, dealt[n].samples) for n in loader.reads}
+            yield len(here), len(following), collated
+            here = following
+
+    def _collate(self, step: int, number: int, samples: list[Any]) -> Any:
+        """In a worker it draws the same whatever was drawn before, and leaves the stream's generators as they were."""
+        loader = self.loader
+        with nullcontext() if get_worker_info() is None else seeded(loader.seed, self.epoch, step, number):
+            return (loader.collate or default_collate)(samples)
+
+    def may_be_made_by_thread(self, drew: bool) -> bool:
+        if drew:
+            raise UsageError(
+                "the IterableDataset draws from the global random numbers, which a thread would share with the model: "
+                "with workers=1 a process reads it"
+            )
+        return True
