@@ -10,11 +10,12 @@ from torch import Tensor
 
 from schedgen.util.errors import UsageError, clip
 
+ALIGNED = 64  # bytes, where torch begins a tensor on the CPU
 Dims = Any  # an int or None, or a pytree of them: each stands for a leaf, or for all leaves of a part, of the minibatch
 
 
 def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
-    """`count` microbatches, views, nested as the minibatch; if samples do not divide, the first have one more.
+    """`count` microbatches, nested as the minibatch; if samples do not divide, the first have one more.
 
     What has None in `dims`, or is not a tensor, goes to every microbatch uncut. UsageError if samples are too few.
     """
@@ -25,10 +26,20 @@ def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
         raise UsageError(f"the minibatch has {samples} samples, too few for {count} microbatches")
     leaves, spec = pytree.tree_flatten(tree)
     pieces = [
-        [leaf] * count if dim is None else leaf.tensor_split(count, dim)
+        [in_own_memory(leaf)] * count if dim is None else [in_own_memory(x) for x in leaf.tensor_split(count, dim)]
         for leaf, dim in zip(leaves, leaf_dims(tree, dims), strict=True)
     ]
     return [pytree.tree_unflatten([piece[number] for piece in pieces], spec) for number in range(count)]
+
+
+def in_own_memory(x: Any) -> Any:
+    """A tensor in memory as torch gives a new one: on rows that begin elsewhere some kernels round otherwise.
+
+    What has such memory, or is no tensor, is returned itself.
+    """
+    if not isinstance(x, Tensor) or (x.is_contiguous() and x.data_ptr() % ALIGNED == 0):
+        return x
+    return x.clone()
 
 
 def sample_count(tree: Any, dims: Dims = 0) -> int:

@@ -42,6 +42,7 @@ class Batch(NamedTuple):
     samples: list[int]
     microbatches: dict[int, Microbatch]  # those that this rank reads
     loader: Loader | None = None  # that made the batch; None: there is none
+    is_last: bool = False  # of its epoch
 
 
 class Items(Dataset[Any]):
@@ -56,7 +57,9 @@ class Items(Dataset[Any]):
 class Loader(ABC):
     """Each iteration goes through the rest of the epoch, and the next one begins the next epoch. One at a time.
 
-    Leaving an iteration ends its thread or processes; the next one goes on after the last batch that came out.
+    Leaving an iteration ends its thread or processes. The next one, or a restart, goes on after the last batch that was
+    trained on: one that only came out comes again, unless the iteration has come to its end.
+
     UsageError if an argument is wrong, or the dataset has no step.
 
     microbatches  how many a step has
@@ -83,8 +86,8 @@ class Loader(ABC):
     last: str = "pad"
     collate: Callable[[list[Any]], Any] | None = None
     sample_count: int | None = field(init=False, default=None)  # samples of an epoch; None: not known
-    epoch: int = field(init=False, default=0)  # of the batch that comes next
-    step: int = field(init=False, default=0)  # of the batch that comes next, in its epoch
+    epoch: int = field(init=False, default=0)  # of the batch after the last one that was trained on
+    step: int = field(init=False, default=0)  # of this batch, in its epoch
 
     kind: ClassVar[str]  # in place of the number of samples, where that is not known
     name: ClassVar[str]  # of such a dataset, in sentences
@@ -116,9 +119,14 @@ class Loader(ABC):
     def __iter__(self) -> Iterator[Batch]:
         """The batches; what the dataset raises comes from here, with its own message and place."""
         with closing(self._batches()) as batches:
-            for batch, is_last in batches:
-                self.epoch, self.step = (batch.epoch + 1, 0) if is_last else (batch.epoch, batch.number + 1)
+            for batch in batches:
                 yield batch
+                if batch.is_last:
+                    self.trained(batch)
+
+    def trained(self, batch: Batch) -> None:
+        """Go on after this batch."""
+        self.epoch, self.step = (batch.epoch + 1, 0) if batch.is_last else (batch.epoch, batch.number + 1)
 
     @abstractmethod
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
@@ -174,8 +182,8 @@ class Loader(ABC):
             raise UsageError(f"{self.name} cannot be shuffled: its samples come in its own order")
 
     @abstractmethod
-    def _batches(self) -> Generator[tuple[Batch, bool], None, None]:
-        """The batches of the rest of the epoch, each with whether it is the last."""
+    def _batches(self) -> Generator[Batch, None, None]:
+        """The batches of the rest of the epoch."""
 
     def _unchanging(self) -> dict[str, Any]:
         return {

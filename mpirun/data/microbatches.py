@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from mpirun.data.chunks import Dims, chunk, sample_count
+from mpirun.data.chunks import Dims, chunk, in_own_memory, sample_count
 from mpirun.data.digest import digest_of
 from schedgen.util.errors import UsageError
 
@@ -101,7 +101,7 @@ class Microbatches(MicrobatchSource):
         """Microbatch `number` of a step; UsageError if the model's batch is not a pair, or cannot be cut."""
         if not isinstance(self.batch, Minibatch):
             pair = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
-            data, target = checked_pair(pair, "the model's batch should return")
+            data, target = pytree.tree_map(in_own_memory, checked_pair(pair, "the model's batch should return"))
             return Microbatch(pytree.tree_leaves(data), target, self.count)
         if step != self.chunked_step:
             self.chunks = self._chunks(self.batch, step)
@@ -154,7 +154,7 @@ def input_and_target(collated: Any) -> tuple[Any, Any]:
 
 
 def plain(collated: Any) -> Any:
-    """Collated samples, with a dict for each mapping that is not a pytree, such as transformers' BatchEncoding.
+    """Collated samples in their own memory, with a dict for each mapping that is no pytree, such as a BatchEncoding.
 
     UsageError if there is any other such object: it could not be cut, counted or moved to a device.
     """
@@ -165,7 +165,7 @@ def plain(collated: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise UsageError(f"the samples have a tensor of layout {leaf.layout}, which cannot be cut: give dense ones")
         if leaf is None or isinstance(leaf, Tensor | Number | np.generic | str | bytes):
-            return leaf
+            return in_own_memory(leaf)
         raise UsageError(
             f"the samples have a {type(leaf).__name__}, which could be neither cut nor moved to a device: give "
             "tensors, numbers, strings and None, in tuples, lists and dicts"

@@ -38,7 +38,7 @@ class NumberedLoader(Loader):
         collated = _Microbatches(self, epoch).__getitems__((step, number, dealt[number].samples))
         return self._microbatch(collated, dealt[number], sum(one.real for one in dealt))
 
-    def _batches(self) -> Generator[tuple[Batch, bool], None, None]:
+    def _batches(self) -> Generator[Batch, None, None]:
         epoch, first, deal_step = self.epoch, self.step, self._deal(self.epoch)
 
         def steps() -> Iterator[int]:
@@ -55,7 +55,8 @@ class NumberedLoader(Loader):
                 dealt = deal_step(step)
                 real = [one.real for one in dealt]
                 mine = {number: self._microbatch(next(made), dealt[number], sum(real)) for number in self.reads}
-                yield Batch(epoch, step, real, mine, self), self.sample_count is not None and step == len(self) - 1
+                is_last = self.sample_count is not None and step == len(self) - 1
+                yield Batch(epoch, step, real, mine, self, is_last)
 
 
 class MapLoader(NumberedLoader):

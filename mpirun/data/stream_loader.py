@@ -33,7 +33,7 @@ class StreamLoader(Loader):
         """UsageError."""
         raise UsageError("an IterableDataset is read in order from its start: no single microbatch of it can be made")
 
-    def _batches(self) -> Generator[tuple[Batch, bool], None, None]:
+    def _batches(self) -> Generator[Batch, None, None]:
         """The number of samples of the next step tells whether a step is the last."""
         epoch, first, size = self.epoch, self.step, self.step_size
         drop = self.last == "drop"
@@ -46,11 +46,15 @@ class StreamLoader(Loader):
                     self._say_of_last(following or here)
                 dealt = deal([None] * here, self.microbatch_size, self.microbatches)
                 mine = {number: self._microbatch(collated[number], dealt[number], here) for number in self.reads}
-                yield Batch(epoch, step, [one.real for one in dealt], mine, self), is_last
+                yield Batch(epoch, step, [one.real for one in dealt], mine, self, is_last)
                 if is_last:
                     return
         if first == 0:
             self._check_samples(here)
+        if here:  # less than a step, since steps are larger than before a restart, or the last is dropped now
+            self.epoch, self.step = epoch + 1, 0
+            yield from self._batches()
+            return
         raise UsageError(f"the dataset ended before step {first} of epoch {epoch}, where it should go on")
 
 

@@ -5,12 +5,14 @@ Those of the rank that computes a stage's first microbatch are the model's: eval
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from mpi4py import MPI
 
 from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
+from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.model.module_copy import shared_buffers
 from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
@@ -33,6 +35,21 @@ def check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
                 f"{name} of stage {stage} and {its_name} of stage {other} are one buffer, and forwards would change a "
                 "copy in each: split puts it into one stage"
             )
+
+
+@contextmanager
+def buffers_shared(
+    comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], stages: Mapping[int, LocalStage]
+) -> Iterator[None]:
+    """As `share_buffers`; afterwards each rank has its own again, with which its forwards go on."""
+    other = [s for s in stages if shapes[s].overwrites_buffers and statistics_rank(header, s) != comm.rank]
+    before = [(stages[s].module, buffer_copies(stages[s].module)) for s in other]
+    share_buffers(comm, header, shapes, stages)
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            set_buffers(module, buffers)
 
 
 def share_buffers(

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.comm.device import WAYS
-from mpirun.data.loader import Batch
+from mpirun.data.loader import Batch, Loader
 from mpirun.data.numbered_loader import FunctionLoader
 from mpirun.engine.recipe import Factory, Recipe
 from mpirun.model.contract import Model
@@ -139,8 +139,15 @@ def check_options(
         raise UsageError(f"on_nan: {on_nan!r} is neither 'stop' nor 'skip'")
 
 
-def check_keep(keep: object) -> None:
-    """UsageError if this is no number of checkpoints."""
+def check_data(data: object) -> None:
+    """UsageError if this has no position that a checkpoint could record."""
+    if data is not None and not isinstance(data, Loader):
+        raise UsageError(f"data: give what loader(...) returns, not a {type(data).__name__}")
+
+
+def check_saving(data: object, keep: object) -> None:
+    """UsageError if this has no position, or is no number of checkpoints."""
+    check_data(data)
     if type(keep) is not int or keep < 1:
         raise UsageError(f"keep should be a whole number of at least 1, not {keep!r}")
 

@@ -15,7 +15,6 @@ import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -43,8 +42,9 @@ from mpirun.training.arguments import (
     Models,
     Taken,
     check_batches,
-    check_keep,
+    check_data,
     check_options,
+    check_saving,
     check_tolerance,
     directory_of,
     make_log,
@@ -58,7 +58,7 @@ from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared
 from mpirun.training.same_data import is_compared
-from mpirun.training.saving import Saving
+from mpirun.training.saving import KEEP_ALL, Saving, at_sigterm
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_buckets, check_padding
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
@@ -154,8 +154,7 @@ class Engine:
         self.session: Session | None = None
         self._steps_at_end = 0  # steps, once the run has ended
         self._at_sigterm: Saving | None = None  # what SIGTERM saves, where
-        self._resumed_from: Path | None = None
-        self._resumed_data: Loader | None = None  # that was resumed
+        self._resumed: Saving | None = None  # what the run went on from
         self._notes_said: set[str] = set()  # notes of all loaders that were printed, or will be
         self._notes_unsaid: list[str] = []  # those that rank 0 has not been told yet
         self._loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
@@ -300,6 +299,8 @@ class Engine:
         self._prepared.batches.give(session.steps, batch, self._prepared.verifies)
         compared = is_compared(session.steps - session.begun)
         result = session.step([count / total for count in batch.samples], total * of_shape.tokens)
+        if batch.loader is not None:
+            batch.loader.trained(batch)
         if compared:
             self._print_unsaid()
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
@@ -368,14 +369,11 @@ class Engine:
         restart resumes; a script that gives none has the first directory saved to, or the one that it resumed from.
         """
         self._build_stages("save")
-        together(self.comm, lambda: check_keep(keep))
+        together(self.comm, lambda: check_saving(data, keep))
         path = together(self.comm, lambda: directory_of("save", directory))
-        writer = self._running.checkpoints()
-        if writer.directory != path:
-            writer.open(str(path), None if self._resumed_from is None else str(self._resumed_from))
         saving = Saving(path, data, keep)
-        if saving.replaces(self._at_sigterm, self._resumed_from):
-            self._at_sigterm = saving
+        self._open(saving)
+        self._at_sigterm = at_sigterm(saving, self._at_sigterm, self._resumed)
         return self._save(saving)
 
     @_collective
@@ -390,6 +388,7 @@ class Engine:
             self._prepared.verifies,
             "verify=True does all steps again, but not those before a checkpoint: resume without it",
         )
+        together(self.comm, lambda: check_data(data))
         path = together(self.comm, lambda: directory_of("resume", directory))
         manifest = newest_checkpoint(self.comm, str(path), str(path))
         if manifest is None:
@@ -399,7 +398,7 @@ class Engine:
             unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
             self._refuse(not position, unsaved)
             together(self.comm, lambda: data.restore(position))
-        self._resumed_data, self._resumed_from = data, path
+        self._resumed = Saving(path, data, KEEP_ALL)
         self._prepared.resume(manifest)
         return True
 
@@ -410,9 +409,9 @@ class Engine:
         path = together(self.comm, lambda: directory_of("export", directory))
         on_rank_0(self.comm, lambda: check_new(path))
         session = self._running
-        session.share_buffers()
-        stages = session.interpreter.stages
-        write_export(self.comm, session.header, session.setup, stages, path, self._weights_directory, session.beat)
+        stages, source = session.interpreter.stages, self._weights_directory
+        with session.buffers_shared():
+            write_export(self.comm, session.header, session.setup, stages, path, source, session.beat)
 
     @_collective
     def verify(self, tolerance: float | None = None) -> bool:
@@ -525,16 +524,22 @@ class Engine:
 
         Stop if that is not so, and nothing is built.
         """
-        if not self._prepared.has_stages and self._prepared.resumed is not None and self._resumed_data is not None:
-            with self._resumed_data.from_the_start():
-                batch = self._batch(next(iter(self._resumed_data)))
+        data = None if self._resumed is None else self._resumed.data
+        if not self._prepared.has_stages and data is not None:
+            with data.from_the_start():
+                batch = self._batch(next(iter(data)))
             self._prepared.build(batch, Shapes(self.comm, self._shapes.buckets).of(batch, "batch 1"))
         self._refuse(not self._prepared.has_stages, f"{method}: nothing has been trained or evaluated yet")
+
+    def _open(self, saving: Saving) -> None:
+        """Take the directory for this run's checkpoints."""
+        writer = self._running.checkpoints()
+        if writer.directory != saving.directory:
+            writer.open(str(saving.directory), None if self._resumed is None else str(self._resumed.directory))
 
     def _save(self, saving: Saving) -> bool:
         """Save to a directory that has been opened."""
         writer = self._running.checkpoints()
-        writer.directory = saving.directory
         writer.settings.pop("loader", None)
         if saving.data is not None:
             writer.settings["loader"] = saving.data.state()
@@ -542,7 +547,14 @@ class Engine:
 
     def _leave(self) -> None:
         """Save what SIGTERM saves, and end all ranks."""
-        self._running.leave(self._at_sigterm is not None and self._save(self._at_sigterm))
+        saved = False
+        if self._at_sigterm is not None:
+            try:
+                self._open(self._at_sigterm)
+                saved = self._save(self._at_sigterm)
+            except Stop as stop:
+                note(self.comm, stop)
+        self._running.leave(saved)
 
     def _over(
         self,

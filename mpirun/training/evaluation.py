@@ -156,8 +156,7 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
 
 def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], outcome: Outcome) -> None:
     """Run all batches; `outcome` takes a microbatch's number among those of all batches."""
-    session.share_buffers()
-    with torch.no_grad():
+    with session.buffers_shared(), torch.no_grad():
         for step, (evaluator, batch) in enumerate(batches):
             first = step * evaluator.batches.count
             evaluator.run(step, batch, lambda number, *found, first=first: outcome(first + number, *found))

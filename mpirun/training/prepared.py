@@ -118,13 +118,20 @@ class Prepared:
             self.session.free()
 
     def _example(self, batch: Batch) -> Microbatch:
-        """A microbatch of the batch, the same on all ranks."""
-        comm, own, saved = self.session.comm, next(iter(batch.microbatches.values()), None), io.BytesIO()
-        root = comm.allgather(own is not None).index(True)
+        """A microbatch of the batch, the same on all ranks, and with samples, not padding alone."""
+        comm, saved = self.session.comm, io.BytesIO()
+        own = max(batch.microbatches.values(), key=_real, default=None)
+        real = comm.allgather(-1 if own is None else _real(own))
+        root = real.index(max(real))
         if comm.rank == root:
             torch.save(own, saved)  # pickle does not know all types
         example: Microbatch = torch.load(io.BytesIO(comm.bcast(saved.getvalue(), root)), weights_only=False)
         return example
+
+
+def _real(microbatch: Microbatch) -> int:
+    """Its samples without padding."""
+    return microbatch.size - microbatch.padding
 
 
 def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> OfShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +16,20 @@ class Saving(NamedTuple):
     data: Loader | None  # whose position it records
     keep: int  # how many stay in the directory
 
-    def replaces(self, before: Saving | None, resumed_from: Path | None) -> bool:
-        """Whether SIGTERM saves so from now on, and not as `before`: it saves what a restart will resume."""
-        if before is None or self.data is not None:
-            return True
-        if before.data is not None:  # a checkpoint without a position in the data is no place to go on from
-            return False
-        return self.directory in (before.directory, resumed_from)
+
+KEEP_ALL = sys.maxsize
+
+
+def at_sigterm(now: Saving, before: Saving | None, resumed: Saving | None) -> Saving:
+    """What SIGTERM saves after `now` has been saved: what a restart will resume.
+
+    before   what it would have saved
+    resumed  how the checkpoint was saved that the run went on from
+    """
+    if before is None and resumed is not None and resumed.data is not None:
+        before = resumed
+    if before is None or now.data is not None:
+        return now
+    if before.data is not None:  # a checkpoint without a position in the data is no place to go on from
+        return before._replace(keep=now.keep) if now.directory == before.directory else before
+    return now if now.directory in (before.directory, resumed and resumed.directory) else before

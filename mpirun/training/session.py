@@ -27,7 +27,7 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
-from mpirun.engine.running_statistics import share_buffers
+from mpirun.engine.running_statistics import buffers_shared, share_buffers
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
@@ -158,8 +158,11 @@ class Session:
         self.begun = self.steps = manifest.step
 
     def save(self, keep: int) -> bool:
-        """Write a checkpoint to the open directory, and keep the newest `keep`; whether that succeeded."""
-        self.share_buffers()
+        """Write a checkpoint to the open directory, and keep the newest `keep`; whether that succeeded.
+
+        Running statistics are then those of the checkpoint on every rank, as after a restart.
+        """
+        share_buffers(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
         with self.watchdog.phase(SAVING):
             return self.checkpoints().save(self.steps, keep)
 
@@ -184,9 +187,9 @@ class Session:
             trace.write(self.comm, self.schedule.all_ranks, option, path)
         return bool(trace.passes)
 
-    def share_buffers(self) -> None:
-        """Give every rank the model's running statistics."""
-        share_buffers(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
+    def buffers_shared(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, every rank has the model's running statistics."""
+        return buffers_shared(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
 
     def step(self, weights: list[float], tokens: int) -> Result:
         """Do the next step. Stop if a number is not finite, unless such steps are skipped.

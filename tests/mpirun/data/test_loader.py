@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter, UserDict
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_an_incomplete_step(real, size, count):
 @given(kind=st.sampled_from([numbers, Stream, Noisy]), **SHAPES)
 @QUICK
 def test_resumed_anywhere(kind, length, size, count, seed, last, data):
-    """The state is of the batches that came out, and a loader that reads something else goes on from there."""
+    """The state is of the batches that were trained on, and a loader that reads something else goes on from there."""
     if last == "drop" and length < size * count:
         return
     if kind is Noisy:
@@ -176,6 +177,7 @@ def test_resumed_anywhere(kind, length, size, count, seed, last, data):
     for _ in range(2):
         for batch in first:
             batches.append(shown(batch))
+            first.trained(batch)
             states.append(json.loads(json.dumps(first.state())))
     behind = data.draw(st.integers(0, len(states) - 1))
     reads = data.draw(st.permutations(range(count)))
@@ -189,6 +191,17 @@ def test_resumed_anywhere(kind, length, size, count, seed, last, data):
         epoch, number, _, microbatches = batches[behind]
         some = second.microbatch(epoch, number, reads[0])
         assert (some.leaves[0].tolist(), some.target.tolist(), *some[2:]) == microbatches[reads[0]]
+
+
+@pytest.mark.parametrize("kind", [Noisy, Stream])
+def test_resumed_where_less_than_a_larger_step_is_left(kind):
+    """15 samples, of which 8 have been trained on; steps have 8 now, so that the rest of the epoch is dropped."""
+    before, after = (loader(kind(15), 2, count, last="drop") for count in (2, 4))
+    for batch in islice(before, 2):
+        before.trained(batch)
+    after.restore(before.state())
+    assert [(batch.epoch, batch.number) for batch in after] == [(1, 0)]
+    assert (after.epoch, after.step) == (2, 0)
 
 
 @given(length=st.integers(1, 60), counts=st.tuples(st.integers(1, 6), st.integers(1, 6)), behind=st.integers(0, 20))
@@ -244,6 +257,7 @@ def test_a_function():
         assert microbatch.target.tolist() == np.random.default_rng([5, step, 1]).random(2).tolist()
         assert microbatch.target.tolist() == endless.microbatch(0, step, 1).target.tolist()
         assert microbatch[2:] == (4, 2, 0)
+        endless.trained(batch)
         if step == 3:
             break
     assert endless.state()["step"] == 4
@@ -271,7 +285,7 @@ def test_one_step_ahead(workers):
 
     some = loader(Counted(), workers=workers)
     batches = iter(some)
-    next(batches)
+    some.trained(next(batches))
     assert all(made.acquire(timeout=60) for _ in range(8))
     assert some.state()["step"] == 1
     batches.close()
@@ -281,16 +295,21 @@ def test_one_step_ahead(workers):
 @pytest.mark.parametrize("dataset", [Noisy(), Stream(21), make], ids=["map", "stream", "function"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_abandoned(dataset, workers):
-    """Nothing stays, and the next iteration goes on."""
+    """Nothing stays, and the next iteration goes on after the last batch that was trained on, if it was not the end."""
     some = loader(dataset, workers=workers)
-    for batch in some:
-        assert batch.number == 0
-        break
-    assert not left()
-    iteration = iter(some)
-    assert next(iteration).number == 1
-    del iteration
-    assert not left()
+    for trained in (True, False):
+        for batch in some:
+            assert batch.number == (0 if trained else 1)
+            if trained:
+                some.trained(batch)
+            break
+        assert not left()
+    ahead = iter(some)
+    assert [next(ahead).number for _ in range(2)] == [1, 2]
+    del ahead
+    assert (not left(), some.epoch, some.step) == (True, 0, 1)
+    if dataset is not make:
+        assert (len(list(some)), some.epoch, some.step) == (2, 1, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -299,6 +318,7 @@ def test_a_broken_sample(workers):
     with pytest.raises(ValueError, match="sample 17 is broken") as raised:
         for batch in some:
             assert batch.number < 2
+            some.trained(batch)
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise ValueError(" in text)
     trace = "".join(traceback.format_exception(raised.value))
     assert re.search(rf'File "{re.escape(__file__)}", line {line}, in __getitem__', trace)

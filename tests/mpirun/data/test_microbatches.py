@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.chunks import chunk, sample_count
-from mpirun.data.microbatches import Microbatches, Minibatch
+from mpirun.data.microbatches import Microbatches, Minibatch, plain
 from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
@@ -134,3 +134,13 @@ def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:
     losses = [float(pieces(0, number).target.mean()) for number in range(4)]
     assert mean(losses, pieces.loss_weights) == pytest.approx(2.0)
     assert Microbatches(lambda text, rng: (rows, rows), torch.zeros(1), 0, 4).loss_weights == [0.25] * 4
+
+
+def test_microbatches_lie_in_memory_as_tensors_of_their_own():
+    """And a tensor that does so is not copied."""
+    rows, uncut = torch.arange(90.0).view(6, 15), torch.arange(20.0)[3:]
+    pieces = [x for cut in (chunk((rows, rows.T), 3, (0, 1)), chunk((rows, uncut), 3, (0, None))) for x in cut]
+    values = [x for piece in pieces for x in piece] + pytree.tree_leaves(plain([rows[:, 1:], uncut, rows[1:]]))
+    assert all(x.stride() == x.clone().stride() and x.data_ptr() % 64 == 0 for x in values)
+    assert torch.equal(pieces[1][1], rows[2:4].T) and torch.equal(pieces[4][1], uncut)
+    assert plain([rows])[0] is rows

@@ -692,21 +692,23 @@ def train(run, loader, saves):
         saves = ()
         signal.raise_signal(signal.SIGTERM)
 data, best = [(row, row) for row in torch.cat([x] * 3)], ("best", {"keep": 1})
-for number, name in enumerate(("last", "last", "best")):
+for number, name in enumerate(("last", "last", "best", "last")):
     with engine() as run:
         loader = run.loader(data, 2)
         assert run.resume(folder / name, data=loader if name == "last" else None) == (number > 0)
-        assert loader.step == (run.steps if name == "last" else 0)
+        assert loader.step == [0, 2, 0, 2][number]
         last = "last", {} if number == 1 else {"data": loader}
-        print(refused(lambda: train(run, loader, [best, last, best])), steps("last"), steps("best"))
+        saves = [best] if number == 3 else [best, last, best]
+        print(refused(lambda: train(run, loader, saves)), steps("last"), steps("best"))
 """
     (done,) = scripts(1, [[SAVING + script, tmp_path]])
     found = [line for line in done.out.splitlines() if line.startswith("143")]
-    assert (done.code, found) == (0, ["143 [1, 2] [1]", "143 [2, 3, 4] [3]", "143 [3, 4, 5] [4]"]), done.err
+    wanted = ["143 [1, 2] [1]", "143 [2, 3, 4] [3]", "143 [3, 4, 5] [4]", "143 [3, 4, 5, 7] [6]"]
+    assert (done.code, found) == (0, wanted), done.err
 
 
 def test_a_run_that_is_asked_to_leave_while_it_evaluates_saves_and_leaves_between_two_batches(tmp_path, scripts):
-    """One rank is asked. The position that is saved is training's, though the evaluation has read the same loader."""
+    """One rank is asked. The batch that waits for its step comes again, though the evaluation reads the same loader."""
     script = """
 import signal
 data, seen = [(row, row) for row in torch.cat([x] * 10)], []
@@ -716,12 +718,14 @@ def each(number, output):
         signal.raise_signal(signal.SIGTERM)
 with engine(2) as run:
     loader = run.loader(data, 2)
-    for _ in range(2):
-        run.step(next(iter(loader)))
-        run.save(folder / "last", data=loader)
-    run.step(next(iter(loader)))
-    print(refused(lambda: run.predict(loader, each=each)), steps("last"))
-    assert seen == (list(range(8)) if run.rank == 1 else []), seen
+    for batch in loader:
+        if run.steps == 2:
+            print(refused(lambda: run.predict(loader, each=each)), steps("last"))
+            assert seen == (list(range(8)) if run.rank == 1 else []), seen
+            break
+        run.step(batch)
+        if run.steps == 1:
+            run.save(folder / "last", data=loader)
 with engine(2) as run:
     loader = run.loader(data, 2)
     assert run.resume(folder / "last", data=loader)
@@ -729,7 +733,88 @@ with engine(2) as run:
 """
     (done,) = scripts(2, [[SAVING + script, tmp_path]])
     found = [line for line in done.out.splitlines() if line[0].isdigit()]
-    assert (done.code, found) == (0, ["143 [1, 2, 3]", "3 3"] * 2), done.err
+    assert (done.code, found) == (0, ["143 [1, 2]", "2 2"] * 2), done.err
+
+
+def test_evaluations_leave_the_buffers_alone_with_which_other_ranks_train(tmp_path, scripts):
+    """Each rank has its own mean of the microbatches that it has seen; those of rank 0 are the model's."""
+    script = """
+class Centred(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return super().forward(x - self.mean)
+def losses(evaluates):
+    torch.manual_seed(0)
+    with mpirun.Engine("ddp", [Centred()], stages=1, microbatches=4, loss=mse_loss, timeout=0) as run:
+        for number in range(3):
+            yield run.step((x + number, x)).loss
+            if evaluates:
+                run.evaluate([(x, x)])
+                run.predict([(x, x)])
+                run.export(folder / str(number))
+assert list(losses(True)) == list(losses(False))
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path]])
+    assert done.code == 0, done.err
+
+
+LAST_FIRST = """
+import numpy as np
+from schedgen import F
+def w(s, b, d):
+    return s, s
+def n(s, b, d, *, stages):
+    return np.where(d == F, s - 2 * b * stages, 1000 - s - 2 * b * stages)
+"""
+
+
+def test_a_run_begins_with_a_batch_whose_first_read_microbatch_is_padding(tmp_path, scripts):
+    """The example of a microbatch, which is tried, has samples; so the loss has its metrics."""
+    (file := tmp_path / "last_first.py").write_text(LAST_FIRST)
+    script = """
+def loss(output, target):
+    return mse_loss(output, target), {"largest": output.abs().max()}
+with mpirun.Engine(sys.argv[2], [torch.nn.Linear(4, 4) for _ in range(2)], loss=loss, microbatches=4) as run:
+    for batch in run.loader([(row, row) for row in x[:3]], 2):
+        print(batch.samples, sorted(run.step(batch).metrics))
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path, file]])
+    assert (done.code, done.out.splitlines()) == (0, ["[2, 1, 0, 0] ['largest']"] * 2), done.err
+
+
+def test_canonical_bits_do_not_depend_on_where_a_microbatch_begins_in_memory(tmp_path, scripts):
+    """Microbatches of 360 bytes: cut from a batch, most of them begin where no tensor of its own does."""
+    script = """
+from torch.nn.functional import cross_entropy
+stages = [torch.nn.Linear(5, 8), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(8, 3))]
+loss = lambda output, target: cross_entropy(output.flatten(0, 1), target.flatten())
+with mpirun.Engine("1f1b", stages, loss=loss, microbatches=4, verify=True, canonical=True) as run:
+    for number in range(6):
+        rng = torch.Generator().manual_seed(number)
+        run.step((torch.randn(8, 9, 5, generator=rng), torch.randint(0, 3, (8, 9), generator=rng)))
+    assert run.verify()
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path]])
+    assert done.code == 0, done.err
+
+
+def test_what_has_no_position_in_the_data_is_not_saved_and_not_resumed(tmp_path, scripts):
+    script = """
+with engine() as run:
+    run.step((x, x))
+    data = torch.utils.data.DataLoader([0])
+    print(refused(lambda: run.save(folder / "new", data=data)))
+with engine() as run:
+    print(refused(lambda: run.resume(folder / "new", data=[data])))
+assert not (folder / "new").exists()
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    sentences = [f"mpirun: data: give what loader(...) returns, not a {kind}" for kind in ("DataLoader", "list")]
+    assert (done.code, done.out.split(), done.err.splitlines()) == (0, ["2", "2"], sentences)
 
 
 def test_rank_0_prints_what_only_another_rank_sees_in_the_data(scripts):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpirun.training.saving import Saving
+from mpirun.training.saving import Saving, at_sigterm
 
 DATA: Any = object()
 
@@ -18,20 +18,25 @@ def saving(name: str) -> Saving:
 
 
 @pytest.mark.parametrize(
-    ("calls", "resumed", "saved"),
+    ("resumed", "calls", "saved"),
     [
-        ("l", None, "l"),
-        ("bl", None, "b"),
-        ("bl", "l", "l"),
-        ("bL", None, "L"),
-        ("Lb", None, "L"),
-        ("Ll", None, "L"),
-        ("Lb", "b", "L"),
-        ("LBl", "l", "B"),
+        ("", "l", "l"),
+        ("", "bl", "b"),
+        ("l", "bl", "l"),
+        ("l", "b", "b"),
+        ("", "bL", "L"),
+        ("", "Lb", "L"),
+        ("", "Ll", "L"),
+        ("b", "Lb", "L"),
+        ("l", "LBl", "B"),
+        ("L", "b", "L"),
+        ("L", "l", "L"),
+        ("L", "N", "N"),
+        ("L", "bNb", "N"),
     ],
 )
-def test_sigterm_saves_what_a_restart_resumes(calls, resumed, saved):
-    at_sigterm, resumed_from = None, None if resumed is None else Path(resumed)
+def test_sigterm_saves_what_a_restart_resumes(resumed, calls, saved):
+    found = None
     for call in map(saving, calls):
-        at_sigterm = call if call.replaces(at_sigterm, resumed_from) else at_sigterm
-    assert at_sigterm == saving(saved)
+        found = at_sigterm(call, found, saving(resumed) if resumed else None)
+    assert found == saving(saved)
