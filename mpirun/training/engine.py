@@ -365,8 +365,8 @@ class Engine:
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
         """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
-        The newest `keep` checkpoints are kept. SIGTERM saves as the last call with `data` did, for that is what a
-        restart resumes; a script that gives none has the first directory saved to, or the one that it resumed from.
+        The newest `keep` checkpoints are kept. SIGTERM saves to the directory that a restart will resume: that of the
+        last `save` or `resume` with `data`; without any the first that was saved to, or the one that was resumed.
         """
         self._build_stages("save")
         together(self.comm, lambda: check_saving(data, keep))
