@@ -1,0 +1,252 @@
+"""What differs between train and eval mode, by the graphs that a module is traced to in both.
+
+`compare_with_eval` finds what eval mode leaves out, which `follow_eval` makes stages leave out too. Any difference but
+this and the operations of `mode_ops` is refused: stages cannot follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+from mpirun.model.frontend.errors import line_of_node
+from mpirun.model.frontend.export_graph import ExportedGraph
+from mpirun.model.frontend.mode_ops import (
+    MODE_OPS,
+    TRACED,
+    Changed,
+    Choice,
+    changes_counter,
+    counters_of,
+    eval_arguments,
+)
+from mpirun.model.frontend.node_dependencies import (
+    arguments_of,
+    is_buffer,
+    views_of,
+    written_arguments,
+    written_roots,
+)
+from mpirun.model.frontend.subgraphs import attributes, same_values, subgraphs
+from schedgen.util.errors import UsageError
+
+aten = torch.ops.aten
+DROPOUTS = (  # in eval mode they return their first argument
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+)
+
+
+class LeftOut(NamedTuple):
+    """What eval mode leaves out, by names of nodes of the graph of train mode."""
+
+    nodes: frozenset[str] = frozenset()  # in eval mode only these use their values
+    twins: Mapping[str, str] = {}  # by node that others use in train mode: what they use in eval mode
+    changes: tuple[tuple[str, str], ...] = ()  # in place: a node, and the buffer that it changes
+
+
+def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut:
+    """What eval mode leaves out; UsageError, with the line, if the graphs of both modes differ in anything else."""
+    node_of = dict(zip(evaluated.inputs, train.inputs, strict=True)) | _attributes_of(train, evaluated)
+    comparison = _Comparison(train.state, evaluated.state, counters_of(train.graph), node_of)
+    comparison.compare(train.graph, evaluated.graph)
+    if train.spec != evaluated.spec:
+        raise _differs(train.graph.output_node())
+    twins = {node.name: twin.name for node, twin in comparison.dropped.items() if node in comparison.left_out}
+    changes = tuple((node.name, argument.name) for node, argument in comparison.changes)
+    return LeftOut(frozenset(node.name for node in comparison.left_out), twins, changes)
+
+
+def _attributes_of(train: ExportedGraph, evaluated: ExportedGraph) -> dict[fx.Node, fx.Node]:
+    """By node of a parameter or buffer in the graph of eval mode, its node in that of train mode.
+
+    Buffers that eval mode changes, too, are left out: their node in train mode may be used after the change.
+    """
+    changed = written_roots(evaluated.graph, evaluated.state)
+    nodes = {id(train.state[str(node.target)]): node for node in train.graph.find_nodes(op="get_attr")}
+    twins = {twin: id(evaluated.state[str(twin.target)]) for twin in evaluated.graph.find_nodes(op="get_attr")}
+    return {twin: nodes[key] for twin, key in twins.items() if key in nodes and twin not in changed}
+
+
+def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
+    """Make a traced stage leave out in eval mode what the module leaves out.
+
+    UsageError if a value that eval mode uses in place of another one is another stage's.
+    """
+    if not isinstance(stage, fx.GraphModule):
+        return
+    order = {node: place for place, node in enumerate(stage.graph.nodes)}
+    traced = {node.meta[TRACED]: node for node in order if TRACED in node.meta}
+    for name, argument in left_out.changes:
+        node, buffer = traced.get(name), traced.get(argument)
+        if node and buffer and buffer in node.all_input_nodes:  # here, and not done before
+            call = _call(stage, f"{name}-{argument}", Changed(), (buffer,), node.prev)
+            call.meta[TRACED] = name
+            node.replace_input_with(buffer, call)
+    for name, twin in left_out.twins.items():
+        node = traced.get(name)
+        if node is None or node.op == "placeholder" or hasattr(stage, f"{MODE_OPS}{name}"):
+            continue  # another stage's, which sends what the mode needs; or done before
+        users = {user for user in node.users if user.meta.get(TRACED) not in left_out.nodes}
+        if users and twin not in traced:
+            raise _differs(node)
+        if users:
+            args = node, traced[twin]
+            call = _call(stage, name, Choice(), args, max(args, key=order.__getitem__))
+            node.replace_all_uses_with(call, users.__contains__)
+    stage.recompile()
+
+
+def _call(stage: fx.GraphModule, name: str, layer: nn.Module, args: tuple[fx.Node, ...], after: fx.Node) -> fx.Node:
+    """The call of a new layer, inserted after a node."""
+    stage.add_module(f"{MODE_OPS}{name}", layer.train(stage.training))
+    with stage.graph.inserting_after(after):
+        return stage.graph.call_module(f"{MODE_OPS}{name}", args)
+
+
+class _Comparison:
+    """Compares the graphs of both modes, node by node."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        eval_state: Mapping[str, Any],
+        counters: Collection[fx.Node],
+        node_of: dict[fx.Node, fx.Node],
+    ) -> None:
+        """`counters`: nodes of the train mode's graph; `node_of`: by input or attribute of the other, the one here."""
+        self.state, self.eval_state, self.counters, self.node_of = state, eval_state, counters, node_of
+        self.dropped: dict[fx.Node, fx.Node] = {}  # by node that eval mode lacks: what its users use there
+        self.newly_dropped: dict[fx.Node, fx.Node] = {}  # the same, as far as the node that is compared matches
+        self.left_out: dict[fx.Node, None] = {}  # nodes that eval mode lacks, without dropouts
+        self.changes: dict[tuple[fx.Node, fx.Node], None] = {}  # of buffers, as in LeftOut
+        self.views: dict[fx.Node, fx.Node] = {}  # by node, the one whose memory it shares
+        self.inside: UsageError | None = None  # the first difference in a subgraph
+
+    def compare(self, graph: fx.Graph, other: fx.Graph, whole: bool = True) -> None:
+        """UsageError unless `other`, the graph of eval mode, is `graph` without some nodes.
+
+        Then each of its nodes matches one of `graph`: the same operation on matching arguments. `whole`: they are no
+        subgraphs, which leave nothing out.
+        """
+        self.views = views_of(graph, self.state)
+        nodes = [node for node in graph.nodes if _computes(node) and not changes_counter(node, self.counters)]
+        twins = [node for node in other.nodes if _computes(node)][::-1]
+        for node in nodes:  # each graph ends with its only output
+            twin = twins[-1]
+            self.newly_dropped.clear()
+            if node.target in DROPOUTS and twin.target is not node.target:  # as in nn.MultiheadAttention
+                self.dropped[node] = self._uncopied(node.args[0])
+            elif self._match_subgraphs(node, twin) if self._runs_subgraph(node) else self._match_call(node, twin):
+                self.node_of[twins.pop()] = node
+                self.dropped |= self.newly_dropped
+            else:
+                self.newly_dropped.clear()
+                if not whole or not self._leave_out(node):
+                    raise self.inside or _differs(next(iter(self.left_out), node))
+
+    def _leave_out(self, node: fx.Node) -> bool:
+        """Whether eval mode may leave out a node: all that it changes are values that are left out, too, or buffers."""
+        if node.op == "output":
+            return False
+        written = [] if eval_arguments(node) else written_arguments(node, self.state)  # in eval mode statistics stay
+        kept = [argument for argument in written if self._root(argument) not in self.left_out]
+        if not all(is_buffer(self._root(argument)) for argument in kept):
+            return False
+        self.left_out[node] = None
+        if kept == [node.args[0]]:
+            self.dropped[node] = self._uncopied(kept[0])
+        self.changes |= dict.fromkeys((node, argument) for argument in kept)
+        return True
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        return self.views.get(node, node)
+
+    def _runs_subgraph(self, node: fx.Node) -> bool:
+        return any(True for _ in subgraphs(node, self.state))
+
+    def _match_call(self, node: fx.Node, twin: fx.Node) -> bool:
+        if _operation(node) != _operation(twin):
+            return False
+        if not isinstance(node.target, OpOverload):
+            return self._match((node.args, node.kwargs), (twin.args, twin.kwargs))
+        traced, in_eval = arguments_of(node), arguments_of(twin)
+        names = [*traced]
+        changes = {names[at] if isinstance(at, int) else at: value for at, value in eval_arguments(node).items()}
+        if changes and all(in_eval[name] == traced[name] for name in changes):
+            raise UsageError(
+                f"{line_of_node(node)}: the same in eval mode as in train mode, but stages follow the mode: "
+                "give it training=self.training"
+            )
+        return self._match(traced | changes, in_eval)
+
+    def _match_subgraphs(self, node: fx.Node, twin: fx.Node) -> bool:
+        """Whether the subgraphs that two nodes run do the same, with the same operands except for counters."""
+        inside, others = list(subgraphs(node, self.state)), list(subgraphs(twin, self.eval_state))
+        if node.target != twin.target or len(inside) != len(others):
+            return False
+        for (code, operands), (other, other_operands) in zip(inside, others, strict=True):
+            pairs = list(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
+            kept = [pair for pair in pairs if pair[1] not in self.counters]
+            counters = [inner for inner, operand in pairs if operand in self.counters]
+            twins = other.graph.find_nodes(op="placeholder")
+            if not self._match([operand for _, operand in kept], other_operands) or len(twins) != len(kept):
+                return False
+            node_of = {twin: inner for twin, (inner, _) in zip(twins, kept, strict=True)}
+            inner = _Comparison(attributes(code), attributes(other), counters, node_of)
+            try:
+                inner.compare(code.graph, other.graph, False)
+            except UsageError as error:
+                self.inside = self.inside or error
+                return False
+        constants = ([x for x in n.args if not isinstance(x, fx.Node)] for n in (node, twin))
+        return self._match(*constants)
+
+    def _match(self, value: Any, other: Any) -> bool:
+        """Whether arguments are the same in both graphs, or replace in eval mode what that leaves out."""
+        if isinstance(value, fx.Node) and isinstance(other, fx.Node):
+            value, other = self._uncopied(value), self._uncopied(other)
+            if value.op == other.op == "get_attr":
+                return same_values(self.state[str(value.target)], self.eval_state[str(other.target)])
+            twin = self.node_of.get(other)
+            if value in self.left_out and twin and self._kind(value) == self._kind(twin):
+                self.newly_dropped[value] = twin
+                return True
+            return twin is value
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            return value.keys() == other.keys() and all(self._match(value[key], other[key]) for key in value)
+        if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+            return len(value) == len(other) and all(map(self._match, value, other))
+        return bool(value == other)
+
+    def _kind(self, node: fx.Node) -> object:
+        """The shape and type of a value, on which nodes that are left out are still computed in eval mode."""
+        value = node.meta.get("val", self.state.get(str(node.target)))
+        return (value.shape, value.dtype) if isinstance(value, Tensor) else None
+
+    def _uncopied(self, node: fx.Node) -> fx.Node:
+        """The node of the same values, or its replacement, in any layout: attention may use others in eval mode."""
+        while node.target is aten.contiguous.default:
+            node = node.all_input_nodes[0]
+        return self.newly_dropped.get(node) or self.dropped.get(node, node)
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op == "output" or (node.op == "call_function" and node.target is not aten.contiguous.default)
+
+
+def _operation(node: fx.Node) -> tuple[str, object]:
+    return node.op, aten.reshape.default if node.target is aten.view.default else node.target
+
+
+def _differs(node: fx.Node) -> UsageError:
+    where = line_of_node(node.prev if node.op == "output" else node)
+    return UsageError(
+        f"{where}: differs between train and eval mode by more than what eval mode leaves out: stages cannot follow"
+    )
