@@ -8,17 +8,12 @@ waits until that has arrived.
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
-from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
-
-from mpirun.comm.progress_thread import LONG, MessageProgress, needs_calls
+from mpirun.comm.progress_thread import MessageProgress
 from mpirun.engine.act import Act, in_order
 from mpirun.engine.context import Context
+from mpirun.engine.first_step import let_mpi_go_on, note_reached, time_jobs
 from mpirun.engine.forward_backward import ForwardBackward
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.messages import Transfers
@@ -28,7 +23,7 @@ from mpirun.engine.shard_allreduce import ShardAllreduce
 from mpirun.engine.tied_stages import tied_allreduce
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
-from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
+from schedgen.ir.instructions import Instruction, Kind, Op
 
 
 class Interpreter:
@@ -128,67 +123,12 @@ class Interpreter:
             act()
 
     def run_first(self, step: int) -> StepResult:
-        """Like `run`, but for the first step: time its jobs, and note in `reached` which parameters got a gradient.
+        """Like `run`, but for the first step: note in `reached` which parameters got a gradient, and time its jobs.
 
         In later steps, long jobs with messages in flight let MPI make progress.
         """
-        acts = self.code
-        seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the shortest time
-
-        def timed(act: Act, i: Instruction) -> Act:
-            def run() -> None:
-                waited, begin = self.transport.waited, time.perf_counter()
-                act()
-                spent = time.perf_counter() - begin - (self.transport.waited - waited)
-                seconds[i.stage, i.op] = min(spent, seconds.get((i.stage, i.op), spent))
-
-            return run
-
-        pairs = zip(acts, self.context.instructions, strict=True)
-        self.code = [timed(act, i) if i.op in COMPUTE else act for act, i in pairs]
-        stages = {self.forward_backward.stage_of(i) for i in self.context.instructions if i.op in (Op.BWD, Op.BWD_W)}
-        # An AccumulateGrad node lives as long as it is held here. A hook on the parameter would slow down later steps.
-        places = [((s.index, n), p) for s in stages for n, p in zip(s.names, s.parameters, strict=True)]
-        adders = {place: get_gradient_edge(parameter).node for place, parameter in places}
-
-        def reach(place: tuple[int, str], _: object, gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[0] is not None:  # a custom backward may return None
-                self.reached.add(place)
-
-        with contextlib.ExitStack() as hooks:
-            for place, adder in adders.items():
-                hooks.callback(adder.register_hook(partial(reach, place)).remove)
+        with time_jobs(self) as seconds, note_reached(self):
             result = self.run(step)
-        self.code, self.timed = acts, True
-        self._let_mpi_go_on(seconds)
+        self.timed = True
+        let_mpi_go_on(self, seconds)
         return result
-
-    def _let_mpi_go_on(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """Let MPI make progress during jobs where this pays; `seconds`: how long a job takes, by stage and opcode."""
-        if self.transport.moves_alone or self.graphs is not None:  # a rank is never long inside a replayed job
-            return
-        last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch; a backward runs its layers
-        for row, i in enumerate(self.context.instructions):
-            if i.op in (Op.FWD, Op.RECOMPUTE):
-                last_forward[i.stage, i.mb] = row
-            if i.op not in COMPUTE or not needs_calls(seconds[i.stage, i.op], self.under_way[row]):
-                continue
-            module = self.forward_backward.stage_of(i).module
-            if seconds[i.stage, i.op] > LONG * self.progress.layer_count(module):
-                self.code[row] = self._where_messages_move(self.progress.with_thread(self.code[row]), self.code[row])
-            else:
-                at, backward = last_forward[i.stage, i.mb], i.op not in (Op.FWD, Op.RECOMPUTE)
-                act = self.code[at]
-                with_hooks = self.progress.with_hooks(act, module, seconds[i.stage, i.op], backward)
-                # Messages in flight during a backward may not have started yet when its forward places the hooks.
-                self.code[at] = with_hooks if backward else self._where_messages_move(with_hooks, act)
-
-    def _where_messages_move(self, with_calls: Act, act: Act) -> Act:
-        """An act that runs `with_calls` if messages are in flight when it begins, else `act`."""
-        self.transport.watch()
-        moves = self.transport.moves
-
-        def run() -> None:
-            (with_calls if moves() else act)()
-
-        return run

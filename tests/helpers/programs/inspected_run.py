@@ -160,9 +160,9 @@ def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
     """In it, jobs let MPI go on that way, however little there is to gain."""
     stack = contextlib.ExitStack()
     if way is not None:
-        for module in ("mpirun.engine.interpreter", "mpirun.comm.progress_thread"):
+        for module in ("mpirun.engine.first_step", "mpirun.comm.progress_thread"):
             stack.enter_context(mock.patch(f"{module}.LONG", 0.0 if way == "thread" else 1e9))
-        stack.enter_context(mock.patch("mpirun.engine.interpreter.needs_calls", lambda seconds, size: size > 0))
+        stack.enter_context(mock.patch("mpirun.engine.first_step.needs_calls", lambda seconds, size: size > 0))
         stack.enter_context(mock.patch("mpirun.comm.progress_thread.PERIOD", 1e-6))
         stack.enter_context(mock.patch("mpirun.comm.transport.AT_ONCE", 0))
     return stack

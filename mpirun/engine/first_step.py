@@ -1,0 +1,97 @@
+"""The first step: its jobs are timed, and the parameters noted that get a gradient.
+
+Later steps let MPI make progress during the long jobs that have messages in flight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from mpirun.comm.progress_thread import LONG, needs_calls
+from mpirun.comm.transport import Transport
+from mpirun.engine.act import Act
+from schedgen.ir.instructions import COMPUTE, Instruction, Op
+
+if TYPE_CHECKING:
+    from mpirun.engine.interpreter import Interpreter
+
+
+@contextlib.contextmanager
+def time_jobs(interpreter: Interpreter) -> Iterator[dict[tuple[int, int], float]]:
+    """Inside, jobs are timed, without their waits: by stage and opcode, the shortest time."""
+    transport, acts = interpreter.transport, interpreter.code
+    seconds: dict[tuple[int, int], float] = {}
+
+    def timed(act: Act, i: Instruction) -> Act:
+        def run() -> None:
+            waited, begin = transport.waited, time.perf_counter()
+            act()
+            spent = time.perf_counter() - begin - (transport.waited - waited)
+            seconds[i.stage, i.op] = min(spent, seconds.get((i.stage, i.op), spent))
+
+        return run
+
+    pairs = zip(acts, interpreter.context.instructions, strict=True)
+    interpreter.code = [timed(act, i) if i.op in COMPUTE else act for act, i in pairs]
+    try:
+        yield seconds
+    finally:
+        interpreter.code = acts
+
+
+@contextlib.contextmanager
+def note_reached(interpreter: Interpreter) -> Iterator[None]:
+    """Inside, parameters that get a gradient are noted in `reached`."""
+    stage_of, instructions = interpreter.forward_backward.stage_of, interpreter.context.instructions
+    stages = {stage_of(i) for i in instructions if i.op in (Op.BWD, Op.BWD_W)}
+    # An AccumulateGrad node lives as long as it is held here. A hook on the parameter would slow down later steps.
+    places = [((s.index, n), p) for s in stages for n, p in zip(s.names, s.parameters, strict=True)]
+    adders = {place: get_gradient_edge(parameter).node for place, parameter in places}
+
+    def reach(place: tuple[int, str], _: object, gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is not None:  # a custom backward may return None
+            interpreter.reached.add(place)
+
+    with contextlib.ExitStack() as hooks:
+        for place, adder in adders.items():
+            hooks.callback(adder.register_hook(partial(reach, place)).remove)
+        yield
+
+
+def let_mpi_go_on(interpreter: Interpreter, seconds: Mapping[tuple[int, int], float]) -> None:
+    """Let MPI make progress during jobs where this pays; `seconds`: how long a job takes, by stage and opcode."""
+    transport, progress, code = interpreter.transport, interpreter.progress, interpreter.code
+    if transport.moves_alone or interpreter.graphs is not None:  # a rank is never long inside a replayed job
+        return
+    last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch; a backward runs its layers
+    for row, i in enumerate(interpreter.context.instructions):
+        if i.op in (Op.FWD, Op.RECOMPUTE):
+            last_forward[i.stage, i.mb] = row
+        if i.op not in COMPUTE or not needs_calls(seconds[i.stage, i.op], interpreter.under_way[row]):
+            continue
+        module = interpreter.forward_backward.stage_of(i).module
+        if seconds[i.stage, i.op] > LONG * progress.layer_count(module):
+            code[row] = _where_messages_move(transport, progress.with_thread(code[row]), code[row])
+        else:
+            at, backward = last_forward[i.stage, i.mb], i.op not in (Op.FWD, Op.RECOMPUTE)
+            with_hooks = progress.with_hooks(code[at], module, seconds[i.stage, i.op], backward)
+            # Messages in flight during a backward may not have started yet when its forward places the hooks.
+            code[at] = with_hooks if backward else _where_messages_move(transport, with_hooks, code[at])
+
+
+def _where_messages_move(transport: Transport, with_calls: Act, act: Act) -> Act:
+    """An act that runs `with_calls` if messages are in flight when it begins, else `act`."""
+    transport.watch()
+    moves = transport.moves
+
+    def run() -> None:
+        (with_calls if moves() else act)()
+
+    return run
