@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Layout, pieces
-from mpirun.model.shapes import Place
+from mpirun.model.stage_shape import Place
 from schedgen.ir.header import Header
 
 PARAMETER = ""  # the key of a parameter's own value

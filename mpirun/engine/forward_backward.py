@@ -115,7 +115,8 @@ class ForwardBackward:
         score = self._score(i, save) if has_loss else None
         records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
-        has_flush, draws = header.has_flush, bool(stage.shape.random_layers) or (has_loss and stage.shape.loss_draws)
+        facts = stage.shape.loss if has_loss else None
+        has_flush, draws = header.has_flush, bool(stage.shape.random_layers) or (facts is not None and facts.draws)
         losses, metrics, microbatches, device = self.losses, self.metrics, header.microbatches, self.device
 
         def compute(
@@ -183,8 +184,9 @@ class ForwardBackward:
 
     def _score(self, i: Instruction, save: bool) -> Score:
         """A function that computes the loss of a microbatch and its metrics."""
-        names, function = set(self.setup.shapes[-1].metrics), self.setup.model.loss
-        draws, rng = self.setup.shapes[-1].loss_draws, self.stage_of(i).layer_rng
+        facts, function, rng = self.setup.shapes[-1].loss, self.setup.model.loss, self.stage_of(i).layer_rng
+        assert facts is not None  # it is of one microbatch
+        names, draws = set(facts.metrics), facts.draws
         # The usual gradient is made and cached here, before a step, so that it does not count as kept by a forward.
         loss_gradient(torch.float32, self.setup.microbatches.count if self.header.has_flush else 1, self.device)
 

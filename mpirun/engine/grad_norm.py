@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Piece, Unit, part_slices, pieces
-from mpirun.model.shapes import StageShape
+from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.weight_shards import LINE
 

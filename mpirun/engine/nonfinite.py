@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from mpirun.engine.optimizer_step import StepResult
-from mpirun.model.shapes import StageShape
+from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 

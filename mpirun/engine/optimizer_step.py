@@ -23,7 +23,7 @@ from mpirun.engine.context import Context
 from mpirun.engine.grad_norm import GradNorms, total_norm
 from mpirun.engine.weight_shards import Unit
 from mpirun.engine.weight_versions import StageVersions
-from mpirun.model.shapes import StageShape
+from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind
 
@@ -57,7 +57,8 @@ class OptimizerStep:
         self.grad_norms = GradNorms(context.header, setup.shapes, context.transport.comm.rank, setup.canonical)
         self.leave_requested = False  # by this rank: all ranks learn it at the next NORM
         self.finite = True  # whether all losses and norms of the step so far are
-        self.metric_names = setup.shapes[-1].metrics
+        facts = setup.shapes[-1].loss
+        self.metric_names = () if facts is None else facts.metrics
         self.rate_from = _first_with_parameters(context.header, setup.shapes)
         self.result = StepResult([], 0.0, [], False, [], 0.0)
         # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, who wants to

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit
 from mpirun.model.dataflow import Dataflow
-from mpirun.model.shapes import StageShape
+from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.ir.program import Program
@@ -55,7 +55,8 @@ class MemorySlots:
         weight = np.array([shape.weight_bytes for shape in shapes], np.int64)
         activation = np.array([dataflow.activation_bytes(s) for s in range(len(shapes))], np.int64)
         # The last stage's x is the loss or, if that is of the whole minibatch, its outputs.
-        activation[-1] = shapes[-1].loss_bytes or sum(spec.bytes for spec in shapes[-1].outputs)
+        loss = shapes[-1].loss
+        activation[-1] = sum(spec.bytes for spec in shapes[-1].outputs) if loss is None else loss.bytes
         by_edge = np.array([dataflow.x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
         zero = np.zeros(len(shapes), np.int64)
         self.bytes = BufferSizes(activation, weight, weight * rows, zero, zero, {}, zero, by_edge)

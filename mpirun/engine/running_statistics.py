@@ -14,7 +14,7 @@ from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.model.module_copy import shared_buffers
-from mpirun.model.shapes import StageShape
+from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F
 from schedgen.util.errors import UsageError

@@ -25,7 +25,8 @@ from mpirun.engine.running_statistics import check_shared_buffers
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_reads
 from mpirun.model.load_model import load_model
-from mpirun.model.shapes import StageShape, Trial, infer_shapes
+from mpirun.model.shapes import Trial, infer_shapes
+from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
 

@@ -13,7 +13,7 @@ from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.weight_shards import sections
 from mpirun.model.contract import Model
-from mpirun.model.shapes import flat_layout
+from mpirun.model.stage_shape import flat_layout
 from schedgen.ir.instructions import Instruction
 
 

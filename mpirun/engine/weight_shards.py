@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpirun.comm.sections import Section
-from mpirun.model.shapes import Place
+from mpirun.model.stage_shape import Place
 from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.weight_shards import part_offsets
 

@@ -1,9 +1,9 @@
-"""What every rank knows of all stages: shapes and types, memory, which layers draw.
+"""The trial of all stages, which finds what every rank knows of them: shapes and types, what forwards change and draw.
 
-Rank 0 finds it by running all stages once on fake tensors, which have shapes but no data and need little memory. They
-are on the run's device, because autocast has another list of operations for GPUs than for CPUs. If that fails, as when
-a stage asks for values to route tokens to experts, rank 0 runs the stages up to it on the microbatch itself, one after
-the other. Depending on values, such a stage may draw, or change its buffers, in other microbatches only.
+Rank 0 runs all stages once on fake tensors, which have shapes but no data and need little memory. They are on the run's
+device, because autocast has another list of operations for GPUs than for CPUs. If that fails, as when a stage asks for
+values to route tokens to experts, rank 0 runs the stages up to it on the microbatch itself, one after the other.
+Depending on values, such a stage may draw, or change its buffers, in other microbatches only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,66 +23,19 @@ from mpirun.data.microbatches import Microbatch, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import build_stage, stage_without_values
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import ALIGN, Input, Reads, Source, TensorSpec, Value, all_outputs
+from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs
 from mpirun.model.fake_mode import fake_mode
 from mpirun.model.forward_watch import ForwardWatch, memory
 from mpirun.model.loss import loss_and_metrics, loss_input, try_loss
-from mpirun.model.parallel_layers import ShardedDim, sharded_dims
+from mpirun.model.parallel_layers import sharded_dims
 from mpirun.model.rng import generator_states
+from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 CPU = torch.device("cpu")
 CHANGES_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # of torch's message
 NEEDS_GRADIENTS = "does not require grad"  # the same
 ASK_FOR_GRADIENTS = "without gradients: a forward may ask for them with torch.enable_grad()"
-
-
-class Place(NamedTuple):
-    """Where a parameter lies in its stage's flat weights, which are bytes."""
-
-    begin: int  # in bytes
-    size: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def end(self) -> int:
-        """Where the byte after its last one is."""
-        return self.begin + self.size.numel() * self.dtype.itemsize
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The parameter in a flat tensor, in its shape."""
-        return flat[self.begin : self.end].view(self.dtype).view(self.size)
-
-
-class StageShape(NamedTuple):
-    """What every rank knows of a stage: its outputs on one microbatch, and its trained parameters."""
-
-    outputs: tuple[TensorSpec, ...]
-    parameter_names: tuple[str, ...]  # of the trained parameters
-    weight_bytes: int = 0  # of all of them, flat
-    overwrites_inputs: bool = False  # whether it changes its inputs in place
-    overwrites_buffers: bool = False  # whether it changes its buffers, or might in other microbatches
-    changed_buffers: tuple[str, ...] = ()  # those that it has changed here
-    changed_parameters: tuple[str, ...] = ()  # the same of parameters
-    aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
-    random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might elsewhere
-    loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
-    metrics: tuple[str, ...] = ()  # the last stage: names of what the loss returns besides, sorted
-    loss_draws: bool = False  # the last stage: whether the loss draws random numbers
-    layout: tuple[Place, ...] = ()  # of the trained parameters, flat
-    sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters and buffers that are divided among shards
-    model_stage: int = 0  # its index; of a shard or replica, that of the model function's stage
-
-
-def flat_layout(parameters: Sequence[Tensor]) -> tuple[list[Place], int]:
-    """Where each parameter lies in the stage's flat weights, one type after the other, and the bytes of all."""
-    places, end = dict[int, Place](), 0
-    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        for number, parameter in enumerate(parameters):
-            if parameter.dtype == dtype:
-                places[number] = Place(end, parameter.shape, dtype)
-                end += -(-parameter.nbytes // ALIGN) * ALIGN
-    return [places[number] for number in range(len(parameters))], end
 
 
 def infer_shapes(
@@ -109,19 +62,16 @@ def infer_shapes(
         return shapes
     on_device = to_device(batch, device)
 
-    def loss_of(outputs: Sequence[Tensor]) -> tuple[int, tuple[str, ...], bool]:
+    def loss_of(outputs: Sequence[Tensor]) -> LossFacts:
         before = generator_states(device)
         with autocast(device.type, autocast_dtype):
             loss, metrics = loss_and_metrics(model.loss, loss_input(outputs), on_device)
-        return loss.element_size(), tuple(sorted(metrics)), generator_states(device) != before
+        return LossFacts(loss.element_size(), tuple(sorted(metrics)), generator_states(device) != before)
 
     zeros: Sequence[Tensor] = [spec.zeros(device) for spec in shapes[-1].outputs]
-    size, metrics, draws = try_loss(loss_of, zeros, trial.last_outputs)
+    facts = try_loss(loss_of, zeros, trial.last_outputs)
     last = shapes[-1].model_stage
-    return [
-        shape._replace(loss_bytes=size, metrics=metrics, loss_draws=draws) if shape.model_stage == last else shape
-        for shape in shapes
-    ]
+    return [shape._replace(loss=facts) if shape.model_stage == last else shape for shape in shapes]
 
 
 @dataclass

@@ -84,7 +84,7 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Ev
     sums: dict[int, tuple[float, dict[str, float], int]] = {}  # by microbatch
 
     def add(number: int, output: Any, batch: Microbatch) -> None:
-        if session.setup.shapes[-1].loss_draws:
+        if (facts := session.setup.shapes[-1].loss) is not None and facts.draws:
             session.setup.device.seed(derived_seed(session.setup.seed, number, LOSS))
         loss, metrics = loss_and_metrics(model.loss, output, batch)
         values = {name: float(value) for name, value in metrics.items()}

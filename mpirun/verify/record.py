@@ -13,7 +13,7 @@ from torch import Tensor
 from mpirun.data.digest import digest_of, raw_bytes
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import pieces
-from mpirun.model.shapes import StageShape
+from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name

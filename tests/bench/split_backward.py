@@ -21,7 +21,7 @@ from mpirun.comm.device import Device
 from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.examples.gpt import Block
 from mpirun.model.dataflow import TensorSpec
-from mpirun.model.shapes import StageShape
+from mpirun.model.stage_shape import StageShape
 
 SIZES = ((256, 256, 4, 1), (128, 128, 1, 4), (32, 16, 1, 1), (32, 16, 1, 16))  # width, length, sequences, blocks
 QUICK = ((16, 4, 1, 2),)

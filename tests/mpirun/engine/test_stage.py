@@ -21,7 +21,8 @@ from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
-from mpirun.model.shapes import StageShape, infer_shapes
+from mpirun.model.shapes import infer_shapes
+from mpirun.model.stage_shape import StageShape
 
 STAGES, SEED = 4, 3
 CHAIN = [(), (0,), (1,), (2,)]  # the producers of each stage

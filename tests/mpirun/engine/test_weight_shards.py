@@ -20,7 +20,7 @@ from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import part_slices, pieces
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, Shard, sharded_dims
-from mpirun.model.shapes import StageShape, flat_layout
+from mpirun.model.stage_shape import StageShape, flat_layout
 from schedgen.util.errors import UsageError
 
 # Parts of stage 0 in turns on two workers, all of stage 1 on one that has it whole, of the rest anywhere.

@@ -11,7 +11,8 @@ from torch import nn
 from mpirun.data.microbatches import Microbatches
 from mpirun.examples import mlp
 from mpirun.model.contract import Model
-from mpirun.model.shapes import StageShape, infer_shapes
+from mpirun.model.shapes import infer_shapes
+from mpirun.model.stage_shape import StageShape
 
 CHAIN = [(), (0,), (1,), (2,)]
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))

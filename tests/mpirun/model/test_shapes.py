@@ -11,7 +11,8 @@ from torch.nn.functional import mse_loss
 
 from mpirun.data.microbatches import Microbatches
 from mpirun.model.contract import Model
-from mpirun.model.shapes import StageShape, infer_shapes
+from mpirun.model.shapes import infer_shapes
+from mpirun.model.stage_shape import StageShape
 
 ROWS = torch.linspace(-1, 1, 24).view(4, 6)
 

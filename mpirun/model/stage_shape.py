@@ -1,0 +1,66 @@
+"""What every rank knows of a stage: shapes and types, memory, which layers draw. `shapes` finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpirun.model.dataflow import ALIGN, TensorSpec
+from mpirun.model.parallel_layers import ShardedDim
+
+
+class Place(NamedTuple):
+    """Where a parameter lies in its stage's flat weights, which are bytes."""
+
+    begin: int  # in bytes
+    size: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """Where the byte after its last one is."""
+        return self.begin + self.size.numel() * self.dtype.itemsize
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The parameter in a flat tensor, in its shape."""
+        return flat[self.begin : self.end].view(self.dtype).view(self.size)
+
+
+class LossFacts(NamedTuple):
+    """What every rank knows of a microbatch's loss."""
+
+    bytes: int  # of the loss, which is the last stage's x
+    metrics: tuple[str, ...]  # names of what it returns besides, sorted
+    draws: bool  # whether it draws random numbers
+
+
+class StageShape(NamedTuple):
+    """What every rank knows of a stage: its outputs on one microbatch, and its trained parameters."""
+
+    outputs: tuple[TensorSpec, ...]
+    parameter_names: tuple[str, ...]  # of the trained parameters
+    weight_bytes: int = 0  # of all of them, flat
+    overwrites_inputs: bool = False  # whether it changes its inputs in place
+    overwrites_buffers: bool = False  # whether it changes its buffers, or might in other microbatches
+    changed_buffers: tuple[str, ...] = ()  # those that it has changed here
+    changed_parameters: tuple[str, ...] = ()  # the same of parameters
+    aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
+    random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might elsewhere
+    loss: LossFacts | None = None  # of the last stage; None: of others, or if it is of the whole minibatch
+    layout: tuple[Place, ...] = ()  # of the trained parameters, flat
+    sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters and buffers that are divided among shards
+    model_stage: int = 0  # its index; of a shard or replica, that of the model function's stage
+
+
+def flat_layout(parameters: Sequence[Tensor]) -> tuple[list[Place], int]:
+    """Where each parameter lies in the stage's flat weights, one type after the other, and the bytes of all."""
+    places, end = dict[int, Place](), 0
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        for number, parameter in enumerate(parameters):
+            if parameter.dtype == dtype:
+                places[number] = Place(end, parameter.shape, dtype)
+                end += -(-parameter.nbytes // ALIGN) * ALIGN
+    return [places[number] for number in range(len(parameters))], end
