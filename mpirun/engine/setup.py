@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import partial
 
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from mpirun.comm.device import Device, choose_device, ranks_on_host
+from mpirun.comm.device import Device
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, raised_at, together
-from mpirun.comm.waiting import sleeping_barrier
-from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource
+from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource, Shape
 from mpirun.data.text import training_text
 from mpirun.engine.expand_shards import check_shards, expanded_model
+from mpirun.engine.host import Host, use_host
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.options import SetupOptions
 from mpirun.engine.recipe import Recipe, command_line_recipe
@@ -25,18 +23,10 @@ from mpirun.engine.running_statistics import check_shared_buffers
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_reads
 from mpirun.model.load_model import load_model
-from mpirun.model.shapes import Trial, infer_shapes
+from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """What a rank uses of its host."""
-
-    device: Device
-    crowded: bool  # there are more ranks on this host than cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,29 +83,30 @@ def set_up(
     """The setup for a schedule. Collective; Stop if the model does not fit the schedule or the options.
 
     `unsharded_model`: as its author gave it; `text`: what `source` makes microbatches from, if any; `prepare`: as for
-    `infer_shapes`.
+    `Trial`.
     """
     if options.canonical:  # before the loss is tried on the device
         host.device.be_deterministic()
     together(comm, lambda: _check_options(unsharded_model, options, header, host.device))
     model = together(comm, lambda: expanded_model(unsharded_model, header))
     reads = together(comm, lambda: _reads(model, header, source))
-    autocast_dtype = options.autocast_dtype
-    device = host.device.torch
+    dtype, device = options.autocast_dtype, host.device.torch
+    trial = partial(Trial, model, reads, autocast_dtype=dtype, device=device, prepare=prepare)
     shapes_by_size = from_rank_0(
-        comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype, device, prepare)
+        comm, lambda: [trial(batch).shapes() for batch in _one_of_each_size(source, options.passes)]
     )
     together(comm, lambda: check_shared_buffers(unsharded_model, shapes_by_size[0]))
     counts = [len(shape.outputs) for shape in shapes_by_size[0]]
     outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
     distinct = [Dataflow(outputs_read, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
-    dataflows = [distinct[size] for size in _sizes(source)[1][: header.microbatches]]
+    dataflow_of = dict(zip(dict.fromkeys(source.input_shapes), distinct, strict=False))
+    dataflows = [dataflow_of[shape] for shape in source.input_shapes[: header.microbatches]]
     if model.loss_of == "minibatch":
 
         def real(batch: Microbatch) -> Sequence[Tensor]:
-            return Trial(model, reads, batch, autocast_dtype, device, prepare).last_outputs()
+            return trial(batch).last_outputs()
 
-        on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, autocast_dtype, device, real))
+        on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, dtype, device, real))
     return Setup(
         **vars(options), **vars(host), model=model, unsharded_model=unsharded_model, shapes=shapes_by_size[0],
         dataflows=dataflows, microbatches=source, text=text,
@@ -149,55 +140,11 @@ def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Read
     return reads
 
 
-def _sizes(microbatches: MicrobatchSource) -> tuple[list[int], list[int]]:
-    """The first microbatch of each size, and for every microbatch the number of its size."""
-    shapes = microbatches.input_shapes
-    firsts = [number for number, shape in enumerate(shapes) if shape not in shapes[:number]]
-    return firsts, [next(k for k, first in enumerate(firsts) if shapes[first] == shape) for shape in shapes]
-
-
-def _shapes(
-    model: Model,
-    reads: Reads,
-    microbatches: MicrobatchSource,
-    passes: int,
-    autocast_dtype: torch.dtype | None,
-    device: torch.device,
-    prepare: Callable[[nn.Module], object] | None,
-) -> list[list[StageShape]]:
-    """For each size of microbatch, the shapes of all stages."""
-    firsts, _ = _sizes(microbatches)
+def _one_of_each_size(microbatches: MicrobatchSource, passes: int) -> list[Microbatch]:
+    """The first microbatch of each size."""
+    firsts: dict[Shape, Microbatch] = {}
+    for batch in microbatches.examples():
+        firsts.setdefault(batch.shape, batch)
     if len(firsts) > 1 and passes > 1:
         raise UsageError("accumulate: the minibatch cannot be cut into microbatches of one size")
-    examples = microbatches.examples()
-    return [infer_shapes(model, reads, examples[number], autocast_dtype, device, prepare) for number in firsts]
-
-
-_threads_before: list[int] = []  # one for each run that has not ended, the first run's first
-
-
-def threads_kept() -> Callable[[], None]:
-    """A function that resets torch's threads to their present number, once no other run of this process goes on."""
-    _threads_before.append(torch.get_num_threads())
-
-    def give_back() -> None:
-        before = _threads_before.pop()
-        if not _threads_before:
-            torch.set_num_threads(before)
-
-    return give_back
-
-
-def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, stream_words: bool) -> Host:
-    """Choose this rank's device, by name, and the number of torch's threads; 0: its share of the cores. Collective.
-
-    `gpu_messages`: auto, direct or host; `stream_words`: words in memory replace events.
-    """
-    sleeping_barrier(comm)  # some ranks may still be importing
-    own = os.sched_getaffinity(0)  # a part of the host's, where launchers bind ranks to cores
-    of_ranks = comm.allgather(own)
-    ranks = Counter(core for rank in ranks_on_host(comm) for core in of_ranks[rank])
-    cores = sum(Fraction(1, ranks[core]) for core in own)
-    torch.set_num_threads(threads or max(1, int(cores)))
-    chosen = together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words))
-    return Host(device=chosen, crowded=cores < 1)
+    return list(firsts.values())

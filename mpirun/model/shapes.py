@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,57 +39,49 @@ NEEDS_GRADIENTS = "does not require grad"  # the same
 ASK_FOR_GRADIENTS = "without gradients: a forward may ask for them with torch.enable_grad()"
 
 
-def infer_shapes(
-    model: Model,
-    reads: Reads,
-    batch: Microbatch,
-    autocast_dtype: torch.dtype | None = None,
-    device: torch.device = CPU,
-    prepare: Callable[[nn.Module], object] | None = None,
-) -> list[StageShape]:
-    """By stage, its shape on this microbatch, found by running all stages, and the loss on zeros or their outputs.
-
-    `prepare`: is called with every stage's module before; None: modules stay in train mode, as they are built.
-    UsageError if a stage, or the loss, cannot take what it reads, or does not return what the contract says.
-    """
-    for stage, sources in enumerate(reads):
-        for source in sources:
-            if isinstance(source, Input) and source.leaf >= len(batch.leaves):
-                raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {len(batch.leaves)}")
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
-    trial = Trial(model, reads, batch, autocast_dtype, device, prepare)
-    shapes = trial.shapes()
-    if model.loss_of == "minibatch":  # it takes the outputs of all microbatches
-        return shapes
-    on_device = to_device(batch, device)
-
-    def loss_of(outputs: Sequence[Tensor]) -> LossFacts:
-        before = generator_states(device)
-        with autocast(device.type, autocast_dtype):
-            loss, metrics = loss_and_metrics(model.loss, loss_input(outputs), on_device)
-        return LossFacts(loss.element_size(), tuple(sorted(metrics)), generator_states(device) != before)
-
-    zeros: Sequence[Tensor] = [spec.zeros(device) for spec in shapes[-1].outputs]
-    facts = try_loss(loss_of, zeros, trial.last_outputs)
-    last = shapes[-1].model_stage
-    return [shape._replace(loss=facts) if shape.model_stage == last else shape for shape in shapes]
-
-
 @dataclass
 class Trial:
-    """Runs all stages on one microbatch, one after the other; its fields are as for `infer_shapes`."""
+    """Runs all stages on one microbatch, one after the other.
+
+    `prepare`: is called with every stage's module before; None: modules stay in train mode, as they are built.
+    """
 
     model: Model
     reads: Reads
     batch: Microbatch
-    autocast_dtype: torch.dtype | None
-    device: torch.device
-    prepare: Callable[[nn.Module], object] | None
+    autocast_dtype: torch.dtype | None = None
+    device: torch.device = CPU
+    prepare: Callable[[nn.Module], object] | None = None
     fake: FakeTensorMode = field(default_factory=fake_mode)
     real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
     def shapes(self) -> list[StageShape]:
-        """The shapes by stage, without the loss."""
+        """By stage, its shape on this microbatch, found by running all stages, and the loss on zeros or their outputs.
+
+        UsageError if a stage, or the loss, cannot take what it reads, or does not return what the contract says.
+        """
+        leaves = len(self.batch.leaves)
+        for stage, sources in enumerate(self.reads):
+            for source in sources:
+                if isinstance(source, Input) and source.leaf >= leaves:
+                    raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {leaves}")
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
+        shapes = self._without_loss()
+        if self.model.loss_of == "minibatch":  # it takes the outputs of all microbatches
+            return shapes
+        loss_of = partial(self._loss_facts, to_device(self.batch, self.device))
+        zeros: Sequence[Tensor] = [spec.zeros(self.device) for spec in shapes[-1].outputs]
+        facts = try_loss(loss_of, zeros, self.last_outputs)
+        last = shapes[-1].model_stage
+        return [shape._replace(loss=facts) if shape.model_stage == last else shape for shape in shapes]
+
+    def _loss_facts(self, batch: Microbatch, outputs: Sequence[Tensor]) -> LossFacts:
+        before = generator_states(self.device)
+        with autocast(self.device.type, self.autocast_dtype):
+            loss, metrics = loss_and_metrics(self.model.loss, loss_input(outputs), batch)
+        return LossFacts(loss.element_size(), tuple(sorted(metrics)), generator_states(self.device) != before)
+
+    def _without_loss(self) -> list[StageShape]:
         outputs: list[Sequence[Tensor]] = []
         shapes: list[StageShape] = []
         for stage in range(len(self.model.stages)):

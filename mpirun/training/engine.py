@@ -33,9 +33,10 @@ from mpirun.data.loader_class import loader_class
 from mpirun.data.numbered_loader import FunctionLoader, NumberedLoader
 from mpirun.data.stream_loader import StreamLoader
 from mpirun.engine.expand_shards import expanded_model
+from mpirun.engine.host import threads_kept, use_host
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
 from mpirun.engine.recipe import Factory
-from mpirun.engine.setup import StepOptions, threads_kept, use_host
+from mpirun.engine.setup import StepOptions
 from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,

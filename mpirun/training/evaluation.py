@@ -17,8 +17,9 @@ from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.forward_list import ForwardList, Outcome
+from mpirun.engine.host import Host
 from mpirun.engine.read_schedule import share_program
-from mpirun.engine.setup import Host, StepOptions, set_up
+from mpirun.engine.setup import StepOptions, set_up
 from mpirun.model.loss import loss_and_metrics, without_padding
 from mpirun.model.rng import LOSS, derived_seed
 from mpirun.training.batches import StepBatches

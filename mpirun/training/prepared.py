@@ -15,8 +15,9 @@ from mpirun.checkpoint.disk_format import Manifest
 from mpirun.comm.fail_together import Stop, on_rank_0, print_notes
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, Shape, tokens
+from mpirun.engine.host import Host
 from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.setup import Host, Setup, StepOptions, set_up
+from mpirun.engine.setup import Setup, StepOptions, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.loss import why_uncut

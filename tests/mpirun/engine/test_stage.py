@@ -21,7 +21,7 @@ from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
-from mpirun.model.shapes import infer_shapes
+from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
 
 STAGES, SEED = 4, 3
@@ -49,7 +49,7 @@ def chain_shape(model: Model, index: int) -> StageShape:
     """Of a stage of a chain."""
     if id(model) not in SHAPES:
         batch = Microbatches(model.batch, TEXT, 0, 1)(0, 0)
-        SHAPES[id(model)] = infer_shapes(model, model.resolved_reads(CHAIN, 1), batch)
+        SHAPES[id(model)] = Trial(model, model.resolved_reads(CHAIN, 1), batch).shapes()
     return SHAPES[id(model)][index]
 
 

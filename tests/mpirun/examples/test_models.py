@@ -19,7 +19,7 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, TensorSpec, Value
 from mpirun.model.load_model import join_stages, load_model
-from mpirun.model.shapes import infer_shapes
+from mpirun.model.shapes import Trial
 from mpirun.training.compiled import compile_for
 from schedgen.util.errors import UsageError
 
@@ -291,18 +291,18 @@ def test_shapes_are_those_of_a_real_forward(stage, size, dtype):
         return torch.ones(2, 3, dtype=dtype), torch.ones(())
 
     model = Model([stage], lambda output, target: output.mean(), batch)
-    (shape,) = infer_shapes(model, model.resolved_reads([()], 1), microbatch(model, TEXT, 0, 0, 0))
+    (shape,) = Trial(model, model.resolved_reads([()], 1), microbatch(model, TEXT, 0, 0, 0)).shapes()
     real = build_stage(model, 0, 0)(batch(TEXT, np.random.default_rng(0))[0])
     assert shape.outputs == (TensorSpec(tuple(real.shape), real.dtype),) == (TensorSpec(size, dtype),)
 
 
 def test_with_mixed_precision_shapes_have_the_types_that_travel():
-    shapes = infer_shapes(
+    shapes = Trial(
         mlp.tiny(4),
         mlp.tiny(4).resolved_reads([(), (0,), (1,), (2,)], 1),
         microbatch(mlp.tiny(4), TEXT, 0, 0, 0),
         torch.bfloat16,
-    )
+    ).shapes()
     assert [shape.outputs[0].dtype for shape in shapes] == [torch.float32] * 3 + [
         torch.bfloat16
     ]  # sums with what was, and scores

@@ -11,7 +11,7 @@ from torch import nn
 from mpirun.data.microbatches import Microbatches
 from mpirun.examples import mlp
 from mpirun.model.contract import Model
-from mpirun.model.shapes import infer_shapes
+from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
 
 CHAIN = [(), (0,), (1,), (2,)]
@@ -23,7 +23,9 @@ def shapes(model: Model, device: str, dtype: torch.dtype | None = None) -> list[
     assert model.batch is not None
     batch = Microbatches(model.batch, TEXT, 0, 1)(0, 0)
     reads = model.resolved_reads(CHAIN, len(batch.leaves))
-    return infer_shapes(model._replace(loss_of="minibatch"), reads, batch, dtype, torch.device(device), nn.Module.train)
+    return Trial(
+        model._replace(loss_of="minibatch"), reads, batch, dtype, torch.device(device), nn.Module.train
+    ).shapes()
 
 
 def types(model: Model, device: str) -> list[torch.dtype]:

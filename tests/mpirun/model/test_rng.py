@@ -20,7 +20,7 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Value
 from mpirun.model.rng import LayerRng, seed_generators
-from mpirun.model.shapes import infer_shapes
+from mpirun.model.shapes import Trial
 
 DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping_function"
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
@@ -105,7 +105,7 @@ def output(model, step: int, mb: int, seed: int = 0, train: bool = True) -> Tens
     """What all stages make of the same data, as if in that step and microbatch."""
     (x,), *_ = first(model)
     chain = [(s - 1,) if s else () for s in range(len(model.stages))]
-    for index, shape in enumerate(infer_shapes(model, model.resolved_reads(chain, 1), first(model))):
+    for index, shape in enumerate(Trial(model, model.resolved_reads(chain, 1), first(model)).shapes()):
         module = build_stage(model, index, 0).train(train)
         draws = LayerRng(module, index, shape.random_layers, Device().seed)
         draws.at = (seed, step, mb)
@@ -141,13 +141,13 @@ def test_two_layers_of_one_kind_draw_different_numbers():
 
 def test_the_layers_that_draw_are_found():
     """All of them, and no others: attention draws only with dropout."""
-    shapes = infer_shapes(models_for_tests.dropping(2), CHAIN[:2], first(models_for_tests.dropping(2)))
+    shapes = Trial(models_for_tests.dropping(2), CHAIN[:2], first(models_for_tests.dropping(2))).shapes()
     assert [shape.random_layers for shape in shapes] == [("layer0", "layer2", "layer3"), ("layer5", "layer6")]
-    shapes = infer_shapes(models_for_tests.dropping_function(3), CHAIN, first(models_for_tests.dropping_function(3)))
+    shapes = Trial(models_for_tests.dropping_function(3), CHAIN, first(models_for_tests.dropping_function(3))).shapes()
     assert shapes[1].random_layers == ("",)  # the whole stage
-    assert infer_shapes(gpt.tiny(1), CHAIN[:1], first(gpt.tiny(1)))[0].random_layers == ()
+    assert Trial(gpt.tiny(1), CHAIN[:1], first(gpt.tiny(1))).shapes()[0].random_layers == ()
     everywhere = models_for_tests.attends_everywhere(2)  # attention's other defaults
-    assert [shape.random_layers for shape in infer_shapes(everywhere, CHAIN[:2], first(everywhere))] == [(), ()]
+    assert [shape.random_layers for shape in Trial(everywhere, CHAIN[:2], first(everywhere)).shapes()] == [(), ()]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="torch seeds the device")

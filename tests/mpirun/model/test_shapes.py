@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 from mpirun.data.microbatches import Microbatches
 from mpirun.model.contract import Model
-from mpirun.model.shapes import infer_shapes
+from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
 
 ROWS = torch.linspace(-1, 1, 24).view(4, 6)
@@ -21,7 +21,7 @@ def shapes_of(*stages: object) -> list[StageShape]:
     """Those of a chain of stages."""
     model = Model(stages, mse_loss, lambda text, rng: (ROWS, ROWS))
     reads = model.resolved_reads([(), *((s,) for s in range(len(stages) - 1))], 1)
-    return infer_shapes(model, reads, Microbatches(model.batch, torch.zeros(1), 0, 1)(0, 0))
+    return Trial(model, reads, Microbatches(model.batch, torch.zeros(1), 0, 1)(0, 0)).shapes()
 
 
 class First(nn.Module):

@@ -1,0 +1,53 @@
+"""What a rank uses of its host: a device, and a share of the cores for torch's threads."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from mpi4py import MPI
+
+from mpirun.comm.device import Device, choose_device, ranks_on_host
+from mpirun.comm.fail_together import together
+from mpirun.comm.waiting import sleeping_barrier
+
+_threads_before: list[int] = []  # one for each run that has not ended, the first run's first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a rank uses of its host."""
+
+    device: Device
+    crowded: bool  # there are more ranks on this host than cores
+
+
+def threads_kept() -> Callable[[], None]:
+    """A function that resets torch's threads to their present number, once no other run of this process goes on."""
+    _threads_before.append(torch.get_num_threads())
+
+    def give_back() -> None:
+        before = _threads_before.pop()
+        if not _threads_before:
+            torch.set_num_threads(before)
+
+    return give_back
+
+
+def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, stream_words: bool) -> Host:
+    """Choose this rank's device, by name, and the number of torch's threads; 0: its share of the cores. Collective.
+
+    `gpu_messages`: auto, direct or host; `stream_words`: words in memory replace events.
+    """
+    sleeping_barrier(comm)  # some ranks may still be importing
+    own = os.sched_getaffinity(0)  # a part of the host's, where launchers bind ranks to cores
+    of_ranks = comm.allgather(own)
+    ranks = Counter(core for rank in ranks_on_host(comm) for core in of_ranks[rank])
+    cores = sum(Fraction(1, ranks[core]) for core in own)
+    torch.set_num_threads(threads or max(1, int(cores)))
+    chosen = together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words))
+    return Host(device=chosen, crowded=cores < 1)
