@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from mpirun.comm.device import Device, Mark
 from mpirun.comm.message import mpi_buffer
-from mpirun.comm.stream_words import Number
+from mpirun.comm.stream_words import Number, Word
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import Done, punctual_naps
 
@@ -90,6 +91,71 @@ class Transfer:
         return True
 
 
+class ReceivedMessage:
+    """A message into the memory of a tensor, which is received any number of times."""
+
+    def __init__(
+        self,
+        device: Device,
+        tensor: Tensor,
+        mirror: Mirror | None,
+        word: Word | None,
+        make_request: Callable[[Tensor], MPI.Prequest],
+        enqueue: Callable[[Transfer], None],
+    ) -> None:
+        """`make_request`: from the memory that MPI writes; `enqueue`: makes a transfer begin when it is its turn.
+
+        `mirror`: that memory; None: it is the tensor's; `word`: gets a number when the message has arrived.
+        """
+        self.device, self.tensor, self.mirror, self.word = device, tensor, mirror, word
+        self.make_request, self.enqueue = make_request, enqueue
+        # Autograd must not see the copy, as it sees no message: a graph may have saved the weights.
+        self.into, self.written = tensor.data, tensor
+        self.request: MPI.Prequest | None = None
+        self.transfer: Transfer | None = None  # the latest
+
+    def start(self) -> None:
+        """As that of `Receive`."""
+        promise = self.word.next() if self.word is not None and self.device.words is not None else None
+        self.transfer = Transfer(self.device.mark(), self._begin, lambda: self._end(promise))
+        self.transfer.promise = promise
+        self.enqueue(self.transfer)
+
+    def done(self) -> bool:
+        """As that of `Receive`."""
+        transfer = self.transfer
+        if transfer is not None and transfer.promise is not None:
+            if self.device.words is None and not transfer.promise.reached():
+                return False  # words are not used any more
+            transfer.promise.arrive()
+            return True
+        if transfer is None or not transfer.done:
+            return False
+        if transfer.arrived is not None:
+            transfer.arrived.arrive()
+        return True
+
+    def _begin(self) -> MPI.Request:
+        if self.request is None:
+            if self.mirror is not None:
+                self.written = self.mirror.of(self.tensor)
+            self.request = self.make_request(self.written)
+        self.request.Start()
+        return self.request
+
+    def _end(self, promise: Number | None) -> Mark | None:
+        if self.mirror is None:
+            if promise is not None:
+                promise.keep()
+            return None
+        with self.device.copies(out=False):  # kernels that read the old values are done: `_begin` waited for them
+            self.into.copy_(self.written, non_blocking=True)
+            if promise is None:
+                return self.device.mark()
+            promise.keep_in_stream()
+            return None
+
+
 class QueuedTransport(Transport):
     """Sends and receives begin when the GPU has come to them, each in call order; those of sums have their own order.
 
@@ -98,8 +164,7 @@ class QueuedTransport(Transport):
 
     def __init__(self, device: Device, *arguments: Any) -> None:
         """`device`: of the tensors; `arguments`: those of `Transport`."""
-        super().__init__(*arguments)
-        self.device = device
+        super().__init__(*arguments, device=device)
         self.sends: deque[Transfer] = deque()  # those that have not begun
         self.receives_to_begin: deque[Transfer] = deque()
         self.sends_of_sums: deque[Transfer] = deque()
@@ -117,14 +182,6 @@ class QueuedTransport(Transport):
             sys.setswitchinterval(SWITCH)
             self.thread = threading.Thread(target=self._run, name="transfers", daemon=True)
             self.thread.start()
-
-    def mark(self) -> Mark | None:
-        """As `Transport.mark`."""
-        return self.device.mark()
-
-    def sums(self) -> contextlib.AbstractContextManager[object]:
-        """As `Transport.sums`."""
-        return self.device.sums()
 
     def send(
         self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
@@ -146,53 +203,12 @@ class QueuedTransport(Transport):
         self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
     ) -> Receive:
         """As `Transport.receive`; for what a sum receives the host waits even with words."""
+        queue = self.receives_of_sums if summed else self.receives_to_begin
         mirror = None if self.device.direct else self._mirror(tensor)
-        into = tensor.data  # autograd must not see this copy, as it sees no message: a graph may have saved the weights
-        target: Tensor | None = None
-        request: MPI.Prequest | None = None
-        transfer: Transfer | None = None
         word = self.device.all_words.word() if self.device.all_words is not None and comm is None else None
-
-        def begin() -> MPI.Request:
-            nonlocal request, target
-            if request is None:
-                target = tensor if mirror is None else mirror.of(tensor)
-                request = self._persistent(target, peer, tag, comm)
-            request.Start()
-            return request
-
-        def end(promise: Number | None) -> Mark | None:
-            if mirror is None or target is None:
-                if promise is not None:
-                    promise.keep()
-                return None
-            with self.device.copies(out=False):  # kernels that read the old values are done: `begin` waited for them
-                into.copy_(target, non_blocking=True)
-                if promise is None:
-                    return self.device.mark()
-                promise.keep_in_stream()
-                return None
-
-        def start() -> None:
-            nonlocal transfer
-            promise = word.next() if word is not None and self.device.words is not None else None
-            transfer = Transfer(self.device.mark(), begin, lambda: end(promise))
-            transfer.promise = promise
-            self._enqueue(self.receives_of_sums if summed else self.receives_to_begin, transfer)
-
-        def done() -> bool:
-            if transfer is not None and transfer.promise is not None:
-                if self.device.words is None and not transfer.promise.reached():
-                    return False  # words are not used any more
-                transfer.promise.arrive()
-                return True
-            if transfer is None or not transfer.done:
-                return False
-            if transfer.arrived is not None:
-                transfer.arrived.arrive()
-            return True
-
-        return Receive(start, done)
+        make_request = partial(self._persistent, peer=peer, tag=tag, comm=comm)
+        message = ReceivedMessage(self.device, tensor, mirror, word, make_request, partial(self._enqueue, queue))
+        return Receive(message.start, message.done)
 
     def _mirror(self, tensor: Tensor) -> Mirror:
         """The mirror of the block that a tensor lies in; a new one if the last has its memory already."""
@@ -268,4 +284,4 @@ class QueuedTransport(Transport):
 
 def make_transport(device: Device, *arguments: Any) -> Transport:
     """The transport for tensors on a device; `arguments`: those of `Transport`. Collective."""
-    return Transport(*arguments) if device.kind == "cpu" else QueuedTransport(device, *arguments)
+    return Transport(*arguments, device=device) if device.kind == "cpu" else QueuedTransport(device, *arguments)

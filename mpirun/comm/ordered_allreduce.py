@@ -81,7 +81,7 @@ class OrderedAllreduce:
     def start(self) -> None:
         """Start the first phase. The rows may not change from now on until the sum is done."""
         self.phase = SCATTER
-        mark = self.transport.mark()  # this member's rows are there, and what reads `total` is done
+        mark = self.transport.device.mark()  # this member's rows are there, and what reads `total` is done
         for receive in self.receives:
             receive.start()
         sends = [self.transport.send(piece, m, self.tags[SCATTER], self.group) for piece, m in self.scattered]
@@ -91,14 +91,14 @@ class OrderedAllreduce:
 
     def advance(self) -> None:
         """Begin the next phase if all messages of this one are done."""
-        with self.transport.sums():
+        with self.transport.device.sums():
             self.under_way = [done for done in self.under_way if not done()]
             if self.under_way:
                 return
             if self.phase == SCATTER:
                 self._gather()
             else:
-                self.ended = self.transport.mark()
+                self.ended = self.transport.device.mark()
             self.phase += 1
 
     def _gather(self) -> None:

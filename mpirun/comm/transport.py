@@ -9,7 +9,6 @@ divide them. A receive fills the same memory in every step, so it is a persisten
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.device import Mark
+from mpirun.comm.device import Device
 from mpirun.comm.message import mpi_buffer
 from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
@@ -44,14 +43,17 @@ class Transport:
         groups: Sequence[Sequence[int]],
         crowded: bool = True,
         on_wait: Callable[[int | None], None] = lambda row: None,
+        *,
+        device: Device | None = None,
     ) -> None:
         """Collective: it makes a communicator of its own and one for each group of ranks.
 
         crowded  there are more ranks on this host than cores
         on_wait  called when a wait begins, with the row of the instruction that started the transfer or NO_ROW, and
                  when it ends, with None
+        device   of the tensors; None: the CPU
         """
-        self.comm = comm.Dup()
+        self.comm, self.device = comm.Dup(), device or Device()
         self.on_wait = on_wait
         self.spin = CROWDED_SPIN if crowded else SPIN
         world = comm.Get_group()
@@ -71,21 +73,13 @@ class Transport:
         assert comm is not None
         return comm
 
-    def mark(self) -> Mark | None:
-        """A mark after all kernels launched so far into the current stream; None if they are done already."""
-        return None
-
-    def sums(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, this thread adds up sums: on a GPU in a stream of their own."""
-        return contextlib.nullcontext()
-
     def send(
         self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
     ) -> Done:
         """Start sending; the tensor must neither change nor be freed until that is done.
 
         comm    that of a group, for a sum over it
-        summed  the tensor has been added up in `sums`
+        summed  the tensor has been added up in the device's `sums`
         """
         done = (comm or self.comm).Isend(mpi_buffer(tensor), peer, tag).Test
         if self.watched is not None and tensor.nbytes >= AT_ONCE:
