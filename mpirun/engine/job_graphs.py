@@ -74,7 +74,17 @@ class JobGraphs:
         """A line for each stage that is not captured."""
         return [f"graphs: stage {stage} is computed without: {why}" for stage, why in sorted(self.refused.items())]
 
-    def say_other_shapes(self, i: Instruction) -> None:
+    def begin_microbatch(self, i: Instruction, fits: bool) -> None:
+        """A forward begins: in this pass all jobs of its stage and microbatch compute normally unless it `fits`."""
+        self.as_always.discard((i.stage, i.mb))
+        if not fits:
+            self.as_always.add((i.stage, i.mb))
+            self._say_other_shapes(i)
+            if self.device.words is not None:  # computing normally allocates: the rest of the pass uses events
+                self.device.finish()
+                self.device.use_words(ready=False)
+
+    def _say_other_shapes(self, i: Instruction) -> None:
         """Print, once per stage, that a microbatch does not fit its graph."""
         if i.stage not in self.said:
             self.said.add(i.stage)
@@ -88,7 +98,7 @@ class Job:
     def __init__(self, graphs: JobGraphs, i: Instruction, rng: LayerRng, compute: Callable[..., Any]) -> None:
         """`rng`: of the stage's layers; `compute`: from pytrees of tensors to a pytree of contiguous tensors."""
         self.graphs, self.i, self.rng, self.compute = graphs, i, rng, compute
-        self.device, self.name = graphs.device, f"{Op(i.op).name} of stage {i.stage}"
+        self.device, self.name = graphs.device, Op(i.op).name
         self.draws: list[str] = []  # layers that draw, in the order of their forwards
         self.forms: list[Any] = []  # of its inputs in the checked passes
         self.graph: Graph | None = None
@@ -104,8 +114,13 @@ class Job:
         form = spec, [_form(leaf) for leaf in leaves]
         if graphs.passes in LOOKED_AT:
             return self._look(inputs, leaves, form)
-        if not self._has_graph(form):
+        fits = form in self.forms and (self.graph is not None or graphs.passes == CAPTURED)
+        if self.i.op == Op.FWD:
+            graphs.begin_microbatch(self.i, fits)
+        if (self.i.stage, self.i.mb) in graphs.as_always:
             return self.compute(*inputs)
+        if not fits:
+            raise RuntimeError("graphs: this job is given what does not fit its graph, though its forward was not")
         if graphs.passes == CAPTURED:
             self.forms = [form]
             return self._capture(leaves, spec)
@@ -132,26 +147,8 @@ class Job:
         if why is None and before != check.operations:
             why = "it does other operations from one time to the next"
         if why is not None:
-            graphs.refused.setdefault(i.stage, f"{self.name[: self.name.index(' ')]}: {why}")
+            graphs.refused.setdefault(i.stage, f"{self.name}: {why}")
         return outputs
-
-    def _has_graph(self, form: Any) -> bool:
-        """Whether this pass captures or replays the job: for a stage and microbatch, all jobs or none."""
-        graphs, microbatch = self.graphs, (self.i.stage, self.i.mb)
-        fits = form in self.forms and (self.graph is not None or graphs.passes == CAPTURED)
-        if self.i.op == Op.FWD:
-            graphs.as_always.discard(microbatch)
-            if not fits:
-                graphs.as_always.add(microbatch)
-                graphs.say_other_shapes(self.i)
-                if self.device.words is not None:  # computing normally allocates: the rest of the pass uses events
-                    self.device.finish()
-                    self.device.use_words(ready=False)
-        if microbatch in graphs.as_always:
-            return False
-        if not fits:
-            raise RuntimeError("graphs: this job is given what does not fit its graph, though its forward was not")
-        return True
 
     def _capture(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
         begin = self.rng.begin
@@ -164,7 +161,9 @@ class Job:
                     read = [self._place(leaf) for leaf in leaves]
                 outputs = self.compute(*pytree.tree_unflatten(read, spec))
         except Exception as error:
-            raise RuntimeError(f"graphs: {self.name} cannot be captured: {raised(error)}") from error
+            raise RuntimeError(
+                f"graphs: {self.name} of stage {self.i.stage} cannot be captured: {raised(error)}"
+            ) from error
         finally:
             self.rng.begin = begin
         tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]

@@ -101,6 +101,10 @@ def _norm(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(value.to(torch.promote_types(value.dtype, torch.float64))))
 
 
+def _relative(distance: float, norm: float) -> float:
+    return 0.0 if distance == 0 else distance / max(norm, 1e-300)
+
+
 def _rounding(values: Parameters) -> dict[int, float]:
     """By stage, the error that rounding may make in an element of a parameter."""
     norms: dict[int, list[float]] = {}
@@ -120,9 +124,9 @@ def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], limit
         rounding = _rounding(theirs)
         for key, value in theirs.items():
             distance, norm = _norm(ours[key] - value), _norm(value)
-            size = 0.0 if distance == 0 else distance / max(norm, 1e-300)
+            size = _relative(distance, norm)
             if size > limit > 0:
-                size = max(0.0, distance - rounding[key[0]]) / max(norm, 1e-300)
+                size = _relative(max(0.0, distance - rounding[key[0]]), norm)
             worst = _worse(worst, size, f"{key[1]} of stage {key[0]}{suffix}")
     return worst
 
@@ -136,11 +140,11 @@ def _buffers(ours: Buffers, theirs: Buffers, limit: float) -> Difference:
         whole = torch.promote_types(value.dtype, torch.float64)
         distance = _norm(torch.where(apart, ours[key].to(whole) - value.to(whole), 0))
         norm = _norm(finite.get(key, value))
-        size = 0.0 if distance == 0 else distance / max(norm, 1e-300)
+        size = _relative(distance, norm)
         if key not in finite and distance:
             size = max(size, 1.0)
         elif size > limit > 0:
-            size = max(0.0, distance - rounding[key[0]]) / max(norm, 1e-300)
+            size = _relative(max(0.0, distance - rounding[key[0]]), norm)
         worst = _worse(worst, size, f"{key[1]} of stage {key[0]}")
     return worst
 
@@ -150,6 +154,6 @@ def _updates(ours: Parameters, theirs: Record) -> Difference:
     for key, start in (theirs.start or {}).items():
         value = theirs.parameters[key]
         distance = max(0.0, _norm(ours[key] - value) - ROUNDING * EPSILON * _norm(value))
-        size = 0.0 if distance == 0 else distance / max(_norm(value - start), 1e-300)
+        size = _relative(distance, _norm(value - start))
         worst = _worse(worst, size, f"{key[1]} of stage {key[0]}")
     return worst

@@ -182,7 +182,7 @@ def _viewed(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
     if not isinstance(node.target, OpOverload) or all(r.alias_info is None for r in node.target._schema.returns):
         return []
     pairs = zip(node.target._schema.arguments, arguments_of(node).values(), strict=True)
-    return [node for parameter, node in pairs if parameter.alias_info is not None and isinstance(node, fx.Node)]
+    return [value for parameter, value in pairs if parameter.alias_info is not None and isinstance(value, fx.Node)]
 
 
 def _count_flops(exported: ExportedGraph) -> dict[fx.Node, int]:
