@@ -221,11 +221,7 @@ class LocalStage:
             # CPU the backward runs in this thread, so torch need not pass the caller's context on to another one.
             run = _ENGINE.run_backward if self.device.kind == "cpu" else _engine_run_backward
             run(roots, root_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
-            # Autograd makes a view of a root's gradient a `grad` as it is, where the next gradient will be received.
-            taken = {address(x) for x in root_gradients}
-            for x in saved.inputs:
-                if x.grad is not None and address(x.grad) in taken:
-                    x.grad = x.grad.clone()
+            _keep_out_of(root_gradients, saved.inputs)
 
     def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> WeightHalf | None:
         """From the outputs' gradients: the inputs' go to `saved`; the result is for `backward_weight`."""
@@ -234,12 +230,9 @@ class LocalStage:
             return None
         leaves = [x for x in saved.inputs if x.requires_grad]
         grads, half = input_half(roots, root_gradients, leaves, self.parameters)
-        taken = {address(x) for x in root_gradients}  # later gradients will be received there
         for leaf, grad in zip(leaves, grads, strict=True):
-            if grad is not None:
-                # As autograd does where it adds to a `grad`.
-                leaf.grad = grad.clone() if address(grad) in taken else grad
-                taken.add(address(grad))
+            leaf.grad = grad
+        _keep_out_of(root_gradients, leaves)
         return half
 
     def backward_weight(self, half: WeightHalf | None) -> None:
@@ -251,6 +244,17 @@ class LocalStage:
 def address(x: Tensor) -> int:
     """Where a tensor's memory begins, and that of its views."""
     return x.untyped_storage().data_ptr()
+
+
+def _keep_out_of(received: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Copy gradients of inputs that lie where the outputs' have been received, and later ones will be.
+
+    Autograd makes a gradient that it is given, or a view of it, an input's as it is.
+    """
+    taken = {address(x) for x in received}
+    for x in inputs:
+        if x.grad is not None and address(x.grad) in taken:
+            x.grad = x.grad.clone()
 
 
 def _gradient_edge(x: Tensor) -> GradientEdge | None:
