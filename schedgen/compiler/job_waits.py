@@ -1,0 +1,44 @@
+"""Which jobs wait for which: as arrays for the loops that order them, and in words where some never start."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedgen.ir.instructions import Ints, Numbers, Times
+from schedgen.ir.job_graph import JobGraph
+
+
+def edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
+    """How many jobs each job waits for; and the successors of node k, after[first[k] : first[k + 1]]."""
+    waits = np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), graph.microbatches)
+    first = np.cumsum([0, *(len(nodes) for nodes in graph.succ)])
+    return waits, first, np.array([node for nodes in graph.succ for node in nodes], np.int64)
+
+
+def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str:
+    """Jobs that wait for one another, in words, found from a job that never started.
+
+    `previous`: by job, the one that its worker must run before it; -1: none.
+    """
+    job = int(np.flatnonzero(start < 0)[0])
+    path: dict[int, int] = {}
+    words: list[str] = []
+    while job not in path:
+        path[job] = len(path)
+        node, b = divmod(job, graph.microbatches)
+        before = [*(p * graph.microbatches + b for p in graph.pred[node]), int(previous[job])]
+        blocked = [other for other in before if other >= 0 and start[other] < 0]
+        if not blocked:  # a limit holds it back: it waits for the backward of a microbatch in flight
+            blocked = _in_flight(graph, worker, start, job)
+        words.append(f"{graph.job_name(job)} on worker {worker[job]} waits for {graph.job_name(blocked[0])}")
+        job = blocked[0]
+    return ", ".join(words[path[job] :])
+
+
+def _in_flight(graph: JobGraph, worker: Ints, start: Times, job: int) -> list[int]:
+    """The last backwards of the forwards that have run on a blocked job's worker, those of its stage first."""
+    forwards = graph.stages * graph.microbatches
+    lasts = np.arange(forwards) + (graph.directions - 1) * forwards
+    in_flight = np.flatnonzero((worker[:forwards] == worker[job]) & (start[:forwards] >= 0) & (start[lasts] < 0))
+    same = in_flight // graph.microbatches == job // graph.microbatches
+    return [int(lasts[forward]) for forward in [*in_flight[same], *in_flight[~same]]]

@@ -1,0 +1,84 @@
+"""Strict: each worker runs its jobs in increasing n."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.compiler.job_waits import cycle, edges
+from schedgen.ir.instructions import Flags, Ints, Numbers, Times
+from schedgen.ir.job_graph import JobGraph
+from schedgen.util.errors import UsageError
+from schedgen.util.jit import kernel
+from schedgen.util.sort import stable_order
+
+
+def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delayed_send: Flags | None = None) -> Times:
+    """When each job starts. `delayed_send`: by job, whether its output leaves only after the worker's next job."""
+    order = _by_worker(worker, n)
+    same_worker = worker[order[:-1]] == worker[order[1:]]
+    former, latter = order[:-1][same_worker], order[1:][same_worker]
+    for i in np.flatnonzero(n[former] == n[latter])[:1]:
+        a, b = int(former[i]), int(latter[i])
+        raise UsageError(
+            f"strict n must differ within a worker, but {graph.job_name(a)} and {graph.job_name(b)} "
+            f"on worker {worker[a]} both have n = {n[a]}"
+        )
+    following, previous = np.full((2, len(worker)), -1)  # on the same worker; -1: none
+    following[former], previous[latter] = latter, former
+    waits, first_after, after = edges(graph)
+    waits[latter] += 1
+    delayed = np.zeros(len(worker), bool) if delayed_send is None else delayed_send & (following >= 0)
+    ready = np.flatnonzero(waits == 0)
+    stack = np.concatenate([ready, np.empty(len(worker) - len(ready), np.int64)])
+    run = _strict.sized(4 * len(worker))
+    start: Times = run(
+        following, previous, delayed, waits, first_after, after, length, graph.microbatches, stack, len(ready)
+    )
+    if (start < 0).any():
+        raise UsageError(f"n stops the schedule: {cycle(graph, worker, start, previous)}")
+    return start
+
+
+def _by_worker(worker: Ints, key: NDArray[Any]) -> Numbers:
+    """The jobs sorted by worker and then by key."""
+    order = np.argsort(key, kind="stable")
+    return order[stable_order(worker[order])]
+
+
+@kernel
+def _strict(
+    following: Numbers, previous: Numbers, delayed: Flags, waits: Numbers, first: Numbers, after: Numbers,
+    length: Times, batches: int, stack: Numbers, top: int,
+) -> Times:  # fmt: skip
+    """Longest paths; -1 for jobs that never start. Uses up `waits`; stack[:top] are the jobs that wait for nothing."""
+    start = np.zeros(len(following))
+    while top:
+        top -= 1
+        job = stack[top]
+        end = start[job] + length[job]
+        # Now the output of the job leaves, unless it is delayed, and that of the job before, if it is delayed.
+        for sender in (job, previous[job]):
+            if sender < 0 or delayed[sender] != (sender != job):
+                continue
+            node = sender // batches
+            for k in range(first[node], first[node + 1]):
+                other = after[k] * batches + sender % batches
+                start[other] = max(start[other], end)
+                waits[other] -= 1
+                if waits[other] == 0:
+                    stack[top] = other
+                    top += 1
+        other = following[job]
+        if other >= 0:
+            start[other] = max(start[other], end)
+            waits[other] -= 1
+            if waits[other] == 0:
+                stack[top] = other
+                top += 1
+    for job in range(len(waits)):
+        if waits[job]:
+            start[job] = -1.0
+    return start
