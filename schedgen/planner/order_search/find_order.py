@@ -9,6 +9,7 @@ import numpy as np
 
 from schedgen.ir.instructions import Numbers
 from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.found_order import reached
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.local_search import NO_CHOICE, anneal
 from schedgen.planner.order_search.priority_rules import find_rules
@@ -104,4 +105,4 @@ class _Search:
     @property
     def is_done(self) -> bool:
         """Whether the bound is reached."""
-        return any(window <= self.bound * (1 + 1e-9) for _, window, _ in self.found)
+        return any(reached(window, self.bound) for _, window, _ in self.found)

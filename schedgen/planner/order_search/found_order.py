@@ -44,7 +44,16 @@ class FoundOrder(NamedTuple):
 
     program: Program
     value: float  # by the simulator, in the unit of the costs
-    bound: float  # no order of this placement within the limits takes less
-    optimal: bool  # proved, since the bound is reached
-    work: float  # millions of jobs that were given a time
-    source: str  # "search", or the built-in scheme that was not improved on
+    bound: float = 0.0  # no order of this placement within the limits takes less
+    work: float = 0.0  # millions of jobs that were given a time
+    source: str = "search"  # or the built-in scheme that was not improved on
+
+    @property
+    def optimal(self) -> bool:
+        """Whether it is proved that nothing takes less."""
+        return reached(self.value, self.bound)
+
+
+def reached(value: float, bound: float) -> bool:
+    """Whether a value is no more than a bound, but for rounding."""
+    return value <= bound * (1 + 1e-9)

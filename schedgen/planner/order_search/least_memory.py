@@ -10,7 +10,7 @@ import math
 from schedgen.analysis import analyse
 from schedgen.ir.cost import has_both
 from schedgen.ir.program import Program
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Question
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.schedules import compile_own, with_own_costs
@@ -28,7 +28,7 @@ def least_memory(question: Question, budget: int = BUDGET) -> FoundOrder:
     time = simulate(own, question.cost, question.machine).latency
     peak = _saved(own)
     least = 1
-    while least < peak and least_time(_within(question, least)) > time * (1 + 1e-9):
+    while least < peak and not reached(least_time(_within(question, least)), time):
         least += 1
     tries = max(1, math.ceil(math.log2(peak - least + 1)))
     program, source, low, work = own, question.scheme.name, least, 0.0
@@ -40,13 +40,13 @@ def least_memory(question: Question, budget: int = BUDGET) -> FoundOrder:
             low = limit + 1
             continue
         work += found.work
-        if found.value <= time * (1 + 1e-9):
+        if reached(found.value, time):
             program, source, peak = found.program, found.source, _saved(found.program)
             continue
         low = limit + 1
-        if found.bound > time * (1 + 1e-9):
+        if not reached(found.bound, time):
             least = low
-    return FoundOrder(program, float(peak), float(least), peak <= least, work, source)
+    return FoundOrder(program, float(peak), float(least), work, source)
 
 
 def _within(question: Question, saved: int) -> Question:

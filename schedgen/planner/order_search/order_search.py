@@ -22,12 +22,12 @@ from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.built_ins import Start, starts
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, NoOrder, Question
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
-from schedgen.planner.order_search.schedules import compile_order, compile_own, measured, with_own_costs
+from schedgen.planner.order_search.schedules import compile_order, compile_own, judge, with_own_costs
 from schedgen.planner.order_search.steady_states import steady_orders
-from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.simulator.simulate import Simulation
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
@@ -62,25 +62,23 @@ def search_order(
     if limits.saved is not None:
         rounds.add_orders(steady_orders(problem, placed, limits.saved, int(STEADY_SHARE * budget * 10**6)))
     bounded = problem_of(placed, lenient(question))
-    bound, enough = lower_bound(bounded, placed), enough * (1 + 1e-9)
+    bound = lower_bound(bounded, placed)
     small = cp_sat.is_installed() and len(problem.worker) <= cp_sat.MOST_JOBS
     shares = BYTES_SHARES if limits.bytes is not None else SMALL_SHARES if small else (1.0,)
     with compiled_always():
         for k, share in enumerate(shares):
             rounds.search(max(bound, enough), int(share * budget * 10**6), k)
             best = rounds.best()
-            is_done = best is not None and best.value <= max(bound * (1 + 1e-9), enough)
+            is_done = best is not None and reached(best.value, max(bound, enough))
             if small and k == len(shares) - 2 and best is not None and not is_done:
                 bound = max(bound, rounds.prove(bounded, best, bound, PROVED_SECONDS * budget / BUDGET))
         best = rounds.best()
     if best is None:
         raise NoOrder("the search found no order within the memory limit: give it more of one, or of --budget")
-    value = best.value
-    work = rounds.work / 10**6
-    return FoundOrder(best.run.program, value, min(bound, value), value <= bound * (1 + 1e-9), work, best.source)
+    return FoundOrder(best.run.program, best.value, min(bound, best.value), rounds.work / 10**6, best.source)
 
 
-class _Judged(NamedTuple):
+class _Tried(NamedTuple):
     """An order, and the simulator's result for it."""
 
     source: str
@@ -88,6 +86,7 @@ class _Judged(NamedTuple):
     order: Numbers
     run: Simulation
     value: float
+    fits: bool  # it keeps to a limit in bytes
 
 
 class _Rounds:
@@ -95,7 +94,7 @@ class _Rounds:
 
     def __init__(self, question: Question, problem: OrderProblem) -> None:
         self.question, self.limits, self.problem = question, question.limits, problem
-        self.judged: list[_Judged] = []
+        self.tried: list[_Tried] = []
         self.work = 0
 
     def add_start(self, start: Start, only_halves: bool) -> None:
@@ -118,15 +117,15 @@ class _Rounds:
         """Find orders with so much work; each turn draws different random numbers."""
         problem = self._within(self._others())
         best = self.best()
-        if best is not None and best.value <= bound * (1 + 1e-9):
+        if best is not None and reached(best.value, bound):
             return
-        begin = [judged.order for judged in self.judged if fits(problem, judged.order)]
+        begin = [tried.order for tried in self.tried if fits(problem, tried.order)]
         orders, used = find_order(problem, begin, bound, work, turn)
         self.work += used
         for order in orders:
             self._add(order)
 
-    def prove(self, problem: OrderProblem, best: _Judged, bound: float, seconds: float) -> float:
+    def prove(self, problem: OrderProblem, best: _Tried, bound: float, seconds: float) -> float:
         """A lower bound by CP-SAT on a problem that takes no more memory, or 0; the order that it finds is added."""
         problem = problem._replace(capacity=self._within(self._owned()).capacity)
         run = new_run(problem)
@@ -136,19 +135,16 @@ class _Rounds:
             self._add(order)
         return proof.bound
 
-    def best(self) -> _Judged | None:
+    def best(self) -> _Tried | None:
         """The fastest order that keeps to the limits."""
-        limit = self.limits.bytes
-        fitting = [each for each in self.judged if limit is None or each.run.footprint.peak.max() <= limit]
-        return min(fitting, key=lambda judged: judged.value, default=None)
+        return min((tried for tried in self.tried if tried.fits), key=lambda tried: tried.value, default=None)
 
     def _add(self, order: Numbers, built_in: bool = False) -> None:
         n = places(self.problem, order).reshape(-1, self.problem.stages, self.problem.microbatches)
         self._judge("search", built_in, order, compile_order(self.question, n))
 
     def _judge(self, source: str, built_in: bool, order: Numbers, program: Program) -> None:
-        run = simulate(program, self.question.cost, self.question.machine)
-        self.judged.append(_Judged(source, built_in, order, run, measured(run, self.problem.own_window)))
+        self.tried.append(_Tried(source, built_in, order, *judge(self.question, program)))
 
     def _within(self, others: Times) -> OrderProblem:
         """The problem with the memory that `others`, bytes by worker, leave of the limit."""
@@ -160,7 +156,7 @@ class _Rounds:
         """Bytes by worker that any order takes besides what forwards save."""
         if self.limits.bytes is None:
             return np.zeros(0)
-        return self.judged[0].run.footprint.owned.astype(np.float64)
+        return self.tried[0].run.footprint.owned.astype(np.float64)
 
     def _others(self) -> Times:
         """Bytes by worker besides what forwards save: of the leanest built-in scheme, but at least of orders found.
@@ -169,9 +165,9 @@ class _Rounds:
         """
         if self.limits.bytes is None:
             return np.zeros(0)
-        rests = [(judged, judged.run.footprint.peak - most_held(self.problem, judged.order)) for judged in self.judged]
+        rests = [(tried, tried.run.footprint.peak - most_held(self.problem, tried.order)) for tried in self.tried]
         nothing = np.zeros(len(self.problem.row) - 1)
-        built_in = [rest for judged, rest in rests if judged.built_in]
+        built_in = [rest for tried, rest in rests if tried.built_in]
         leanest: Times = min(built_in, key=lambda rest: float(rest.max()), default=nothing)
-        most: Times = np.max([leanest, *(rest for judged, rest in rests if not judged.built_in)], axis=0)
+        most: Times = np.max([leanest, *(rest for tried, rest in rests if not tried.built_in)], axis=0)
         return most

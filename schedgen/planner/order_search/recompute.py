@@ -18,12 +18,12 @@ from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves,
 from schedgen.ir.instructions import B, F, Flags, Numbers, Times
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, Question
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, Question, reached
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import input_bytes, least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, places
 from schedgen.planner.order_search.redo_choice import Kept, most_held, redone, without_needless
-from schedgen.planner.order_search.schedules import compile_order, measured, numbers_of, with_own_costs
+from schedgen.planner.order_search.schedules import compile_order, judge, numbers_of, with_own_costs
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
@@ -56,22 +56,19 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
     if has_both(kept.cost):
         shortest = shortest_halves(kept.cost, kept.sizes.stages)
         least = least_time(kept._replace(cost=shortest, limits=Limits(limits.objective)))
-    if best is not None and best.value <= least * (1 + 1e-9):
+    if best is not None and reached(best.value, least):
         return best
     for n in tries.orders(budget):
         for program in tries.fitting(n):
-            run = simulate(program, question.cost, question.machine)
-            value = measured(run, limits.objective == "window")
-            within = limits.bytes is None or run.footprint.peak.max() <= limits.bytes
-            if within and (best is None or value < best.value):
-                best = FoundOrder(program, value, 0.0, False, 0, "search")
+            judged = judge(question, program)
+            if judged.fits and (best is None or judged.value < best.value):
+                best = FoundOrder(program, judged.value)
     if best is None:
         raise UsageError(
             "the search found no order within the memory limit, even with forwards redone: "
             "give it more of one, or of --budget"
         )
-    bound = min(least, best.value)
-    return best._replace(bound=bound, optimal=best.value <= bound * (1 + 1e-9), work=work + tries.work)
+    return best._replace(bound=min(least, best.value), work=work + tries.work)
 
 
 class _Tries:

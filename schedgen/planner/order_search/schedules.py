@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from schedgen.ir.program import Program
 from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.placed_problem import as_placement
 from schedgen.planner.stage_costs import cost_ratios
-from schedgen.simulator.simulate import Simulation
+from schedgen.simulator.simulate import Simulation, simulate
 
 
 def with_own_costs(question: Question) -> Question:
@@ -70,6 +71,21 @@ def numbers_of(program: Program) -> Numbers:
         rows = program.rows_of(*directions[d])
         n[d, table.stage[rows], table.mb[rows]] = 2 * rows + (d == W)
     return n
+
+
+class Judgement(NamedTuple):
+    """What the simulator says of a schedule."""
+
+    run: Simulation
+    value: float  # of the objective
+    fits: bool  # it keeps to a limit in bytes
+
+
+def judge(question: Question, program: Program) -> Judgement:
+    """The simulator's word on a schedule of the question's jobs."""
+    run, limits = simulate(program, question.cost, question.machine), question.limits
+    fits = limits.bytes is None or bool(run.footprint.peak.max() <= limits.bytes)
+    return Judgement(run, measured(run, limits.objective == "window"), fits)
 
 
 def measured(run: Simulation, own_window: bool) -> float:

@@ -24,12 +24,12 @@ from schedgen.ir.instructions import B, F, Flags, Numbers, Op, Times, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Question
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Question, reached
 from schedgen.planner.order_search.local_search import Choice, anneal
 from schedgen.planner.order_search.order_search import PROVED_SECONDS, search_order
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
-from schedgen.planner.order_search.schedules import compile_order, measured, numbers_of
+from schedgen.planner.order_search.schedules import compile_order, judge, numbers_of
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -60,12 +60,11 @@ def search_whole_or_split(question: Question, budget: float = BUDGET) -> FoundOr
         raise refusal or AssertionError
     choices = _Choices(question._replace(cost=cost))
     best, used = min(found, key=lambda each: each.value), sum(each.work for each in found)
-    if best.value > choices.bound * (1 + 1e-9):
+    if not reached(best.value, choices.bound):
         with compiled_always():
             best = min([best, *choices.search(found, int((budget - used) * 10**6))], key=lambda each: each.value)
             best = min([best, *choices.proved(best, PROVED_SECONDS * budget / BUDGET)], key=lambda each: each.value)
-    bound, used = min(choices.bound, best.value), used + choices.work / 10**6
-    return best._replace(bound=bound, optimal=best.value <= bound * (1 + 1e-9), work=used)
+    return best._replace(bound=min(choices.bound, best.value), work=used + choices.work / 10**6)
 
 
 class _Mixed(NamedTuple):
@@ -165,7 +164,7 @@ class _Choices:
     def proved(self, best: FoundOrder, seconds: float) -> Iterator[FoundOrder]:
         """What CP-SAT finds, if the problem is small; `bound` is raised to its bound."""
         problem = self.bounded
-        if best.value <= self.bound * (1 + 1e-9) or not cp_sat.is_installed() or len(problem.worker) > cp_sat.MOST_JOBS:
+        if reached(best.value, self.bound) or not cp_sat.is_installed() or len(problem.worker) > cp_sat.MOST_JOBS:
             return
         run = self._simulated(best.program)
         if self.limits.bytes is not None:
@@ -204,6 +203,6 @@ class _Choices:
         """The schedule of jobs in the order of n, if it keeps to a limit in bytes; `whole`, by job: I of whole ones."""
         shape = (3, self.problem.stages, self.problem.microbatches)
         program = compile_order(self.halves, n.reshape(shape), whole=whole.reshape(shape)[B])
-        run = self._simulated(program)
-        if self.limits.bytes is None or run.footprint.peak.max() <= self.limits.bytes:
-            yield FoundOrder(program, measured(run, self.limits.objective == "window"), 0.0, False, 0, "search")
+        judged = judge(self.question, program)
+        if judged.fits:
+            yield FoundOrder(program, judged.value)

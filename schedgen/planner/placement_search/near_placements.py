@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.instructions import Times
+from schedgen.planner.order_search.found_order import reached
 from schedgen.planner.placement_search.families import in_order
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets
 
@@ -53,7 +54,7 @@ class NearPlacements:
         best = min((self._climb(self._judge(start)) for start in starts), key=_rank)
         rng = np.random.default_rng(0)
         for _ in range(KICKS):
-            if self.left <= 0 or best.trial.value <= floor * (1 + 1e-9):
+            if self.left <= 0 or reached(best.trial.value, floor):
                 break
             placement = best.placement
             for _ in range(rng.integers(*CHANGES)):

@@ -17,7 +17,7 @@ from schedgen.ir.cost import has_both, shortest_halves
 from schedgen.ir.instructions import Times
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, NoOrder, Question
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.placed_problem import least_time, lenient, nodes_of, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import order_of
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
@@ -48,14 +48,14 @@ def search_placement(question: Question, budget: float = BUDGET) -> FoundOrder:
     assert scheme.workers is not None
     bound, start = search.sets.least(scheme.workers, search.value)
     bound = min([bound, *several])
-    if search.value > bound * (1 + 1e-9):
+    if not reached(search.value, bound):
         near = NearPlacements(search.sets, search.estimate, scheme.workers, NEAR_SHARE * budget)
         starts = {*single, blocks(sizes.stages, scheme.workers), *([start] if start else [])}
         with compiled_always():
             judged = near.search(sorted(starts), bound)
         search.work += NEAR_SHARE * budget - near.left
         for other in [other for other in judged if other.placement not in single][:FINALISTS]:
-            if other.bound < search.value * (1 - 1e-9) and search.value > bound * (1 + 1e-9):
+            if other.bound < search.value * (1 - 1e-9) and not reached(search.value, bound):
                 search.add(search.ordered(other), share)
     if search.best is None:
         raise NoOrder(
@@ -64,7 +64,7 @@ def search_placement(question: Question, budget: float = BUDGET) -> FoundOrder:
     value, program = search.value, search.best.program
     program = replace(program, header=replace(program.header, scheme={**program.header.scheme, "name": scheme.name}))
     source = "search" if search.best.source == scheme.name else search.best.source
-    return FoundOrder(program, value, min(bound, value), value <= bound * (1 + 1e-9), search.work, source)
+    return FoundOrder(program, value, min(bound, value), search.work, source)
 
 
 def stage_sets(question: Question) -> StageSets:
