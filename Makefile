@@ -123,9 +123,9 @@ lint: venv
 
 # Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8; in one the
 # first and the last stage are tied, in one the first of two stages has three replicas, in one each of two stages is
-# divided over all workers, in one two stages of four parts each have two shards. The one with two buffers of weights has
-# 12 microbatches, or no update would use another version than the first. NAME.graph has what NAME's model says.
-# Those in forward/ have forwards alone.
+# divided over all workers, in one two stages of four substages each have two shards. The one with two buffers of
+# weights has 12 microbatches, or no update would use another version than the first. NAME.graph has what NAME's model
+# says. Those in forward/ have forwards alone.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush pipedream
 TWO_STAGES := interleaved-1f1b interleaved-zb looped-bfs depth-first breadth-first hanayo zb-v v-half v-min dualpipe-v
 TIED       := 1f1b-tied

@@ -17,7 +17,7 @@ from mpirun.model.stage_shape import flat_layout
 from schedgen.ir.instructions import Instruction
 
 
-def shared_parameters(model: Model, stages: tuple[int, ...]) -> list[dict[int, list[str]]]:
+def parameters_of_tie(model: Model, stages: tuple[int, ...]) -> list[dict[int, list[str]]]:
     """The parameters that exactly these stages share, each as a dict of its names by stage."""
     ties = [{stage: [name for place, name in tie if place == stage] for stage, _ in tie} for tie in model.tied]
     return [tie for tie in ties if tuple(sorted(tie)) == stages]
@@ -30,7 +30,7 @@ def tied_allreduce(context: Context, i: Instruction) -> Act:
     rank, grad_buffers = transport.comm.rank, context.grad_buffers
     owned = {stage: grad_buffers.of_stage(stage) for stage in stages if rank in header.owners[stage]}
     row_sums = grad_buffers.claim_row_sums([(stage, -1) for stage in owned])
-    shared = shared_parameters(context.setup.model, stages)
+    shared = parameters_of_tie(context.setup.model, stages)
     views = {  # by owned stage, into its dw, which has a parameter under the first of its names, and no frozen one
         stage: [
             view

@@ -52,10 +52,10 @@ def run_compile(options: CompileOptions) -> int:
     """Write the schedule of a scheme, once it is proved; a note on stderr says if w or n was slow."""
     graph = _graph(options.graph)
     scheme, sizes = _scheme(options, None if graph is None else graph.stages)
-    parts = 1
+    substages = 1
     if graph is not None:
-        parts = _parts(graph, sizes.stages, display_name(options.graph or "-"))
-        scheme = _with_graph(scheme, graph, parts)
+        substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
+        scheme = _with_graph(scheme, graph, substages)
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
         program = compile(
@@ -68,13 +68,13 @@ def run_compile(options: CompileOptions) -> int:
                 weight_slots=options.weight_slots,
                 fan_out=options.fan_out,
                 prefetch=options.prefetch,
-                recompute=_redone(options.recompute, sizes.stages * parts, sizes.microbatches),
+                recompute=_redone(options.recompute, sizes.stages * substages, sizes.microbatches),
                 memory_limit=options.memory_limit,
                 tied=graph.tied if graph else (),
                 updates=options.updates,
                 tensor=options.tensor,
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
-                parts=parts,
+                substages=substages,
                 forward=options.forward,
             ),
         )
@@ -114,7 +114,7 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
     return load(options.scheme, Sizes(**sizes), options.tensor), Sizes(**sizes)
 
 
-def _parts(graph: ModelGraph, stages: int, name: str) -> int:
+def _substages(graph: ModelGraph, stages: int, name: str) -> int:
     """How many of the model's stages each stage of the scheme stands for; UsageError if that is not a whole number."""
     if stages != graph.stages and graph.edges not in (None, chain(graph.stages)):
         raise UsageError(f"{name} has {graph.stages} stages, which are no chain, so a scheme cannot have {stages}")
@@ -123,10 +123,10 @@ def _parts(graph: ModelGraph, stages: int, name: str) -> int:
     return graph.stages // stages
 
 
-def _with_graph(scheme: Scheme, graph: ModelGraph, parts: int) -> Scheme:
+def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
     """The scheme with a model's edges and layers."""
     if graph.edges is not None:
-        scheme = scheme._replace(edges=graph.edges if parts == 1 else None, per_consumer=graph.per_consumer)
+        scheme = scheme._replace(edges=graph.edges if substages == 1 else None, per_consumer=graph.per_consumer)
     if graph.layers:
         scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(graph.layers)})
     return scheme

@@ -99,7 +99,7 @@ def _check_files(options: type[Any], values: Mapping[str, Any]) -> None:
                 raise UsageError(f"{name} would be written over, but it is read: give what is written another name")
 
 
-def durations(text: str) -> dict[str, float]:
+def costs(text: str) -> dict[str, float]:
     """A type for argparse: the duration of every direction, as in F=1,B=2, and R, that of a RECOMPUTE."""
     values: dict[str, float] = {}
     for part in text.split(","):
@@ -147,7 +147,7 @@ class Form:
 class CostOptions:
     """What jobs and messages cost."""
 
-    cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; default: those in the file", durations)
+    cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; default: those in the file", costs)
     alpha: float | None = option("--alpha T", "time a message takes, in the same unit; default: 0", types.time)
     beta: float | None = option("--beta T", "and time each of its bytes takes; default: 0", types.time)
     activation: int | None = option("--activation N", "bytes of an activation or its gradient; default: 1", types.count)
@@ -199,7 +199,7 @@ class CompileOptions:
     mode: str | None = option("--mode", "what n means; default: the scheme's own", choices=("greedy", "strict"))
     n: str | None = option("--n", "what goes first; default: the scheme's own order", choices=tuple(ORDERS))
     cost: Mapping[str, float] | None = option(
-        "--cost F=1,B=2", "durations that greedy orders by; default: F=1,B=2 or F=1,I=1,W=1", durations
+        "--cost F=1,B=2", "durations that greedy orders by; default: F=1,B=2 or F=1,I=1,W=1", costs
     )
     weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time; default: 2", types.count, 2)
     fan_out: int = option("--fan-out K", "copies of a stage one worker sends, others relay; default: 2", types.count, 2)
@@ -249,7 +249,7 @@ class StatsOptions(Form, InputFile):
 
     cycles: bool = switch("--cycles", "instead, the jobs that start together, a line a time")
     cost: Mapping[str, float] | None = option(
-        "--cost F=1,B=2", "durations; default: those in the file", durations, group="costs"
+        "--cost F=1,B=2", "durations; default: those in the file", costs, group="costs"
     )
     profile: str | None = option(
         "--profile P", "JSON with durations and bytes: the memory a worker needs, too", group="costs", file=READ
@@ -314,9 +314,7 @@ class CompareOptions(Form):
     memory_limit: int | None = option(
         "--memory-limit M", "saved forwards a worker may hold; default: no limit", types.count
     )
-    cost: Mapping[str, float] | None = option(
-        "--cost F=1,B=2", "durations; a split backward has half of B each", durations
-    )
+    cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; a split backward has half of B each", costs)
     output: str | None = option(
         "-o --output OUT.svg", "a plot of latency against memory; - is standard output", file=WRITTEN
     )

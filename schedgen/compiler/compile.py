@@ -1,7 +1,7 @@
 """`compile`: a scheme and sizes in, the instruction list of every rank out.
 
 place   evaluates w and n on every job of the scheme's stages
-refine  divides each of these stages into those of the program: parts, and shards of these
+refine  divides each of these stages into those of the program: substages, and shards of these
 forward keeps the forwards alone, if only these are wanted
 order   decides when every job starts, on one time axis for all workers
 lower   turns the jobs in that order into instructions, adds messages, sums, STEPs and FREEs, and splits by rank

@@ -53,7 +53,7 @@ def header_of(placed: PlacedScheme) -> Header:
         scheme={
             "name": scheme.name, "workers": placed.workers, "stages": stages, "microbatches": microbatches,
             **({"shards": counts[0] if len(set(counts)) == 1 else counts} if counts else {}), **scheme.parameters,
-            **({} if options.parts == 1 else {"parts": options.parts}),
+            **({} if options.substages == 1 else {"parts": options.substages}),
         },
         mode=scheme.mode,
         n=scheme.order,

@@ -16,7 +16,7 @@ Redone = int | tuple[int, int]  # a stage, on all microbatches, or a stage and a
 
 @dataclass(frozen=True)
 class Options:
-    """How a scheme is compiled. Stages are those of the model: `parts` in each stage of the scheme."""
+    """How a scheme is compiled. Stages are those of the model: `substages` in each stage of the scheme."""
 
     mode: str | None = None  # "greedy" or "strict": what n means; None: the scheme's own
     n: str | None = None  # an order, one of ORDERS; None: the scheme's own
@@ -28,7 +28,7 @@ class Options:
     memory_limit: int | None = None  # saved forwards that a worker may hold at a time (greedy)
     tied: Collection[Sequence[int]] = ()  # lists of stages that share parameters
     updates: str | None = None  # when weights change, one of UPDATES; None: the scheme's own
-    parts: int = 1  # stages of the model in each stage of the scheme, one after another
+    substages: int = 1  # stages of the model in each stage of the scheme, one after another
     tensor: int = 1  # shards of each stage of the model
     replicated_stages: Collection[int] = ()  # stages that all shards compute alike; the last always is
     forward: bool = False  # forwards alone, for evaluation and prediction, on the workers of training
@@ -36,7 +36,7 @@ class Options:
 
 def part_counts(sizes: Sizes, options: Options) -> list[int]:
     """Parts that the weights of each stage of the model are divided into."""
-    stages, counts = sizes.stages * options.parts, list(sizes.shards or (1,))
+    stages, counts = sizes.stages * options.substages, list(sizes.shards or (1,))
     if len(counts) not in (1, stages):
         raise UsageError(f"--shards has {len(counts)} numbers, but there are {stages} stages")
     return counts * stages if len(counts) == 1 else counts
@@ -56,7 +56,7 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
     if options.forward:
         _check_forward(options)
-    stages = sizes.stages * options.parts
+    stages = sizes.stages * options.substages
     check_jobs(stages * options.tensor, sizes.microbatches, 3 if scheme.split else 2)
     if max(part_counts(sizes, options)) > 1:
         _check_divided_weights(scheme, options, updates)
@@ -89,7 +89,7 @@ def _check_forward(options: Options) -> None:
 
 
 def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> None:
-    if options.parts > 1:
+    if options.substages > 1:
         raise UsageError("--shards divides the weights of a stage, and parts divide a stage itself: give one of them")
     if scheme.by_shard:
         raise UsageError("--shards divides the weights of a stage: w takes the shard t of a stage, and no part k")

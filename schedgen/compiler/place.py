@@ -62,9 +62,9 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
     scheme, stages, batches = apply_options(scheme, sizes, options), sizes.stages, sizes.microbatches
     directions = 3 if scheme.split else 2
     limits = caps(scheme, stages)
-    counts = part_counts(sizes, options)[:: options.parts]
+    counts = part_counts(sizes, options)[:: options.substages]
     placement = place_jobs(scheme, stages, batches, directions, counts, options.tensor)
-    check_workers(placement.workers, stages * options.parts * options.tensor)
+    check_workers(placement.workers, stages * options.substages * options.tensor)
     redo = {name: time for name, time in (options.cost or {}).items() if name == REDO and not options.forward}
     edges = chain(stages) if scheme.edges is None else tuple(sorted(scheme.edges))
     return PlacedScheme(

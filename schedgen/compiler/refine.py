@@ -1,7 +1,7 @@
-"""Refine: a scheme placed by its own stages becomes one of the program's: P parts a stage, T shards a part.
+"""Refine: a scheme placed by its own stages becomes one of the program's: P substages a stage, T shards of these.
 
-Part p of stage s is stage m = s P + p of the model, and shard t of that is stage m T + t of the program. Later steps,
-ordering and lowering, only know stages of the program.
+Substage p of stage s is stage m = s P + p of the model, and shard t of that is stage m T + t of the program. Later
+steps, ordering and lowering, only know stages of the program.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import F, Flags, Ints
 from schedgen.ir.limits import MOST_TIES
 from schedgen.ir.stage_graph import StageGraph, expand_shards
-from schedgen.ir.tensor_parallel import TensorParallel, check_workers
+from schedgen.ir.tensor_parallel import TensorParallel, check_shards_apart
 from schedgen.util.errors import UsageError
 
 
 def refine(placed: PlacedScheme) -> PlacedScheme:
     """The placed scheme with the program's stages; UsageError if its shards or ties do not fit."""
-    return _shards(_parts(placed))
+    return _shards(_substages(placed))
 
 
-def _parts(placed: PlacedScheme) -> PlacedScheme:
-    """The placed scheme with the model's stages. A stage's parts run on its worker, one directly after another."""
-    P, stages, options = placed.options.parts, placed.graph.stages, placed.options
-    n, part = placed.n, np.tile(np.arange(P), stages)[:, None]
+def _substages(placed: PlacedScheme) -> PlacedScheme:
+    """The placed scheme with the model's stages. A stage's substages run on its worker, one after another."""
+    P, stages, options = placed.options.substages, placed.graph.stages, placed.options
+    n, p = placed.n, np.tile(np.arange(P), stages)[:, None]
     if P > 1:
         rank = np.unique(n, return_inverse=True)[1].reshape(n.shape).astype(np.int64) * P
         backward = np.arange(len(n))[:, None, None] != F
-        n = np.repeat(rank, P, axis=1) + np.where(backward, P - 1 - part, part)
-    within = [(s * P + p, s * P + p + 1) for s in range(stages) for p in range(P - 1)]
+        n = np.repeat(rank, P, axis=1) + np.where(backward, P - 1 - p, p)
+    within = [(s * P + k, s * P + k + 1) for s in range(stages) for k in range(P - 1)]
     between = [(producer * P + P - 1, consumer * P) for producer, consumer in placed.graph.edges]
-    last_parts = tuple(stage * P + P - 1 for stage in placed.graph.per_consumer)
+    last = tuple(stage * P + P - 1 for stage in placed.graph.per_consumer)
     return replace(
         placed,
         weights=np.repeat(placed.weights, P, axis=1),
         compute=np.repeat(placed.compute, P, axis=1),
         n=n,
-        graph=StageGraph(stages * P, tuple(sorted(within + between)), last_parts),
+        graph=StageGraph(stages * P, tuple(sorted(within + between)), last),
         caps=None if placed.caps is None else np.repeat(placed.caps, P),
         unsplit_backward=np.repeat(placed.unsplit_backward, P, axis=0),
-        delayed_send=np.repeat(placed.delayed_send, P, axis=0) & (part == P - 1),
+        delayed_send=np.repeat(placed.delayed_send, P, axis=0) & (p == P - 1),
         recompute=_redone(options.recompute, stages * P, n.shape[2]),
         tied=tuple(tuple(sorted(tie)) for tie in options.tied),
     )
@@ -72,7 +72,7 @@ def _shards(placed: PlacedScheme) -> PlacedScheme:
     ties += [tuple(stage * T + t for t in range(T)) for stage in np.flatnonzero(split).tolist()]
     compute = _by_shard(placed.compute)
     if T > 1:
-        check_workers(compute, T, tuple(placed.cost))
+        check_shards_apart(compute, T, tuple(placed.cost))
     return replace(
         placed,
         weights=_by_shard(placed.weights),

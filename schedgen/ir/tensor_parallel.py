@@ -45,7 +45,7 @@ class TensorParallel:
         return self.siblings(stage) if self.split[stage] else range(stage, stage + 1)
 
 
-def check_workers(compute: Ints, degree: int, directions: Sequence[str]) -> None:
+def check_shards_apart(compute: Ints, degree: int, directions: Sequence[str]) -> None:
     """UsageError where two shards of a stage are on one worker; `compute`: (directions, stages, microbatches)."""
     placed = np.sort(compute.reshape(len(compute), -1, degree, compute.shape[2]), axis=2)
     for d, s, t, b in np.argwhere(placed[:, :, 1:] == placed[:, :, :-1])[:1].tolist():

@@ -17,7 +17,7 @@ from schedgen.ir.header import Header, owners_of
 from schedgen.ir.instructions import DIRECTIONS, Ints
 from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES, Limits
 from schedgen.ir.stage_graph import StageGraph, check_edges
-from schedgen.ir.tensor_parallel import TensorParallel, check_workers
+from schedgen.ir.tensor_parallel import TensorParallel, check_shards_apart
 from schedgen.ir.weight_versions import STASH, TWO_BUFFERS, VERTICAL
 from schedgen.util.errors import UsageError, clip
 
@@ -212,7 +212,7 @@ def _check_forward(header: Header) -> None:
 
 def _check_tensor_parallel(header: Header) -> None:
     try:
-        check_workers(header.compute, header.tensor_parallel.degree, header.directions)
+        check_shards_apart(header.compute, header.tensor_parallel.degree, header.directions)
     except UsageError as error:
         raise Wrong("compute", str(error)) from None
     if header.tensor_parallel.split[list(header.graph.per_consumer)].any():

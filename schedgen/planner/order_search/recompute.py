@@ -22,7 +22,7 @@ from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import input_bytes, least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, places
-from schedgen.planner.order_search.redo_choice import Kept, most_held, redone, without_needless
+from schedgen.planner.order_search.redo_choice import Kept, most_held_with_redone, redone, without_needless
 from schedgen.planner.order_search.schedules import compile_order, judge, numbers_of, with_own_costs
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
@@ -150,7 +150,7 @@ class _Tries:
             return np.full(workers, float(self.limits.saved or 0))
         nothing = np.zeros(self.worker.shape, bool)
         peak = self._peak(compile_order(self.question, n, redone=nothing))
-        self.others = peak - most_held(n, self.worker, self.kept, nothing, workers)
+        self.others = peak - most_held_with_redone(n, self.worker, self.kept, nothing, workers)
         return self.limits.bytes - self.others
 
     def _peak(self, program: Program) -> Numbers:

@@ -60,7 +60,7 @@ def without_needless(flags: Flags, place: Numbers, worker: Numbers, kept: Kept, 
     return flags
 
 
-def most_held(place: Numbers, worker: Numbers, kept: Kept, flags: Flags, workers: int) -> Times:
+def most_held_with_redone(place: Numbers, worker: Numbers, kept: Kept, flags: Flags, workers: int) -> Times:
     """By worker, the most that its jobs hold at once."""
     return np.array([_peaks(place, worker, w, kept, flags)[1].max(initial=0.0) for w in range(workers)])
 

@@ -1,4 +1,4 @@
-"""Shards of stages and parts of stages: what is compiled, what `check` refuses, what an exchange costs."""
+"""Shards of stages and substages: what is compiled, what `check` refuses, what an exchange costs."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_nothing_is_exchanged_where_all_stages_are_whole():
 
 def test_shards_and_parts_of_one_are_what_was_compiled_without():
     plain = compile(load("1f1b", Sizes(4, 4)), Sizes(4, 4))
-    assert [listed(plain, r) for r in range(4)] == [listed(compiled("1f1b", 4, 4, 1, parts=1), r) for r in range(4)]
+    assert [listed(plain, r) for r in range(4)] == [listed(compiled("1f1b", 4, 4, 1, substages=1), r) for r in range(4)]
 
 
 def test_parts_of_a_stage_run_one_behind_the_other():
-    program = compiled("1f1b", 2, 3, tensor=1, parts=3)
+    program = compiled("1f1b", 2, 3, tensor=1, substages=3)
     assert program.header.graph.edges == tuple((s, s + 1) for s in range(5)) and program.header.workers == 2
     undivided = compiled("1f1b", 2, 3, tensor=1)
     for rank in range(2):
@@ -114,7 +114,7 @@ def test_every_scheme_has_parts_and_shards(name):
     stages = 2 if name in ("1f1b-rr", "chimera") else 4
     workers = None if name in ("1f1b-rr", "chimera", "zb-h1", "zb-h2") else 4
     sizes = Sizes(stages, 4, workers, **options)
-    program = compile(load(name, sizes, 2), sizes, Options(tensor=2, parts=2, replicated_stages=(0,)))
+    program = compile(load(name, sizes, 2), sizes, Options(tensor=2, substages=2, replicated_stages=(0,)))
     assert program.header.stages == stages * 4
     check(program)
 
@@ -172,7 +172,7 @@ def test_options_that_do_not_go_together_are_refused(run, refused, graph_file, o
 )
 def test_stages_that_the_model_does_not_have_are_refused(options, words):
     with pytest.raises(UsageError) as error:
-        compiled(stages=2, parts=2, microbatches=2, **({"tensor": 2} | options))
+        compiled(stages=2, substages=2, microbatches=2, **({"tensor": 2} | options))
     assert str(error.value) == words
 
 
@@ -204,7 +204,7 @@ def test_shards_of_a_whole_stage_that_would_drift_apart_are_refused(run, refused
     message = refused(run("compile", path, *graph, *sizes, "-o", "-"), 2)
     assert message.startswith("schedgen: w: the copies of whole stage 0 would drift apart, for its shards 0 and 1 ")
     sizes = Sizes(1, 4, 4)
-    options = Options(tensor=2, parts=8, replicated_stages=(0,))
+    options = Options(tensor=2, substages=8, replicated_stages=(0,))
     program = compile(load(str(path), sizes, 2), sizes, options)
     words = r"program:\d+: rank 1: dw.1 is not added up in the order and grouping of dw.0, .* \(rule 11: "
     with pytest.raises(RefusedFile, match=words):
@@ -236,7 +236,7 @@ def test_another_order_on_one_shard_of_a_whole_stage_is_refused(op, name, sizes,
 
 @st.composite
 def programs(draw, cases):
-    """Any placement, owners, order and DAG, with shards and parts; workers of shards by w(s, b, d) or w(s, b, d, t)."""
+    """Any placement, owners, order and DAG, with shards and substages; w(s, b, d) or w(s, b, d, t) places shards."""
     case = draw(cases)
     T, P = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     S = case.sizes.stages
@@ -245,7 +245,7 @@ def programs(draw, cases):
         shared = tuple(s for s in case.per_consumer if s * P + P - 1 in replicated)
         case = case._replace(per_consumer=shared)
     if draw(st.booleans()):
-        return case.compile(tensor=T, parts=P, replicated_stages=replicated)
+        return case.compile(tensor=T, substages=P, replicated_stages=replicated)
     shuffled = np.random.default_rng(draw(st.integers(0, 2**16)))
     jobs = case.compute.shape
     compute = np.array([shuffled.permutation(T + 1)[:T] for _ in range(np.prod(jobs[1:]))]).reshape(*jobs[1:], T)
@@ -261,7 +261,7 @@ def programs(draw, cases):
         "random", T + 1, w, lambda s, b, d: case.n[d, s, b], "random", "greedy",
         split=len(case.cost) == 3, edges=case.edges, per_consumer=case.per_consumer, by_shard=True,
     )  # fmt: skip
-    options = Options(cost=case.cost, prefetch=case.prefetch, tensor=T, parts=P, replicated_stages=replicated)
+    options = Options(cost=case.cost, prefetch=case.prefetch, tensor=T, substages=P, replicated_stages=replicated)
     program = compile(scheme, case.sizes, options)
     assume(drifting(program) is None)
     return program
@@ -396,7 +396,7 @@ X, G, NONE = Kind.X, Kind.G, Kind.NONE
     ],
 )
 def test_an_exchange_that_is_missing_late_or_there_twice_is_refused(change, rule, words):
-    program = damaged(compiled(stages=2, parts=2, microbatches=1), change)
+    program = damaged(compiled(stages=2, substages=2, microbatches=1), change)
     with pytest.raises(RefusedFile, match=rf"rank 0: .*{re.escape(words)}.* \(rule {rule}: {re.escape(RULES[rule])}\)"):
         check(program)
 
@@ -483,7 +483,7 @@ def test_other_commands_know_exchanges(run, graph_file, tmp_path):
 
 
 def test_statistics_of_shards():
-    program = compiled(stages=2, parts=2, microbatches=2)
+    program = compiled(stages=2, substages=2, microbatches=2)
     numbers = stats(program)
     assert numbers["collectives"] == 10 + 3 + 1  # exchanges, ties, NORM
     assert list(chakra_traces(program, {"F": 1, "B": 2}, Machine()))

@@ -10,7 +10,7 @@ from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.found_order import Limits, Question
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.recompute import search_with_recompute
-from schedgen.planner.order_search.redo_choice import Kept, most_held, redone, without_needless
+from schedgen.planner.order_search.redo_choice import Kept, most_held_with_redone, redone, without_needless
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
@@ -48,13 +48,13 @@ def test_no_fewer_forwards_make_an_order_fit(directions):
             fitting = [
                 sum(subset)
                 for subset in itertools.product((False, True), repeat=batches)
-                if most_held(place, worker, kept, np.array([subset]), 1)[0] <= limit
+                if most_held_with_redone(place, worker, kept, np.array([subset]), 1)[0] <= limit
             ]
             flags = redone(place, worker, kept, np.array([limit]))
             assert (flags is None) == (not fitting)
             if flags is not None:
                 fewer = without_needless(flags, place, worker, kept, np.array([limit]))
-                assert most_held(place, worker, kept, fewer, 1)[0] <= limit
+                assert most_held_with_redone(place, worker, kept, fewer, 1)[0] <= limit
                 assert fewer.sum() == min(fitting)
                 needed += fewer.any()
     assert needed > 50
