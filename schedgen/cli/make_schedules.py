@@ -32,7 +32,7 @@ from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.schedules import compile_own, with_own_costs
 from schedgen.planner.order_search.table import search_table
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
-from schedgen.planner.partition import Level, hierarchy, partition
+from schedgen.planner.partition import Hierarchy, hierarchy, partition
 from schedgen.planner.pipedream import pipedream
 from schedgen.planner.placement_search.families import FREE, free_scheme
 from schedgen.planner.placement_search.search_placement import search_placement
@@ -189,7 +189,7 @@ def run_plan(options: PlanOptions) -> int:
     return 0
 
 
-def _partition(options: PlanOptions, layers: Layers, levels: Sequence[Level]) -> tuple[dict[str, Any], list[str]]:
+def _partition(options: PlanOptions, layers: Layers, levels: Hierarchy) -> tuple[dict[str, Any], list[str]]:
     """Where to cut the model, as numbers and as lines; a note if only some cuts are tried, or none fits."""
     downsets = all_downsets(layers)
     if not downsets.complete:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Level, partition
+from schedgen.planner.partition import Hierarchy, partition
 from schedgen.planner.stage_costs import StageCosts, balanced, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -50,16 +50,12 @@ def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
     return scheme if graph is None else scheme._replace(edges=graph.edges, per_consumer=graph.per_consumer)
 
 
-def candidates(
-    layers: Layers, levels: Sequence[Level], microbatches: int, memory: float = math.inf
-) -> Iterator[Candidate]:
+def candidates(layers: Layers, levels: Hierarchy, microbatches: int, memory: float = math.inf) -> Iterator[Candidate]:
     """Every candidate on all workers, with and without recomputation; all links are as slow as the slowest level's.
 
     With a limit of `memory` bytes a worker, layers are also gathered so that the largest stage needs few bytes.
     """
-    workers = math.prod(level.components for level in levels)
-    bandwidth = min(level.bandwidth for level in levels)
-    order = prefixes(layers)
+    workers, bandwidth, order = levels.workers, levels.slowest, prefixes(layers)
     by_stages = balanced(layers, order, bandwidth, min(len(layers.names), workers * CHUNKS[-1]), math.isfinite(memory))
     for name, pipeline, replicas in _pipelines(workers, microbatches, len(by_stages)):
         try:
@@ -72,13 +68,12 @@ def candidates(
         sizes = pipeline._replace(microbatches=microbatches, workers=workers)
         for recompute in (False, True):
             yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[sizes.stages - 1])
-    stages = partition(order, levels).stages
-    by_stage = tuple(stage.replicas for stage in stages)
-    if len(by_stage) > 1 and microbatches >= max(by_stage):
-        sizes = Sizes(len(by_stage), microbatches, workers, replicas=by_stage)
-        costs = stage_costs(layers, order, [stage.end for stage in stages], bandwidth)
+    best = partition(order, levels)
+    if len(best.stages) > 1 and microbatches >= max(best.replicas):
+        sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)
+        costs = stage_costs(layers, order, best.ends, bandwidth)
         for recompute in (False, True):
-            yield Candidate("1f1b-rr", by_stage, recompute, load("1f1b-rr", sizes), sizes, [costs])
+            yield Candidate("1f1b-rr", best.replicas, recompute, load("1f1b-rr", sizes), sizes, [costs])
 
 
 def _pipelines(workers: int, microbatches: int, most: int) -> Iterator[tuple[str, Sizes, int]]:

@@ -43,6 +43,20 @@ class Level(NamedTuple):
     bandwidth: float
 
 
+class Hierarchy(tuple[Level, ...]):
+    """The levels, the lowest first."""
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are in all."""
+        return math.prod(level.components for level in self)
+
+    @property
+    def slowest(self) -> float:
+        """The bandwidth of the slowest level."""
+        return min(level.bandwidth for level in self)
+
+
 class ReplicatedStage(NamedTuple):
     """The layers between cuts `begin` and `end`, on `replicas` workers."""
 
@@ -60,10 +74,20 @@ class Partition(NamedTuple):
     seconds: float
     stages: tuple[ReplicatedStage, ...]
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """By stage, the cut where it ends."""
+        return tuple(stage.end for stage in self.stages)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """By stage, its replicas."""
+        return tuple(stage.replicas for stage in self.stages)
+
 
 def hierarchy(
     workers: int | None, topology: Sequence[int] | None, bandwidths: Sequence[float] | None, beta: float
-) -> list[Level]:
+) -> Hierarchy:
     """The levels that a user asks for, the lowest first; UsageError if the arguments do not agree.
 
     Without a topology there is one level of `workers`; without `bandwidths` all links have 1 / beta.
@@ -82,7 +106,7 @@ def hierarchy(
         bandwidths = [1 / beta] * len(components)
     if len(bandwidths) != len(components):
         raise UsageError(f"--bandwidth needs {len(components)} numbers, one for each level, not {len(bandwidths)}")
-    return [Level(*pair) for pair in zip(components, bandwidths, strict=True)]
+    return Hierarchy(Level(*pair) for pair in zip(components, bandwidths, strict=True))
 
 
 def partition(downsets: Downsets, levels: Sequence[Level], memory: float = math.inf) -> Partition:

@@ -25,7 +25,7 @@ from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.found_orders import found_order, placements
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Level
+from schedgen.planner.partition import Hierarchy
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
@@ -73,7 +73,7 @@ _Front = Sequence[_Entry]
 
 def plan(
     layers: Layers,
-    levels: Sequence[Level],
+    levels: Hierarchy,
     microbatches: int,
     memory: float = math.inf,
     prune: bool = True,
@@ -91,7 +91,6 @@ def plan(
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
-    bandwidth = min(level.bandwidth for level in levels)
     front: _Front = []
     simulated = 0
     with compiled_always():
@@ -102,7 +101,7 @@ def plan(
             for schedule, costs in _simulated(candidate):
                 front = _with(_Entry(schedule, candidate, costs, candidate.costs[0]), front, memory)
         for entry in over(front, "move cuts", len(front)):
-            for moved in _moved(entry, layers, bandwidth, memory):
+            for moved in _moved(entry, layers, levels.slowest, memory):
                 front = _with(moved, front, memory)
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
@@ -110,10 +109,9 @@ def plan(
             for found in _searched(every, [entry.costs for entry in front], fastest, memory, budget):
                 front = _with(found, front, memory)
     if not front:
-        workers = math.prod(level.components for level in levels)
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
-        raise UsageError(f"{what} fits {workers} workers{limit} with {microbatches} microbatches")
+        raise UsageError(f"{what} fits {levels.workers} workers{limit} with {microbatches} microbatches")
     front = sorted(front, key=lambda entry: entry.schedule.step_time)
     first = front[0]
     program = first.program or _compiled(first.candidate, first.costs, first.ordered_by)

@@ -58,10 +58,7 @@ def balanced(
     if by_bytes:
         needed = np.cumsum([0.0, *(layers.owned + layers.weight + layers.kept)])
         ways.append(unreplicated(prefixes._replace(seconds=needed), math.inf, most))
-    ends = [
-        dict.fromkeys(tuple(stage.end for stage in partition.stages) for partition in partitions)
-        for partitions in zip(*ways, strict=True)
-    ]
+    ends = [dict.fromkeys(partition.ends for partition in partitions) for partitions in zip(*ways, strict=True)]
     return [[stage_costs(layers, prefixes, cuts, bandwidth) for cuts in distinct] for distinct in ends]
 
 

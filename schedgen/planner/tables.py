@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Level, Partition, data_parallel_seconds
+from schedgen.planner.partition import Hierarchy, Partition, data_parallel_seconds
 from schedgen.planner.plan import Plan
 from schedgen.util.errors import clip
 from schedgen.util.text_table import aligned
 
 
-def partition_as_json(
-    layers: Layers, downsets: Downsets, levels: Sequence[Level], partition: Partition
-) -> dict[str, Any]:
+def partition_as_json(layers: Layers, downsets: Downsets, levels: Hierarchy, partition: Partition) -> dict[str, Any]:
     """The partition and each of its stages; times are seconds a minibatch, weights and memory are bytes a worker."""
     stages = []
     for stage in partition.stages:
@@ -40,7 +37,7 @@ def partition_as_json(
     slowest = times.index(partition.seconds)
     one_worker, data_parallel = float(downsets.seconds[-1]), data_parallel_seconds(downsets, levels)
     return {
-        "workers": math.prod(level.components for level in levels),
+        "workers": levels.workers,
         "topology": [level.components for level in levels],
         "bandwidth": [level.bandwidth for level in levels],
         "stage_time": partition.seconds,

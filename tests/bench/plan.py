@@ -14,7 +14,7 @@ import numpy as np
 
 from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Level, partition
+from schedgen.planner.partition import Hierarchy, Level, partition
 from schedgen.planner.plan import plan
 from schedgen.simulator.machine import Machine
 
@@ -67,7 +67,7 @@ def main() -> None:
             model = gpt(layers)
             for _ in range(2):
                 begin = time.perf_counter()
-                found = plan(model, [Level(workers, 1e10)], 4 * workers)
+                found = plan(model, Hierarchy([Level(workers, 1e10)]), 4 * workers)
                 took = time.perf_counter() - begin
             counts = f"{layers:10}{found.schedules:10}{found.simulated:10}"
             print(f"{f'{workers} workers':20}{counts}{took:10.1f}", flush=True)

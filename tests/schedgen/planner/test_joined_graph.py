@@ -12,7 +12,7 @@ from schedgen.ir.stage_graph import chain
 from schedgen.planner.joined_graph import joined_graph
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Level
+from schedgen.planner.partition import Hierarchy, Level
 from schedgen.planner.plan import plan
 from schedgen.planner.stage_costs import stage_costs
 from schedgen.simulator.machine import Machine
@@ -74,7 +74,7 @@ def test_bounds_rule_out_no_schedule_of_a_graph():
             "alpha": 0.05, "beta": 0.01, "activation": np.array([chance.uniform(1, 50) for _ in range(7)]),
             "edge_activation": np.array([chance.uniform(1, 50) for _ in edges]) if apart and seed % 2 else None,
         }  # fmt: skip
-        arguments = layers_of(graph, **sizes), [Level(3, 100)], 4, 1500
+        arguments = layers_of(graph, **sizes), Hierarchy([Level(3, 100)]), 4, 1500
         schemes = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "fsdp", "1f1b-rr")
         kept, all_tried = (plan(*arguments, prune=prune, schemes=schemes) for prune in (True, False))
         assert kept.front == all_tried.front

@@ -16,7 +16,7 @@ from schedgen.planner.candidate_bound import candidate_bound
 from schedgen.planner.candidates import candidates, replicated
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers, read_layers
-from schedgen.planner.partition import Level, partition
+from schedgen.planner.partition import Hierarchy, Level, partition
 from schedgen.planner.plan import _simulated, plan
 from schedgen.planner.stage_costs import balanced, stage_costs
 from schedgen.schemes import SCHEMES, load
@@ -44,7 +44,7 @@ def model(count=8, split=False):
 @pytest.fixture(scope="module")
 def every():
     """All that a search for 4 workers would try."""
-    return list(candidates(model(), [Level(4, 1e9)], 8))
+    return list(candidates(model(), Hierarchy([Level(4, 1e9)]), 8))
 
 
 def test_every_scheme_is_tried_but_those_that_another_one_is(every):
@@ -74,13 +74,13 @@ def test_a_worker_gets_no_layers_where_that_is_faster():
     """Three layers of 0.1 s whose weights take 2 s to be summed: replicas cost more than the fourth worker is worth."""
     machine = Machine(alpha=1e-5, activation=1e3, weight=1e9, saved=1e6)
     layers = Layers(("a", "b", "c"), ((0, 1), (1, 2)), {"F": np.full(3, 0.1), "B": np.full(3, 0.2)}, machine)
-    best = plan(layers, [Level(4, 1e9)], 8)
+    best = plan(layers, Hierarchy([Level(4, 1e9)]), 8)
     fastest = best.front[0]
     assert (fastest.stages, fastest.replicas, best.program.header.workers) == (3, 1, 4)
     assert set(np.unique(best.program.header.compute)) == {0, 1, 2}
     check(best.program)
     # Those that use all four workers: two pipelines of two stages, or four copies of the model.
-    every = candidates(layers, [Level(4, 1e9)], 8)
+    every = candidates(layers, Hierarchy([Level(4, 1e9)]), 8)
     on_all = [c for c in every if len(np.unique(c.scheme.w(*np.ix_(range(c.sizes.stages), range(8), (0,)))[1])) == 4]
     assert on_all
     with compiled_always():
@@ -99,7 +99,7 @@ def test_a_worker_gets_no_layers_where_that_is_faster():
 def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes):
     """Messages without bytes take no time, whatever alpha is."""
     layers = model(split=split)
-    arguments = layers._replace(machine=layers.machine._replace(**sizes)), [Level(4, 1e9)], 8, limit
+    arguments = layers._replace(machine=layers.machine._replace(**sizes)), Hierarchy([Level(4, 1e9)]), 8, limit
     quick, slow = plan(*arguments), plan(*arguments, prune=False)
     assert quick.front == slow.front
     assert quick.simulated < slow.simulated == slow.schedules
@@ -156,7 +156,7 @@ def test_a_schedule_takes_what_its_row_says_though_its_cuts_moved_after_it_was_o
         overhead={"F": np.array([0.7, 1.2, 1.2, 0.9, 0.5, 0.2])},
     )  # fmt: skip
     layers = Layers(tuple("abcdef"), tuple(itertools.pairwise(range(6))), times, machine)
-    best = plan(layers, [Level(2, 1e9)], 4, 165e3, schemes=["hanayo"])
+    best = plan(layers, Hierarchy([Level(2, 1e9)]), 4, 165e3, schemes=["hanayo"])
     first = best.front[0]
     costs = stage_costs(layers, prefixes(layers), np.cumsum(first.layers).tolist(), 1e9)
     run = simulate(best.program, costs.with_halves, costs.machine)
@@ -194,7 +194,7 @@ def test_what_is_split_and_what_is_redone_is_searched(memory):
     times = {"F": 10 * ones, "B": 18 * ones, "I": 12 * ones, "W": 10 * ones}
     layers = Layers(("a", "b", "c", "d"), ((0, 1), (1, 2), (2, 3)), times, machine)
     own, best = (
-        plan(layers, [Level(4, 1e9)], 8, memory, schemes=["1f1b", "zb-h1"], budget=n)
+        plan(layers, Hierarchy([Level(4, 1e9)]), 8, memory, schemes=["1f1b", "zb-h1"], budget=n)
         for n in (0, 3 if np.isinf(memory) else 1)
     )
     first = best.front[0]
