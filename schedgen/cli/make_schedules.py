@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -44,7 +43,7 @@ from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes, no_order
 from schedgen.schemes.template import new
 from schedgen.simulator.machine import read_profile
-from schedgen.util.errors import SlowScheme, UsageError
+from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import display_name, is_standard_output, open_output, read_text
 
 
@@ -82,7 +81,7 @@ def run_compile(options: CompileOptions) -> int:
     _write_checked(program, options.output)
     for warning in slow:
         if issubclass(warning.category, SlowScheme):
-            print(f"schedgen: note: {warning.message}", file=sys.stderr)
+            note(warning.message)
     return 0
 
 
@@ -194,13 +193,13 @@ def _partition(options: PlanOptions, layers: Layers, levels: Hierarchy) -> tuple
     downsets = all_downsets(layers)
     if not downsets.complete:
         most = "more ways to cut the layers than can be tried: only those along one order are"
-        print(f"schedgen: note: {display_name(options.profile)}: {most}", file=sys.stderr)
+        note(f"{display_name(options.profile)}: {most}")
     try:
         numbers = tables.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
     except UsageError as error:
         if options.partition_only:
             raise
-        print(f"schedgen: note: {error}", file=sys.stderr)
+        note(error)
         return {}, []
     return numbers, list(tables.partition_as_text(numbers))
 
@@ -230,8 +229,7 @@ def run_search(options: SearchOptions) -> int:
     seconds = time.perf_counter() - begin
     if has_both(cost) and options.objective == "memory":
         kind = "split" if scheme.split else "whole"
-        note = f"with --objective memory all backwards are {kind}, as {scheme.name} has them"
-        print(f"schedgen: note: {note}", file=sys.stderr)
+        note(f"with --objective memory all backwards are {kind}, as {scheme.name} has them")
     if options.scheme.endswith(".py") and scheme.n is not no_order:
         _say_if_untried(question)
     check_compiled(best.program)
@@ -240,7 +238,7 @@ def run_search(options: SearchOptions) -> int:
     if not is_standard_output(options.output):
         print(search_table(best, options.objective, seconds, options.json))
     if not (best.optimal or is_installed()):
-        print("schedgen: note: OR-Tools proves more, for small problems: pip install ortools", file=sys.stderr)
+        note("OR-Tools proves more, for small problems: pip install ortools")
     return 0
 
 
@@ -282,7 +280,7 @@ def _say_if_untried(question: Question) -> None:
         compile_own(with_own_costs(question))
     except UsageError as error:
         name = question.scheme.name
-        print(f"schedgen: note: the order of {name} itself was not tried: {error}", file=sys.stderr)
+        note(f"the order of {name} itself was not tried: {error}")
 
 
 def run_new(options: NewOptions) -> int:

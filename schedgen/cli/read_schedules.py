@@ -42,7 +42,7 @@ from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
 from schedgen.simulator.stats import stats
 from schedgen.simulator.timeline import Timeline
-from schedgen.util.errors import RefusedFile, UsageError, one_line
+from schedgen.util.errors import RefusedFile, UsageError, note, one_line
 from schedgen.util.files import display_name, is_standard_output, open_output, read_bytes, read_text
 
 
@@ -208,7 +208,7 @@ def run_export(options: ExportOptions) -> int:
             raise UsageError(f"torch's CSV has no costs: leave --{options.given[0]} out")
         files = [("", as_torch_csv(program).encode())]
         if lost := lost_in_csv(program):
-            print(f"schedgen: note: torch's CSV has jobs alone, nothing of {' or '.join(lost)}", file=sys.stderr)
+            note(f"torch's CSV has jobs alone, nothing of {' or '.join(lost)}")
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]

@@ -1,6 +1,8 @@
-"""The errors a user may see, each one sentence with an exit code, and how foreign text is quoted in them."""
+"""The errors and notes a user may see, each one sentence, and how foreign text is quoted in them."""
 
 from __future__ import annotations
+
+import sys
 
 
 class UsageError(Exception):
@@ -29,6 +31,11 @@ class MpirunWarning(UserWarning):
 
 class SlowScheme(UserWarning):
     """A scheme's w or n fails on arrays, so it is called once for every job."""
+
+
+def note(sentence: object) -> None:
+    """Print on stderr what a user of schedgen should know, though nothing is wrong."""
+    print(f"schedgen: note: {sentence}", file=sys.stderr)
 
 
 def clip(text: str) -> str:
