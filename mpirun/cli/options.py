@@ -6,7 +6,6 @@ A mistake is a `Stop`, which ends all ranks and which rank 0 prints; so is --hel
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +16,7 @@ from mpi4py import MPI
 from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.engine.options import SetupOptions
 from schedgen.util.errors import UsageError
-from schedgen.util.files import is_same_file
+from schedgen.util.option_fields import Parser, refuse_overwriting
 from schedgen.util.option_types import number
 
 EXAMPLES = """built-in models: mpirun.examples.gpt:tiny, :small, :tied and :tensor; mpirun.examples.mlp:tiny and :small;
@@ -74,12 +73,8 @@ class GraphOptions:
     output: str
 
 
-class Parser(argparse.ArgumentParser):
+class RanksParser(Parser):
     """A parser whose errors end all ranks and are printed by rank 0 alone."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Options are not abbreviated: a new one would change what others mean."""
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """End all ranks with this message and a hint at --help."""
@@ -88,7 +83,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
     """The options from the arguments of `python -m mpirun`."""
-    parser = Parser(
+    parser = RanksParser(
         prog="python -m mpirun",
         description="Train a model by a schedule, one MPI rank a worker.",
         epilog=EXAMPLES,
@@ -109,7 +104,7 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
 
 def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
     """The options from the arguments after `profile`. A step's cost depends neither on the rate nor on --canonical."""
-    parser = Parser(
+    parser = RanksParser(
         prog="python -m mpirun profile",
         description="Measure what a model's stages and messages cost here, on all ranks at once:\n"
         "a profile for --profile of schedgen's commands, and for plan.",
@@ -136,7 +131,7 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
 
 def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> GraphOptions:
     """The options from the arguments after `graph`."""
-    parser = Parser(
+    parser = RanksParser(
         prog="python -m mpirun graph",
         description="Which stages of a model read which others, and share parameters:\n"
         "a file for --graph of schedgen compile, search and plan.",
@@ -250,13 +245,11 @@ def _check_files(comm: MPI.Comm, read: Sequence[str | None], written: Sequence[s
     """Stop if a file that is read would be overwritten, or two outputs would go to one file. Collective."""
 
     def check() -> None:
-        names = [name for name in written if name]
         try:
-            same = [name for name, other in itertools.product(names, filter(None, read)) if is_same_file(name, other)]
+            refuse_overwriting(read, written)
         except OSError as error:  # such as a name that is too long
             raise UsageError(f"{error.filename}: {error.strerror}") from None
-        if same:
-            raise UsageError(f"{same[0]} would be written over, but it is read: give what is written another name")
+        names = [name for name in written if name]
         if len({os.path.realpath(name) for name in names}) < len(names):
             raise UsageError(f"{names[0]} would be written twice: give each its own name")
 

@@ -11,12 +11,13 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import schedgen
 from schedgen.cli import make_schedules, options, read_schedules
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.files import replace_closed_streams
+from schedgen.util.option_fields import Parser, add_arguments, read
 from schedgen.util.progress import allow
 
 
@@ -90,18 +91,6 @@ COMMANDS = (
 )  # fmt: skip
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one line: the sentence and where to read more."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Options are not abbreviated: a new one would change what others mean."""
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with code 2."""
-        self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
-
-
 def parser() -> Parser:
     """The command line's parser; `command` of what it returns is the Command."""
     top = Parser(
@@ -121,7 +110,7 @@ def parser() -> Parser:
         )
         subparser.set_defaults(command=command)
         subparser.add_argument("-q", "--quiet", action="store_true", help="no progress bars on a terminal")
-        options.add_arguments(subparser, command.options)
+        add_arguments(subparser, command.options)
     return top
 
 
@@ -135,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     allow(values["quiet"])
     command: Command = values["command"]
     try:
-        code = command.run(options.read(command.options, values))
+        code = command.run(read(command.options, values, options.NOT_FILES))
         sys.stdout.flush()
         return code
     except (UsageError, RefusedFile) as error:

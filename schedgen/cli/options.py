@@ -1,17 +1,11 @@
-"""The options of every subcommand of `schedgen`: a frozen dataclass for each, whose fields are its arguments.
-
-`option`, `switch` and `argument` declare a field with what argparse needs. `add_arguments` adds the fields to a parser,
-and `read` makes the dataclass from the parsed values. A field marked READ or WRITTEN names a file: a file that is read
-is never overwritten.
-"""
+"""The options of every subcommand of `schedgen`: a frozen dataclass for each, whose fields are its arguments."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 from schedgen.compiler.options import Redone
 from schedgen.ir.cost import REDO
@@ -25,78 +19,10 @@ from schedgen.schemes.orders import ORDERS
 from schedgen.simulator.machine import Machine
 from schedgen.util import option_types as types
 from schedgen.util.errors import UsageError
-from schedgen.util.files import is_same_file, is_standard_output
+from schedgen.util.option_fields import READ, WRITTEN, argument, option, switch
 
-T = TypeVar("T")
-
-READ, WRITTEN = "read", "written"  # what a command does with the file that a field names
+NOT_FILES = (*SCHEMES, FREE)  # what may be given where a FILE is read
 _SIZES = ("alpha", "beta", "activation", "weight", "saved")  # fields of a Machine that are options
-
-
-def option(
-    spelling: str, help: str, type: Any = None, default: Any = None, group: str = "", file: str = "", **more: Any
-) -> Any:
-    """A field that is an option, spelled as in "-o --output FILE"; only one option of a `group` may be given."""
-    words = spelling.split()
-    flags = [word for word in words if word.startswith("-")]
-    if len(words) > len(flags):
-        more["metavar"] = words[-1]
-    own = {"flags": flags, "group": group, "file": file}
-    return field(metadata={**own, "help": help, "type": type, "default": default, **more})
-
-
-def switch(spelling: str, help: str) -> Any:
-    """A field that is true if the option is given."""
-    return field(metadata={"flags": [spelling], "help": help, "action": "store_true"})
-
-
-def argument(metavar: str, help: str, file: str = READ, **more: Any) -> Any:
-    """A field that is a positional argument, usually a file that is read."""
-    return field(metadata={"metavar": metavar, "help": help, "file": file, **more})
-
-
-def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add the fields of a dataclass of options to a parser."""
-    groups: dict[str, Any] = {"": parser}
-    for each in fields(options):
-        how = dict(each.metadata)
-        flags, group, _ = how.pop("flags", None), how.pop("group", ""), how.pop("file", "")
-        if group not in groups:
-            groups[group] = parser.add_mutually_exclusive_group()
-        if flags:
-            groups[group].add_argument(*flags, dest=each.name, **how)
-        else:
-            groups[group].add_argument(each.name, **how)
-
-
-def read(options: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass of options from the parsed values of its fields; UsageError if they do not go together."""
-    _check_files(options, values)
-    for name, flag in (("output", "-o"), ("trace", "--trace")):
-        if values.get("json") and is_standard_output(values.get(name)):
-            both = f"{flag} {values[name]} and --json would both be standard output"
-            raise UsageError(f"{both}: give one of them a file")
-    return options(**{each.name: values[each.name] for each in fields(options)})  # type: ignore[arg-type]
-
-
-def _check_files(options: type[Any], values: Mapping[str, Any]) -> None:
-    """Refuse to write to a file that is read, which would be lost, to read - twice, and empty file names."""
-    for each in fields(options):
-        given = values[each.name]
-        if each.metadata.get("file") and "" in (given if isinstance(given, list) else [given]):
-            called = each.metadata.get("flags") or [each.metadata["metavar"]]
-            raise UsageError(f"{called[-1]} names no file: it is empty")
-    files = {
-        use: [values[each.name] for each in fields(options) if each.metadata.get("file") == use and values[each.name]]
-        for use in (READ, WRITTEN)
-    }
-    read = [name for given in files[READ] for name in (given if isinstance(given, list) else [given])]
-    if read.count("-") > 1:
-        raise UsageError("- is standard input, which can be read only once")
-    for name in files[WRITTEN]:
-        for other in files[READ]:
-            if isinstance(other, str) and other not in (*SCHEMES, FREE) and is_same_file(name, other):
-                raise UsageError(f"{name} would be written over, but it is read: give what is written another name")
 
 
 def costs(text: str) -> dict[str, float]:
