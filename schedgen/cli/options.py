@@ -274,7 +274,7 @@ class PlanOptions(Form):
     )
     search: int = option(
         "--search N",
-        "look for orders, too: million times that a job is given a time, for each placement",
+        "also search for orders; N is the work for each placement: millions of job start times computed",
         types.count,
         0,
     )
@@ -312,7 +312,7 @@ class SearchOptions(Form, CostOptions):
     )  # fmt: skip
     recompute: bool = switch("--recompute", "redo forwards where an order within the memory ends sooner so")
     budget: int = option(
-        "--budget N", f"million times that a job is given a time; default: {BUDGET}", types.count, BUDGET
+        "--budget N", f"the work: millions of job start times computed; default: {BUDGET}", types.count, BUDGET
     )
     output: str | None = option("-o --output FILE", "the schedule; - is standard output", file=WRITTEN)
 
