@@ -155,7 +155,7 @@ class Engine:
         self.session: Session | None = None
         self._steps_at_end = 0  # steps, once the run has ended
         self._at_sigterm: Saving | None = None  # what SIGTERM saves, where
-        self._resumed: Saving | None = None  # what the run went on from
+        self._resumed: Saving | None = None  # the directory and the data that the run went on with
         self._notes_said: set[str] = set()  # notes of all loaders that were printed, or will be
         self._notes_unsaid: list[str] = []  # those that rank 0 has not been told yet
         self._loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read

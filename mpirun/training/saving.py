@@ -9,6 +9,9 @@ from typing import NamedTuple
 from mpirun.data.loader import Loader
 
 
+KEEP_ALL = sys.maxsize  # how many checkpoints stay where nobody has said it
+
+
 class Saving(NamedTuple):
     """How a checkpoint is saved."""
 
@@ -17,14 +20,11 @@ class Saving(NamedTuple):
     keep: int  # how many stay in the directory
 
 
-KEEP_ALL = sys.maxsize
-
-
 def at_sigterm(now: Saving, before: Saving | None, resumed: Saving | None) -> Saving:
     """What SIGTERM saves after `now` has been saved: what a restart will resume.
 
     before   what it would have saved
-    resumed  how the checkpoint was saved that the run went on from
+    resumed  the directory and the data that the run went on with
     """
     if before is None and resumed is not None and resumed.data is not None:
         before = resumed
