@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from mpirun.data.loader import Loader
 
-
 KEEP_ALL = sys.maxsize  # how many checkpoints stay where nobody has said it
 
 
