@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpirun.comm.waiting import sleeping_any
+from mpirun.comm.waiting import sleep_until, sleeping_any
 from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
 from schedgen.util.files import open_output
 
@@ -49,6 +49,30 @@ def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
         speaker, refused = next(one for one in enumerate(comm.allgather(refusal)) if one[1] is not None)
         raise Stop(refused[0], refused[1], speaker)
     return result  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def any_before(comm: MPI.Comm) -> Iterator[Callable[[bool], bool]]:
+    """Yields a collective function: whether some rank gave True in the call before.
+
+    So ranks that are less than a call apart do not wait for each other.
+    """
+    anywhere, done = np.zeros(1, bool), lambda: True
+
+    def ask(here: bool) -> bool:
+        nonlocal done
+        sleep_until(comm, done)
+        before = bool(anywhere[0])
+        anywhere[0] = here
+        done = comm.Iallreduce(MPI.IN_PLACE, anywhere, MPI.LOR).Test
+        return before
+
+    try:
+        yield ask
+    except Stop:  # of all ranks; another error is this rank's alone
+        sleep_until(comm, done)
+        raise
+    sleep_until(comm, done)
 
 
 def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -52,35 +52,16 @@ def sleeping_any(comm: MPI.Comm, here: bool) -> bool:
     A barrier, too: no rank returns before all have come.
     """
     anywhere = np.array([here])
-    _sleep(comm, comm.Iallreduce(MPI.IN_PLACE, anywhere, MPI.LOR).Test)
+    sleep_until(comm, comm.Iallreduce(MPI.IN_PLACE, anywhere, MPI.LOR).Test)
     return bool(anywhere[0])
-
-
-@contextlib.contextmanager
-def any_before(comm: MPI.Comm) -> Iterator[Callable[[bool], bool]]:
-    """Yields a function like `sleeping_any` that answers with what it was given in the call before.
-
-    So ranks that are less than a call apart do not wait for each other.
-    """
-    anywhere, done = np.zeros(1, bool), lambda: True
-
-    def ask(here: bool) -> bool:
-        nonlocal done
-        _sleep(comm, done)
-        before = bool(anywhere[0])
-        anywhere[0] = here
-        done = comm.Iallreduce(MPI.IN_PLACE, anywhere, MPI.LOR).Test
-        return before
-
-    yield ask
-    _sleep(comm, done)
 
 
 def sleeping_barrier(comm: MPI.Comm) -> None:
     """A barrier in which ranks sleep."""
-    _sleep(comm, comm.Ibarrier().Test)
+    sleep_until(comm, comm.Ibarrier().Test)
 
 
-def _sleep(comm: MPI.Comm, done: Done) -> None:
+def sleep_until(comm: MPI.Comm, done: Done) -> None:
+    """Sleep until a call of all ranks is done."""
     with comm.waiting() if isinstance(comm, RunComm) else contextlib.nullcontext():
         spin_then_sleep(done, lambda: None, 0)

@@ -125,8 +125,9 @@ class Loader(ABC):
                     self.trained(batch)
 
     def trained(self, batch: Batch) -> None:
-        """Go on after this batch."""
-        self.epoch, self.step = (batch.epoch + 1, 0) if batch.is_last else (batch.epoch, batch.number + 1)
+        """Go on after this batch, if that is further on: a script may train again on one that it has kept."""
+        after = (batch.epoch + 1, 0) if batch.is_last else (batch.epoch, batch.number + 1)
+        self.epoch, self.step = max((self.epoch, self.step), after)
 
     @abstractmethod
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:

@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpirun.checkpoint.export import check_new
 from mpirun.checkpoint.export import export as write_export
 from mpirun.checkpoint.reader import newest_checkpoint
-from mpirun.comm.fail_together import Stop, check_writable, note, on_rank_0, print_notes, together
+from mpirun.comm.fail_together import Stop, any_before, check_writable, note, on_rank_0, print_notes, together
 from mpirun.comm.run_comm import RunComm
-from mpirun.comm.waiting import any_before
+from mpirun.comm.waiting import sleeping_any
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.loader_class import loader_class
 from mpirun.data.numbered_loader import FunctionLoader, NumberedLoader
@@ -573,6 +573,8 @@ class Engine:
         shapes = Shapes(self.comm, self._shapes.buckets)
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
+        # Where others are open this may be a teacher: the student's next step saves and leaves.
+        may_leave = self._at_sigterm is not None and not sleeping_any(self.comm, not session.sigterm.is_alone)
         leaves = False
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
@@ -581,9 +583,7 @@ class Engine:
                 for number, given in enumerate(islice(loader, batches), start=1):
                     batch = self._batch(given)
                     yield self._prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
-                    # A run that has nothing to save may be a teacher: the student's next step saves and leaves.
-                    if self._at_sigterm is not None and asked_before(session.sigterm.asked):
-                        leaves = True
+                    if leaves := may_leave and asked_before(session.sigterm.asked):
                         return
 
         found = evaluators()

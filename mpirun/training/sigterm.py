@@ -41,6 +41,11 @@ class Sigterm:
             self.asked = True
             self.leave()
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other run of this process is open, to which a signal goes, too."""
+        return _runs == [self]
+
     def end_at_once(self) -> None:
         """From now on SIGTERM ends the process: there are no more steps. One that has come before is answered."""
         self.after_step, Sigterm.came = False, None

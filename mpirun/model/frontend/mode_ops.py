@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from mpirun.model.frontend.node_dependencies import (
-    arguments_of,
-)
+from mpirun.model.frontend.node_dependencies import arguments_of
 from mpirun.model.frontend.subgraphs import attributes, subgraphs
 
 MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode

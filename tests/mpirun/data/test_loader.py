@@ -307,9 +307,13 @@ def test_abandoned(dataset, workers):
     ahead = iter(some)
     assert [next(ahead).number for _ in range(2)] == [1, 2]
     del ahead
+    some.trained(batch._replace(number=0))  # again
     assert (not left(), some.epoch, some.step) == (True, 0, 1)
+    some.trained(batch)
+    some.trained(batch._replace(number=0))
+    assert (some.epoch, some.step) == (0, 2)
     if dataset is not make:
-        assert (len(list(some)), some.epoch, some.step) == (2, 1, 0)
+        assert (len(list(some)), some.epoch, some.step) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

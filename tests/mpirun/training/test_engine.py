@@ -501,21 +501,25 @@ print(run.steps)
 
 
 @pytest.mark.parametrize("teacher_first", [False, True])
-def test_sigterm_ends_the_run_that_trains_beside_one_that_only_evaluates(teacher_first, scripts):
+def test_sigterm_ends_the_run_that_trains_beside_one_that_only_evaluates(teacher_first, tmp_path, scripts):
+    """Even if that one has trained before, and saved."""
     script = """
 x, (teacher, student) = torch.zeros(8, 4), [engine() for _ in range(2)][:: 1 if sys.argv[1] == "True" else -1]
 with teacher, student:
+    if sys.argv[1] == "True":
+        step(teacher)
+        teacher.save(sys.argv[2])
     step(student)
     teacher.evaluate([(x, x)])
     signal.raise_signal(signal.SIGTERM)
-    teacher.evaluate([(x, x)])
+    teacher.evaluate([(x, x)] * 4)
     try:
         step(student)
     except SystemExit as end:
         print(end.code)
 """
-    (done,) = scripts(1, [[HANDLERS + script, teacher_first]])
-    assert (done.code, done.out.split()) == (0, ["143"]), done.err
+    (done,) = scripts(1, [[HANDLERS + script, teacher_first, tmp_path / "teacher"]])
+    assert (done.code, done.out.split()[-1:]) == (0, ["143"]), done.err
 
 
 def test_sigterm_ends_a_run_that_begins_after_it_came_unless_another_has_left(scripts):
