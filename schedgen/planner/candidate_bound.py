@@ -20,6 +20,7 @@ class CandidateBound(NamedTuple):
 
     seconds: float
     bytes: float
+    least: float  # bytes, however its layers are gathered into so many stages
 
 
 def candidate_bound(candidate: Candidate) -> CandidateBound:
@@ -29,7 +30,7 @@ def candidate_bound(candidate: Candidate) -> CandidateBound:
     weights, compute, *_ = place_jobs(scheme, *shape)
     n = priorities(scheme, *shape) if scheme.mode == "strict" else None
     bounds = [_bound(candidate, costs, weights[..., 0], compute[..., 0], n) for costs in candidate.costs]
-    return CandidateBound(min(bound.seconds for bound in bounds), min(bound.bytes for bound in bounds))
+    return CandidateBound(*map(min, zip(*bounds, strict=True)))
 
 
 def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints, n: Any) -> CandidateBound:
@@ -45,9 +46,11 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     message, copy = (np.where(size > 0, machine.alpha + machine.beta * size, 0.0) for size in (costs.passed_on, weight))
     sends, receives, steps = np.zeros((3, workers))  # seconds of a worker's link out, of its link in, of its STEPs
     owns, copies = np.zeros((2, workers))  # bytes of its own stages and their gradients, of its largest foreign copy
+    counts = np.zeros(S)  # owners of each stage
     for s in range(S):
         owners = np.zeros(workers, bool)
         owners[np.unique(weights[:, s])] = True
+        counts[s] = owners.sum()
         owns[owners] += owned[s] + weight[s]
         steps[owners] += step[s]
         guests = np.zeros(workers, bool)
@@ -63,7 +66,10 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     kept = np.concatenate([[0.0], costs.passed_on]) + (0 if candidate.recompute else saved)
     latency = window_bound(compute, lengths, recompute, message, workers) + steps.max()
     seconds = float(max(latency, sends.max(), receives.max()))
-    return CandidateBound((1 - 1e-9) * seconds, float((owns + copies + _saved(kept, compute, workers, n)).max()))
+    # Less 2: the bytes of a stage, two amounts, are rounded, here and with other cuts.
+    least = counts.min() * (owned + weight - 2).sum() / len(np.unique(weights))
+    peak = owns + copies + _saved(kept, compute, workers, n)
+    return CandidateBound((1 - 1e-9) * seconds, float(peak.max()), float(least))
 
 
 def _saved(kept: Floats, compute: Ints, workers: int, n: Any) -> Floats:

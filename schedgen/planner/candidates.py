@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Hierarchy, partition
-from schedgen.planner.stage_costs import StageCosts, balanced, stage_costs
+from schedgen.planner.stage_costs import StageCosts, balanced, smallest, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
@@ -41,6 +41,7 @@ class Candidate(NamedTuple):
     scheme: Scheme
     sizes: Sizes
     costs: Sequence[StageCosts]
+    small: StageCosts | None = None  # under a memory limit another way, whose largest stage needs few bytes
 
 
 def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
@@ -56,7 +57,13 @@ def candidates(layers: Layers, levels: Hierarchy, microbatches: int, memory: flo
     With a limit of `memory` bytes a worker, layers are also gathered so that the largest stage needs few bytes.
     """
     workers, bandwidth, order = levels.workers, levels.slowest, prefixes(layers)
-    by_stages = balanced(layers, order, bandwidth, min(len(layers.names), workers * CHUNKS[-1]), math.isfinite(memory))
+    most = min(len(layers.names), workers * CHUNKS[-1])
+    by_stages = balanced(layers, order, bandwidth, most)
+    small: list[StageCosts | None] = [None] * most
+    if math.isfinite(memory):
+        for k, costs in enumerate(smallest(layers, order, bandwidth, most)):
+            if all(costs.layer_counts != other.layer_counts for other in by_stages[k]):
+                small[k] = costs
     for name, pipeline, replicas in _pipelines(workers, microbatches, len(by_stages)):
         try:
             scheme = load(name, pipeline)
@@ -67,7 +74,8 @@ def candidates(layers: Layers, levels: Hierarchy, microbatches: int, memory: flo
         scheme = scheme._replace(workers=workers)  # some may have nothing to do
         sizes = pipeline._replace(microbatches=microbatches, workers=workers)
         for recompute in (False, True):
-            yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[sizes.stages - 1])
+            k = sizes.stages - 1
+            yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[k], small[k])
     best = partition(order, levels)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)

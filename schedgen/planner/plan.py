@@ -5,12 +5,16 @@
 2. From each schedule on that front its cuts are moved, and the simulator judges the results, too: `best_cuts`.
 3. If requested, orders are searched for the placements of the candidates, under a memory limit also with redone
    forwards: `found_orders`.
+
+Under a memory limit 1 and 2 go on as without it, because moved cuts may fit where those that they began with do not;
+beside that, cuts are tried, and move, that keep to the limit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -91,16 +95,24 @@ def plan(
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
-    front: _Front = []
+    free: _Front = []  # what no other of the usual cuts beats, whatever the limit
+    front: _Front = []  # of all that fit
     simulated = 0
     with compiled_always():
         for bound, candidate in over(bounded, "search", len(bounded)):
-            if prune and (bound.bytes > memory or _beaten(bound.seconds, bound.bytes, front)):
+            if prune and bound.least > memory:
                 continue
-            simulated += 1
-            for schedule, costs in _simulated(candidate):
-                front = _with(_Entry(schedule, candidate, costs, candidate.costs[0]), front, memory)
-        for entry in over(front, "move cuts", len(front)):
+            tried = [] if prune and _beaten(bound.seconds, bound.bytes, free) else [*candidate.costs]
+            if candidate.small is not None and not (prune and _ruled_out(candidate, candidate.small, front, memory)):
+                tried.append(candidate.small)
+            simulated += bool(tried)
+            for schedule, costs in _simulated(candidate, tried):
+                entry = _Entry(schedule, candidate, costs, candidate.costs[0])
+                if costs is not candidate.small:
+                    free = _with(entry, free, math.inf)
+                front = _with(entry, front, memory)
+        starts = [*free, *(entry for entry in front if entry.costs is entry.candidate.small)]
+        for entry in over(starts, "move cuts", len(starts)):
             for moved in _moved(entry, layers, levels.slowest, memory):
                 front = _with(moved, front, memory)
         if budget:
@@ -135,10 +147,16 @@ def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
     return any(entry.schedule.step_time <= seconds and entry.schedule.peak_bytes <= bytes for entry in front)
 
 
-def _simulated(candidate: Candidate) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
-    """The candidate with each of its stage costs; nothing if a cap blocks the schedule."""
+def _ruled_out(candidate: Candidate, costs: StageCosts, front: _Front, memory: float) -> bool:
+    """Whether the candidate's bounds with these costs say that it does not fit, or that an entry is no worse."""
+    bound = candidate_bound(candidate._replace(costs=[costs]))
+    return bound.bytes > memory or _beaten(bound.seconds, bound.bytes, front)
+
+
+def _simulated(candidate: Candidate, tried: Sequence[StageCosts]) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
+    """The candidate with each of the stage costs `tried`; nothing if a cap blocks the schedule."""
     program = _programs(candidate, candidate.costs[0])
-    for costs in candidate.costs:
+    for costs in tried:
         try:
             compiled = program(costs)
         except UsageError:
@@ -154,20 +172,29 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
     return PlannedSchedule(name, stages, candidate.replicas, redone, costs.layer_counts, seconds, bytes)
 
 
-def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
-    """All cuts that the simulator tried near those of an entry, each as the entry's candidate with them."""
-    candidate, order, tried = entry.candidate, prefixes(layers), []
+def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> Collection[_Entry]:
+    """All cuts that the simulator tried near those of an entry, each as the entry's candidate with them.
+
+    They move without the limit and, from an entry that fits, also within it; only so where its stages are small.
+    """
+    candidate, order = entry.candidate, prefixes(layers)
+    tried: dict[Cuts, _Entry] = {}
     program = _programs(candidate, entry.costs)
 
-    def seconds(cuts: Cuts) -> float:
-        costs = stage_costs(layers, order, cuts, bandwidth)
-        schedule = _timed(program(costs), candidate, costs)
-        tried.append(_Entry(schedule, candidate, costs, entry.costs))
-        return schedule.step_time if schedule.peak_bytes <= memory else math.inf
+    def seconds(cuts: Cuts, limit: float) -> float:
+        if cuts not in tried:
+            costs = stage_costs(layers, order, cuts, bandwidth)
+            tried[cuts] = _Entry(_timed(program(costs), candidate, costs), candidate, costs, entry.costs)
+        schedule = tried[cuts].schedule
+        return schedule.step_time if schedule.peak_bytes <= limit else math.inf
 
     evaluations = min(MOST_CUTS, MOST_INSTRUCTIONS // len(program(entry.costs)))
-    best_cuts(tuple(accumulate(entry.schedule.layers)), seconds, evaluations)
-    return tried
+    limits = [] if entry.costs is candidate.small else [math.inf]
+    if math.isfinite(memory) and entry.schedule.peak_bytes <= memory:
+        limits.append(memory)
+    for limit in limits:
+        best_cuts(tuple(accumulate(entry.schedule.layers)), partial(seconds, limit=limit), evaluations)
+    return tried.values()
 
 
 def _searched(

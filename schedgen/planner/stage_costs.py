@@ -46,20 +46,20 @@ class StageCosts(NamedTuple):
         return {**self.times, "I": self.times["B"] / 2, "W": self.times["B"] / 2}
 
 
-def balanced(
-    layers: Layers, prefixes: Downsets, bandwidth: float, most: int, by_bytes: bool = False
-) -> list[list[StageCosts]]:
+def balanced(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[list[StageCosts]]:
     """For 1, 2, ... `most` stages: the costs of the cuts with the fastest slowest stage, and of those with the fastest
     slowest stage or transfer; one entry if these agree. `prefixes`: of the layers' order.
-
-    `by_bytes`: of those, too, whose largest stage needs the fewest bytes for its weights and one microbatch.
     """
     ways = [unreplicated(prefixes, math.inf, most), unreplicated(prefixes, bandwidth, most)]
-    if by_bytes:
-        needed = np.cumsum([0.0, *(layers.owned + layers.weight + layers.kept)])
-        ways.append(unreplicated(prefixes._replace(seconds=needed), math.inf, most))
     ends = [dict.fromkeys(partition.ends for partition in partitions) for partitions in zip(*ways, strict=True)]
     return [[stage_costs(layers, prefixes, cuts, bandwidth) for cuts in distinct] for distinct in ends]
+
+
+def smallest(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[StageCosts]:
+    """As `balanced`: the cuts whose largest stage needs the fewest bytes for its weights and one microbatch."""
+    needed = np.cumsum([0.0, *(layers.owned + layers.weight + layers.kept)])
+    ways = unreplicated(prefixes._replace(seconds=needed), math.inf, most)
+    return [stage_costs(layers, prefixes, way.ends, bandwidth) for way in ways]
 
 
 def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwidth: float) -> StageCosts:

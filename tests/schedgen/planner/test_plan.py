@@ -64,8 +64,9 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
     with compiled_always():
         for candidate in every:
             bound = candidate_bound(candidate)
-            for row, _ in _simulated(candidate):
+            for row, _ in _simulated(candidate, candidate.costs):
                 assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, candidate
+                assert bound.least <= row.peak_bytes, candidate
                 tight += bound.seconds > 0.99 * row.step_time
     assert tight > 5  # or it would leave nothing out
 
@@ -84,7 +85,7 @@ def test_a_worker_gets_no_layers_where_that_is_faster():
     on_all = [c for c in every if len(np.unique(c.scheme.w(*np.ix_(range(c.sizes.stages), range(8), (0,)))[1])) == 4]
     assert on_all
     with compiled_always():
-        assert fastest.step_time < min(row.step_time for c in on_all for row, _ in _simulated(c))
+        assert fastest.step_time < min(row.step_time for c in on_all for row, _ in _simulated(c, c.costs))
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,20 @@ def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes):
     assert all(row.peak_bytes <= limit for row in quick.front)
     for a, b in itertools.pairwise(quick.front):
         assert a.step_time < b.step_time and a.peak_bytes > b.peak_bytes
+
+
+@pytest.mark.parametrize(("seed", "schemes"), [(3, ("ddp", "zb-v")), (5, ("ddp", "zb-v")), (3, ("1f1b", "v-min"))])
+def test_with_a_limit_nothing_is_missed_that_is_found_without(seed, schemes):
+    """Also what fits only after its cuts have moved."""
+    rng = np.random.default_rng(seed)
+    times = {"F": rng.uniform(0.1, 5, 6), "B": rng.uniform(0.1, 9, 6)}
+    activation, weight, saved = rng.integers(0, (9000, 30000, 9000), (6, 3)).T.astype(float)
+    machine = Machine(activation=activation, weight=weight, saved=saved)
+    layers = Layers(tuple("abcdef"), tuple(itertools.pairwise(range(6))), times, machine)
+    levels = Hierarchy([Level(2, 1e6)])
+    for found in plan(layers, levels, 4, schemes=schemes).front:
+        limited = plan(layers, levels, 4, found.peak_bytes, schemes=schemes).front
+        assert limited[0].step_time <= found.step_time and limited[0].peak_bytes <= found.peak_bytes
 
 
 def test_the_schedule_in_the_file_takes_what_the_table_says(run, tmp_path):
