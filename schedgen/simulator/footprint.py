@@ -16,7 +16,7 @@ from schedgen.analysis import analyse
 from schedgen.ir.cost import DIRECTION
 from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import F, Numbers, Op
+from schedgen.ir.instructions import F, Kind, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE
 from schedgen.simulator.buffer_sizes import BufferSizes
@@ -54,7 +54,8 @@ def _computed(program: Program, sizes: BufferSizes) -> Numbers:
         workspace[op] = sizes.workspace.get(direction, 0)
     workspace[Op.RECOMPUTE] += sizes.activation  # its output, thrown away
     amounts = lifetimes.amounts(sizes.by_kind(program.header)) * computed
-    during = lifetimes.timeline(amounts).during + workspace[table.op, table.stage]
+    stage = np.where(table.kind == Kind.T, 0, table.stage)  # t.k has the number of a tie
+    during = lifetimes.timeline(amounts).during + workspace[table.op, stage]
     most = np.zeros(program.header.workers, np.int64)
     np.maximum.at(most, table.rank, during)
     return most

@@ -113,6 +113,8 @@ def test_there_may_be_more_ties_than_stages(execute):
     check(program)
     execute(program)
     assert program.rows.stage[ties(program)].max() == 5
+    peaks = (simulate(each, {"F": 1, "B": 2}, Machine()).footprint.peak for each in (program, compiled("fsdp", [])))
+    assert np.array_equal(*peaks)
 
 
 # Damage
