@@ -154,14 +154,11 @@ def _ruled_out(candidate: Candidate, costs: StageCosts, front: _Front, memory: f
 
 
 def _simulated(candidate: Candidate, tried: Sequence[StageCosts]) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
-    """The candidate with each of the stage costs `tried`; nothing if a cap blocks the schedule."""
+    """The candidate with each of the stage costs `tried` of which a schedule can be made."""
     program = _programs(candidate, candidate.costs[0])
     for costs in tried:
-        try:
-            compiled = program(costs)
-        except UsageError:
-            return
-        yield _timed(compiled, candidate, costs), costs
+        if (compiled := program(costs)) is not None:
+            yield _timed(compiled, candidate, costs), costs
 
 
 def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> PlannedSchedule:
@@ -172,29 +169,34 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
     return PlannedSchedule(name, stages, candidate.replicas, redone, costs.layer_counts, seconds, bytes)
 
 
-def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> Collection[_Entry]:
+def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
     """All cuts that the simulator tried near those of an entry, each as the entry's candidate with them.
 
     They move without the limit and, from an entry that fits, also within it; only so where its stages are small.
     """
     candidate, order = entry.candidate, prefixes(layers)
-    tried: dict[Cuts, _Entry] = {}
+    tried: dict[Cuts, _Entry | None] = {}
     program = _programs(candidate, entry.costs)
+    if (own := program(entry.costs)) is None:
+        return []
 
     def seconds(cuts: Cuts, limit: float) -> float:
         if cuts not in tried:
             costs = stage_costs(layers, order, cuts, bandwidth)
-            tried[cuts] = _Entry(_timed(program(costs), candidate, costs), candidate, costs, entry.costs)
-        schedule = tried[cuts].schedule
-        return schedule.step_time if schedule.peak_bytes <= limit else math.inf
+            if (moved := program(costs)) is None:
+                tried[cuts] = None
+            else:
+                tried[cuts] = _Entry(_timed(moved, candidate, costs), candidate, costs, entry.costs)
+        found = tried[cuts]
+        return math.inf if found is None or found.schedule.peak_bytes > limit else found.schedule.step_time
 
-    evaluations = min(MOST_CUTS, MOST_INSTRUCTIONS // len(program(entry.costs)))
+    evaluations = min(MOST_CUTS, MOST_INSTRUCTIONS // len(own))
     limits = [] if entry.costs is candidate.small else [math.inf]
     if math.isfinite(memory) and entry.schedule.peak_bytes <= memory:
         limits.append(memory)
     for limit in limits:
         best_cuts(tuple(accumulate(entry.schedule.layers)), partial(seconds, limit=limit), evaluations)
-    return tried.values()
+    return [moved for moved in tried.values() if moved is not None]
 
 
 def _searched(
@@ -213,13 +215,19 @@ def _searched(
             yield _Entry(schedule, placement.candidate, placement.costs, placement.costs, program)
 
 
-def _programs(candidate: Candidate, ordered_by: StageCosts) -> Callable[[StageCosts], Program]:
-    """`_compiled`, once for all cuts whose stages have the same graph: only the header differs."""
-    programs: dict[ModelGraph | None, Program] = {}
+def _programs(candidate: Candidate, ordered_by: StageCosts) -> Callable[[StageCosts], Program | None]:
+    """`_compiled`, once for all cuts whose stages have the same graph: only the header differs.
 
-    def program(costs: StageCosts) -> Program:
+    None if a cap blocks the schedule, or a stage of this graph has too many ties.
+    """
+    programs: dict[ModelGraph | None, Program | None] = {}
+
+    def program(costs: StageCosts) -> Program | None:
         if costs.graph not in programs:
-            programs[costs.graph] = _compiled(candidate, costs, ordered_by)
+            try:
+                programs[costs.graph] = _compiled(candidate, costs, ordered_by)
+            except UsageError:
+                programs[costs.graph] = None
         return programs[costs.graph]
 
     return program
