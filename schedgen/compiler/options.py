@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from schedgen.ir.limits import check_jobs
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
-from schedgen.schemes.scheme import Scheme, Sizes, no_order
+from schedgen.schemes.scheme import Scheme, Sizes, check_whole, no_order
 from schedgen.util.errors import UsageError
 
+LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "substages": 1, "tensor": 1, "memory_limit": 1}
 Redone = int | tuple[int, int]  # a stage, on all microbatches, or a stage and a microbatch
 
 
@@ -44,6 +46,13 @@ def part_counts(sizes: Sizes, options: Options) -> list[int]:
 
 def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     """UsageError if options name something that does not exist, or do not fit the scheme or one another."""
+    sizes.check()
+    for name, least in LEAST.items():
+        if name != "memory_limit" or options.memory_limit is not None:
+            check_whole(name, getattr(options, name), least)
+    mode = options.mode or scheme.mode
+    if mode not in ("greedy", "strict"):
+        raise UsageError(f"there is no mode '{mode}': it is greedy or strict")
     if options.n is not None and options.n not in ORDERS:
         raise UsageError(f"there is no order '{options.n}': it is one of {', '.join(ORDERS)}")
     if options.n is None and scheme.n is no_order:
@@ -51,7 +60,7 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     updates = options.updates or scheme.updates
     if updates not in UPDATES:
         raise UsageError(f"there are no updates '{updates}': they are one of {', '.join(UPDATES)}")
-    if (options.mode or scheme.mode) == "strict" and (scheme.cap is not None or options.memory_limit is not None):
+    if mode == "strict" and (scheme.cap is not None or options.memory_limit is not None):
         what = "--memory-limit" if scheme.cap is None else "cap"
         raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
     if options.forward:
@@ -65,6 +74,8 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     if options.tensor > 1 and updates != FLUSH:
         raise UsageError(f"--updates {updates}: weights that have versions have no shards: leave --tensor out")
     redone = [each if isinstance(each, tuple) else (each, 0) for each in options.recompute]
+    if not all(len(pair) == 2 and all(isinstance(number, Integral) for number in pair) for pair in redone):
+        raise UsageError(f"recompute {options.recompute!r} is not stages, or pairs of a stage and a microbatch")
     for option, named in (("replicated_stages", options.replicated_stages), ("--recompute", [s for s, _ in redone])):
         for stage in named:
             if not 0 <= stage < stages:

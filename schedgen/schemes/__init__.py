@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,7 @@ from schedgen.schemes import (
 )
 from schedgen.schemes.building_block import third
 from schedgen.schemes.orders import ORDERS
-from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.scheme import Scheme, Sizes, check_whole
 from schedgen.schemes.user_file import load_file
 from schedgen.util.errors import UsageError
 
@@ -99,11 +100,14 @@ weights: a forward uses the newest version, its backward the same; with --update
 }  # fmt: skip
 
 
-def load(name: str, sizes: Sizes, tensor: int = 1) -> Scheme:
+def load(name: str | os.PathLike[str], sizes: Sizes, tensor: int = 1) -> Scheme:
     """The scheme called `name`, or the one that the file `name` defines; UsageError if sizes do not fit it.
 
     `tensor`: shards of each stage. `sizes.workers` counts all workers; schemes that do not place shards see 1/T of it.
     """
+    name = os.fspath(name)
+    sizes.check()
+    check_whole("tensor", tensor, 1)
     if name in SCHEMES:
         built_in, sizes = SCHEMES[name], sizes.per_shard(tensor)
         check_jobs(sizes.stages, sizes.microbatches, per_pair=2)  # some make lists of all jobs

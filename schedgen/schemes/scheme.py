@@ -39,6 +39,13 @@ class Sizes(NamedTuple):
             raise UsageError(sentence)
         return workers
 
+    def check(self) -> None:
+        """UsageError if one is no whole number, or below 1."""
+        for name, value in self._asdict().items():
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if value is not None or name in ("stages", "microbatches"):
+                    check_whole(name, each, 1)
+
     def per_shard(self, tensor: int) -> Sizes:
         """The sizes for one of `tensor` shards: workers divided by it; UsageError if that is not a whole number."""
         if self.workers is None:
@@ -72,6 +79,12 @@ class Scheme(NamedTuple):
     updates: str = "flush"  # when weights change: one of UPDATES
     accumulated: int | None = None  # with updates 2bw: microbatches of an update; None: as many as stages
     by_shard: bool = False  # w takes the shard t of a stage
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """UsageError if a value is no whole number of at least so much."""
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name} {value!r} is not a whole number of at least {least}")
 
 
 def no_order(s: Any, b: Any, d: Any) -> Any:

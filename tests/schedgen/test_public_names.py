@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import schedgen
+from schedgen.util.errors import UsageError
 
 SIZES = schedgen.Sizes(stages=2, microbatches=2)
 
@@ -25,6 +26,34 @@ def test_other_names_are_not_there():
 
 def test_importing_it_alone_imports_no_numpy():
     subprocess.run([sys.executable, "-c", "import sys, schedgen; sys.exit('numpy' in sys.modules)"], check=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "Greedy"}, {"mode": "greedy", "memory_limit": 2.5}, {"mode": "greedy", "memory_limit": 0},
+        {"tensor": 0}, {"substages": 0}, {"prefetch": -1}, {"weight_slots": 0}, {"fan_out": 0}, {"recompute": "all"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(UsageError, match=list(options)[-1]):
+        schedgen.compile(schedgen.load("gpipe", SIZES), SIZES, schedgen.Options(**options))
+
+
+@pytest.mark.parametrize("sizes", [(0, 8), (4, 0), (4, 8, 0), (2.0, 8), (None, 8)])
+def test_sizes_out_of_range_are_refused(sizes):
+    sizes = schedgen.Sizes(*sizes)
+    with pytest.raises(UsageError, match="is not a whole number of at least 1"):
+        schedgen.load("1f1b", sizes)
+    with pytest.raises(UsageError, match="is not a whole number of at least 1"):
+        schedgen.compile(schedgen.load("1f1b", SIZES), sizes)
+
+
+def test_a_file_may_be_a_path(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def w(s, b, d):\n    return s, s\n\n\ndef n(s, b, d):\n    return b\n")
+    assert schedgen.load(path, SIZES).name == "mine"
 
 
 def test_a_scheme_is_two_functions():
