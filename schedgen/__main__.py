@@ -1,5 +1,18 @@
 """`python -m schedgen` is the `schedgen` command."""
 
-from schedgen.cli.main import main
+import sys
 
-raise SystemExit(main())
+
+def main() -> int:
+    """The command, interrupted in one line even while its modules are imported."""
+    try:
+        from schedgen.cli.main import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        print("schedgen: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -137,9 +137,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = error.filename or values.get("output") or "standard output"
         print(f"schedgen: {one_line(name)}: {error.strerror}", file=sys.stderr)
         return command.refused
-    except KeyboardInterrupt:
-        print("schedgen: interrupted", file=sys.stderr)
-        return 130
     except MemoryError:
         print("schedgen: out of memory", file=sys.stderr)
         return command.refused

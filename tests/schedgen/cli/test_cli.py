@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from schedgen import __version__
+from schedgen.__main__ import main
 from schedgen.schemes import SCHEMES
 
 GOOD = {"scheme": "gpipe", "--stages": "4", "--microbatches": "8", "-o": "-"}
@@ -357,6 +358,18 @@ def test_a_link_to_itself_is_written_over(run, tmp_path):
     link.symlink_to(link.name)
     assert run(*command_line(**{"-o": str(link)})) == (0, "", "")
     assert run("check", link).code == 0
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(capsys, monkeypatch):
+    class Interrupting:
+        def find_spec(self, name, path=None, target=None):
+            if name == "schedgen.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "schedgen.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert main() == 130
+    assert capsys.readouterr().err == "schedgen: interrupted\n"
 
 
 def test_an_error_in_a_real_process_is_one_line(process):
