@@ -14,6 +14,8 @@ from schedgen.util.errors import UsageError
 
 Amount = float | Sequence[float] | NDArray[np.float64]  # one for all stages, or one a stage
 
+MOST_AMOUNT = 1e18  # seconds or bytes in a profile are below it
+
 # By the number of directions.
 DEFAULT_COST: dict[int, Mapping[str, float]] = {1: {"F": 1}, 2: {"F": 1, "B": 2}, 3: {"F": 1, "I": 1, "W": 1}}
 
@@ -23,7 +25,7 @@ DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_
 
 def is_amount(value: object) -> bool:
     """Whether a value of a profile is a number of seconds or bytes."""
-    return type(value) in (int, float) and 0 <= value < 1e18  # type: ignore[operator]
+    return type(value) in (int, float) and 0 <= value < MOST_AMOUNT  # type: ignore[operator]
 
 
 REDO = "R"  # the key of a RECOMPUTE's duration among the costs, where it is not that of F; it may be 0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.cost import DIRECTION, REDO, Amount, by_stage, is_amount
+from schedgen.ir.cost import DIRECTION, MOST_AMOUNT, REDO, Amount, by_stage, is_amount
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
@@ -102,7 +102,8 @@ def _check(value: Any, what: str, count: int, counted: str, single: bool = False
     """The amounts in a value of a profile: the value itself or, unless `single`, a list of one per stage or edge."""
     amounts: list[float] = value if isinstance(value, list) else [value]
     if not all(map(is_amount, amounts)) or (single and amounts is value):
-        raise RefusedFile(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")
+        number = f"a number of at least 0 and below {MOST_AMOUNT:g}"
+        raise RefusedFile(f"{what} should be {number}{'' if single else ', or a list of them'}")
     if amounts is value and len(amounts) != count:
         raise RefusedFile(f"{what} has {len(amounts)} numbers, but {counted}")
     return amounts

@@ -140,6 +140,8 @@ def test_a_profile_gives_times_and_bytes_by_stage(run, refused, tmp_path):
         ({"F": [1, 2], "B": 1}, "2 numbers"),
         ({"F": [1, -1, 1], "B": 1}, "F should be a number of at least 0"),
         ({"F": 1, "B": math.nan}, "B should be a number of at least 0"),
+        ({"F": 1, "B": 2, "weight": [1, 1e18, 1]}, "a number of at least 0 and below 1e+18, or a list"),
+        ({"F": 1, "B": 2, "alpha": 1e300}, "alpha should be a number of at least 0 and below 1e+18"),
         ({"F": 1, "B": 0}, "a time"),
         ({"F": 1, "B": 2, "alpha": [1, 1, 1]}, "alpha"),
         ({"F": 1, "B": 2, "gamma": 3}, "gamma"),
