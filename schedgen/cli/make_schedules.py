@@ -221,7 +221,8 @@ def run_search(options: SearchOptions) -> int:
         edges = stages - 1 if scheme.edges is None else len(scheme.edges)
         cost, machine = read_profile(read_text(options.profile), display_name(options.profile), stages, edges)
     if set(cost) <= {"F", REDO}:
-        raise UsageError("search orders backwards, too: --cost must give F and B, or F, I and W")
+        given = display_name(options.profile) if options.profile else "--cost"
+        raise UsageError(f"search orders backwards, too: {given} must give F and B, or F, I and W")
     limits = Limits(options.objective, options.memory_limit, options.memory)
     question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()

@@ -23,7 +23,7 @@ from schedgen.cli.options import (
     SimulateOptions,
     StatsOptions,
 )
-from schedgen.ir.cost import Amount
+from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
 from schedgen.report.chakra import chakra_traces
@@ -149,7 +149,10 @@ def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount]
 def _read_profile(name: str, program: Program) -> tuple[dict[str, Amount], Machine]:
     """Durations of jobs by direction, and the machine, as given by a profile."""
     header = program.header
-    return read_profile(read_text(name), display_name(name), header.stages, len(header.graph.edges), header)
+    shown = display_name(name)
+    cost, machine = read_profile(read_text(name), shown, header.stages, len(header.graph.edges), header)
+    durations(cost, len(header.directions), shown)  # UsageError if they do not fit the schedule
+    return cost, machine
 
 
 def _read_trace(name: str, program: Program) -> list[Timeline]:

@@ -41,12 +41,12 @@ def without_redo(cost: Mapping[str, Any]) -> dict[str, Any]:
     return {name: time for name, time in cost.items() if name != REDO}
 
 
-def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]:
+def durations(cost: Mapping[str, Any] | None, directions: int, given: str = "--cost") -> dict[str, Any]:
     """The duration of each direction that a schedule has, a number or an array by stage; None: the default.
 
     If the schedule does not split the backward, B is I + W unless it is given; if it does, B is left out; in a list
     of forwards alone, all but F is. R is always left out.
-    UsageError if durations differ too much, or one is missing.
+    UsageError if durations differ too much, or one is missing; it says where they were `given`.
     """
     if cost is None:
         return dict(DEFAULT_COST[directions])
@@ -57,11 +57,11 @@ def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]
     if directions == 1:
         return {"F": cost["F"]}
     if len(cost) == 1:
-        raise UsageError("the schedule has backwards: --cost must give F and B, or F, I and W")
+        raise UsageError(f"the schedule has backwards: {given} must give F and B, or F, I and W")
     if directions == 2:
         return {"F": cost["F"], "B": cost["B"] if "B" in cost else cost["I"] + cost["W"]}
     if "I" not in cost:
-        raise UsageError("the schedule splits the backward: --cost must give F, I and W")
+        raise UsageError(f"the schedule splits the backward: {given} must give F, I and W")
     return {name: cost[name] for name in DIRECTIONS[3]}
 
 

@@ -149,4 +149,9 @@ def test_a_profile_gives_times_and_bytes_by_stage(run, refused, tmp_path):
         profile.write_text(json.dumps(wrong))
         assert words in refused(run("simulate", path, "--profile", profile), 1)
     profile.write_text('{"F": 1}')  # of forwards alone
-    assert "give F and B" in refused(run("simulate", path, "--profile", profile), 2)
+    assert f"{profile} must give F and B" in refused(run("simulate", path, "--profile", profile), 2)
+    searched = run("search", "gpipe", "--stages", 3, "--microbatches", 3, "--profile", profile, "-o", "-")
+    assert f"{profile} must give F and B" in refused(searched, 2)
+    profile.write_text('{"F": 1, "B": 2}')
+    assert run("compile", "zb-h1", "--stages", 3, "--microbatches", 3, "-o", path).code == 0
+    assert f"{profile} must give F, I and W" in refused(run("simulate", path, "--profile", profile), 2)
