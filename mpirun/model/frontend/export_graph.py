@@ -79,9 +79,15 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     export = torch.export.export
     if torch.__version__ < "2.7":  # there export makes a graph for inference
         export = getattr(torch.export, "export_for_training", export)
-    as_written = torch.compiler.set_stance("force_eager")  # parts that torch.compile has made, too
     try:
-        with _silent(), _refusing_untraced(), _tracing_data(), changing_assigned_buffers(module), as_written, where:
+        with (
+            _silent(),
+            _refusing_untraced(),
+            _tracing_data(),
+            changing_assigned_buffers(module),
+            torch.compiler.set_stance("force_eager"),  # what torch.compile has made runs as it was written
+            where,
+        ):
             program = export(module, args, kwargs, strict=False)
             exported = program.module()
     except Exception as error:
