@@ -20,6 +20,7 @@ import schedgen.cli.main
 import schedgen.ir.file
 import schedgen.ir.validate_header
 import schedgen.ir.validate_instruction
+import schedgen.util.option_fields
 from schedgen.cli.options import CheckOptions
 
 
@@ -44,7 +45,7 @@ def a_search_without_end() -> None:
 
 
 def an_error_in_the_words_of_the_file() -> None:
-    schedgen.cli.main.one_line = str
+    schedgen.cli.main.one_line = schedgen.util.option_fields.one_line = str
 
 
 def a_hash_that_is_not_compared() -> None:

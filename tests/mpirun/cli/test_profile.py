@@ -15,18 +15,18 @@ from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
 X = 64 * 128 * 4  # bytes of an activation
-DATA = 64 * 17 * 8
+INPUT, TARGET = 64 * 16 * 8, 64 * 8
 LAYER = (2 * 128 + 128 * 128 + 128) * 4  # weights: the norm's, the matrix, its bias
 SCORES = (128 * 256 + 256) * 4
 KEPT = 2 * X + 2 * 64 * 4  # by a layer beside its input: the norm's output, what goes into gelu, a mean and a deviation
-LOSS = 64 * 256 * 4 + DATA + 2 * 4  # kept by the loss: log softmax, the target, its own weight; the loss, for NORM
+LOSS = 64 * 256 * 4 + TARGET + 2 * 4  # kept by the loss: log softmax, the target, its own weight; the loss, for NORM
 WEIGHT = [256 * 8 * 4 + 2 * LAYER, 3 * LAYER, 3 * LAYER, 2 * LAYER + SCORES]
 TENSORS = [1 + 2 * 4, 3 * 4, 3 * 4, 2 * 4 + 2]
 
 BYTES = {
     "activation": [X, X, X, 4],
     "weight": WEIGHT,
-    "saved": [DATA + 2 * (X + KEPT), 3 * KEPT + 2 * X, 3 * KEPT + 2 * X, 2 * KEPT + 2 * X + LOSS],
+    "saved": [INPUT + TARGET + 2 * (X + KEPT), 3 * KEPT + 2 * X, 3 * KEPT + 2 * X, 2 * KEPT + 2 * X + LOSS],
     # The gradients that arrive at each norm and matrix, less what lies behind the last matrix (gelu's input, the loss)
     # and is done with. The first stage has no gradient to give and keeps the one it got.
     "half": [X, 3 * 2 * X - X, 3 * 2 * X - X, 2 * 2 * X + 64 * 256 * 4 - (LOSS - 4)],
@@ -108,7 +108,7 @@ def test_the_gpt_in_two_stages(profiles):
     profile = profiles["gpt"]
     assert profile["weight"] == [(256 + 64) * width * 4 + 4 * block, 4 * block + (2 * width + width * 256) * 4]
     assert profile["activation"] == [x, 4]
-    assert profile["saved"][0] == 4 * 65 * 8 + 4 * kept  # the pieces of text, and 4 blocks
+    assert profile["saved"][0] == 2 * 4 * 64 * 8 + 4 * kept  # the microbatch, and 4 blocks
 
 
 @pytest.mark.parametrize(
