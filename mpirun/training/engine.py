@@ -57,6 +57,7 @@ from mpirun.training.batches import read_by, whole_batch
 from mpirun.training.compiled import compile_for, is_scheme
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
+from mpirun.training.notes import DataNotes
 from mpirun.training.prepared import Prepared
 from mpirun.training.same_data import is_compared
 from mpirun.training.saving import KEEP_ALL, Saving, at_sigterm
@@ -156,8 +157,7 @@ class Engine:
         self._steps_at_end = 0  # steps, once the run has ended
         self._at_sigterm: Saving | None = None  # what SIGTERM saves, where
         self._resumed: Saving | None = None  # the directory and the data that the run went on with
-        self._notes_said: set[str] = set()  # notes of all loaders that were printed, or will be
-        self._notes_unsaid: list[str] = []  # those that rank 0 has not been told yet
+        self._data_notes = DataNotes(self.comm)
         self._loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
         self._ending = contextlib.ExitStack()  # restores what the process had before the run
         with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
@@ -267,7 +267,7 @@ class Engine:
         loader = together(
             self.comm,
             lambda: loader_class(dataset)(
-                dataset, microbatch_size, self._count, self._reads, self._model.origin.pair, say=self._say,
+                dataset, microbatch_size, self._count, self._reads, self._model.origin.pair, say=self._data_notes.say,
                 shuffle=shuffle, seed=self._options.seed if seed is None else seed, workers=workers, last=last,
                 collate=collate,
             ),
@@ -303,7 +303,7 @@ class Engine:
         if batch.loader is not None:
             batch.loader.trained(batch)
         if compared:
-            self._print_unsaid()
+            self._data_notes.print_unsaid()
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         self._log(session.steps, numbers)
         if result.leave:
@@ -496,18 +496,6 @@ class Engine:
 
         together(self.comm, look)
 
-    def _say(self, sentence: str) -> None:
-        """Print a note of a loader on rank 0: at once if it is rank 0's, else with the next `_print_unsaid`."""
-        if sentence not in self._notes_said:
-            self._notes_said.add(sentence)
-            note(self.comm, sentence)
-            self._notes_unsaid += [sentence] if self.comm.rank else []
-
-    def _print_unsaid(self) -> None:
-        unsaid, self._notes_unsaid = self._notes_unsaid, []
-        for sentence in chain.from_iterable(self.comm.gather(unsaid) or ()):
-            self._say(sentence)
-
     def _batch(self, batch: Any) -> Batch:
         """What a script gives, as a Batch; Stop if it does not have the microbatches of a step."""
         if not isinstance(batch, Batch):
@@ -594,7 +582,7 @@ class Engine:
             self._refuse(first is None, "there is no batch to evaluate")
             assert first is not None
             result = use(session, chain([first], found))
-        self._print_unsaid()
+        self._data_notes.print_unsaid()
         if leaves:
             self._leave()
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 
 from mpi4py import MPI
 
@@ -12,6 +13,29 @@ from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import unread_outputs
 from mpirun.model.weight_names import listed
 from schedgen.ir.header import Header
+
+
+class DataNotes:
+    """What the loaders of all ranks have to say: each line once."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """`comm`: the ranks of the run."""
+        self.comm = comm
+        self.said: set[str] = set()
+        self.unsaid: list[str] = []  # lines that rank 0 has not been told yet
+
+    def say(self, sentence: str) -> None:
+        """Print a line: at once if it is rank 0's, else with the next `print_unsaid`."""
+        if sentence not in self.said:
+            self.said.add(sentence)
+            note(self.comm, sentence)
+            self.unsaid += [sentence] if self.comm.rank else []
+
+    def print_unsaid(self) -> None:
+        """Rank 0 prints what other ranks have to say. Collective."""
+        unsaid, self.unsaid = self.unsaid, []
+        for sentence in chain.from_iterable(self.comm.gather(unsaid) or ()):
+            self.say(sentence)
 
 
 def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
