@@ -19,8 +19,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
+from mpirun.data.chunks import in_own_memory
 from mpirun.data.load_ahead import made_ahead, start_worker, watched
 from mpirun.data.microbatches import Microbatch, plain
 from mpirun.data.sampling import Dealt, steps_in
@@ -43,14 +45,6 @@ class Batch(NamedTuple):
     microbatches: dict[int, Microbatch]  # those that this rank reads
     loader: Loader | None = None  # that made the batch; None: there is none
     is_last: bool = False  # of its epoch
-
-
-class Items(Dataset[Any]):
-    """What torch's DataLoader reads: it knows whether a thread may read it."""
-
-    def may_be_made_by_thread(self, drew: bool) -> bool:
-        """Called after the first item; `drew`: making it drew from the global generators of this process."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -214,12 +208,18 @@ class Loader(ABC):
 
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
         """A `Microbatch` from its collated samples; `real`: samples of the step, without padding."""
-        leaves, target = self.pair(plain(collated))
+        leaves, target = pytree.tree_map(in_own_memory, self.pair(plain(collated)))
         divisor = real / dealt.real if dealt.real else math.inf
         return Microbatch(list(leaves), target, divisor, len(dealt.samples), dealt.padding)
 
-    def _made(self, items: Items, ahead: int, **batches: Any) -> Generator[Any, None, None]:
-        """What torch's DataLoader makes of items; `ahead` of them are ready, or being made, before they are used."""
+    def _made(
+        self, items: Dataset[Any], may_be_made_by_thread: Callable[[bool], bool], ahead: int, **batches: Any
+    ) -> Generator[Any, None, None]:
+        """What torch's DataLoader makes of items; `ahead` of them are ready, or being made, before they are used.
+
+        `may_be_made_by_thread`: is asked after the first; it takes whether making that drew from the generators of this
+        process.
+        """
         seed = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
         workers = self.workers if ahead else 0
         data: DataLoader[Any] = DataLoader(
@@ -234,4 +234,4 @@ class Loader(ABC):
             generator=torch.Generator().manual_seed(seed),  # not the one from which the model draws
             **batches,
         )
-        return made_ahead(data, ahead, items.may_be_made_by_thread)
+        return made_ahead(data, ahead, may_be_made_by_thread)

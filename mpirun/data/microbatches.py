@@ -154,7 +154,7 @@ def input_and_target(collated: Any) -> tuple[Any, Any]:
 
 
 def plain(collated: Any) -> Any:
-    """Collated samples in their own memory, with a dict for each mapping that is no pytree, such as a BatchEncoding.
+    """Collated samples, with a dict for each mapping that is not a pytree, such as transformers' BatchEncoding.
 
     UsageError if there is any other such object: it could not be cut, counted or moved to a device.
     """
@@ -165,7 +165,7 @@ def plain(collated: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise UsageError(f"the samples have a tensor of layout {leaf.layout}, which cannot be cut: give dense ones")
         if leaf is None or isinstance(leaf, Tensor | Number | np.generic | str | bytes):
-            return in_own_memory(leaf)
+            return leaf
         raise UsageError(
             f"the samples have a {type(leaf).__name__}, which could be neither cut nor moved to a device: give "
             "tensors, numbers, strings and None, in tuples, lists and dicts"

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from mpirun.data.load_ahead import reading, seeded
-from mpirun.data.loader import Batch, Items, Loader
+from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, checked_pair
 from mpirun.data.sampling import Dealt, deal, epoch_order
 from schedgen.util.errors import UsageError
@@ -50,7 +50,7 @@ class NumberedLoader(Loader):
                 yield from ((step, number, dealt[number].samples) for number in self.reads)
 
         items = _Microbatches(self, epoch)
-        with closing(self._made(items, len(self.reads), batch_sampler=wanted())) as made:
+        with closing(self._made(items, items.may_be_made_by_thread, len(self.reads), batch_sampler=wanted())) as made:
             for step in steps():
                 dealt = deal_step(step)
                 real = [one.real for one in dealt]
@@ -120,7 +120,7 @@ class FunctionLoader(NumberedLoader):
         return made._replace(size=size)
 
 
-class _Microbatches(Items):
+class _Microbatches(Dataset[Any]):
     """The collated microbatches of an epoch."""
 
     def __init__(self, loader: NumberedLoader, epoch: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from mpirun.data.load_ahead import reading, seeded
-from mpirun.data.loader import Batch, Items, Loader
+from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.sampling import deal
 from schedgen.util.errors import UsageError
@@ -37,7 +37,8 @@ class StreamLoader(Loader):
         """The number of samples of the next step tells whether a step is the last."""
         epoch, first, size = self.epoch, self.step, self.step_size
         drop = self.last == "drop"
-        with closing(self._made(_Steps(self, epoch, first), 1, batch_size=None)) as made:
+        steps = _Steps(self, epoch, first)
+        with closing(self._made(steps, steps.may_be_made_by_thread, 1, batch_size=None)) as made:
             here = 0
             for step, (here, following, collated) in zip(count(first), made, strict=False):
                 if drop and here < size:
@@ -58,7 +59,7 @@ class StreamLoader(Loader):
         raise UsageError(f"the dataset ended before step {first} of epoch {epoch}, where it should go on")
 
 
-class _Steps(Items, IterableDataset[Any]):
+class _Steps(IterableDataset[Any]):
     """The steps from `first` on: counts of a step's samples and of the next's, its collated microbatches by number."""
 
     def __init__(self, loader: StreamLoader, epoch: int, first: int) -> None:

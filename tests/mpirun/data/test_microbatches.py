@@ -10,8 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.data.chunks import chunk, sample_count
-from mpirun.data.microbatches import Microbatches, Minibatch, plain
+from mpirun.data.chunks import chunk, in_own_memory, sample_count
+from mpirun.data.loader_class import loader_class
+from mpirun.data.microbatches import Microbatches, Minibatch
 from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
@@ -138,9 +139,16 @@ def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:
 
 def test_microbatches_lie_in_memory_as_tensors_of_their_own():
     """And a tensor that does so is not copied."""
+
+    def split(collated: Tensor) -> tuple[list[Tensor], Tensor]:
+        return [collated, collated[1:]], collated[:, 3:]
+
     rows, uncut = torch.arange(90.0).view(6, 15), torch.arange(20.0)[3:]
     pieces = [x for cut in (chunk((rows, rows.T), 3, (0, 1)), chunk((rows, uncut), 3, (0, None))) for x in cut]
-    values = [x for piece in pieces for x in piece] + pytree.tree_leaves(plain([rows[:, 1:], uncut, rows[1:]]))
+    items = loader_class(rows)(rows, 2, 3, range(3), split, say=print, collate=lambda rows: torch.stack(rows)[:, 1:])
+    made = [items.microbatch(0, 0, number) for number in range(3)]
+    values = [x for piece in pieces for x in piece] + [x for one in made for x in (*one.leaves, one.target)]
     assert all(x.stride() == x.clone().stride() and x.data_ptr() % 64 == 0 for x in values)
     assert torch.equal(pieces[1][1], rows[2:4].T) and torch.equal(pieces[4][1], uncut)
-    assert plain([rows])[0] is rows
+    assert torch.equal(made[1].target, rows[2:4, 4:])
+    assert in_own_memory(rows) is rows
