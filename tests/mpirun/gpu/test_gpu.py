@@ -211,6 +211,78 @@ def test_transformers_are_replayed(inside, traces, more):
     assert launched.weights == replayed.weights
 
 
+# Beyond the golden schedules: draws with divided backwards, several consumers and outputs, shards, views.
+FAN = {"stages": 4, "edges": [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]}
+OTHERS = {
+    "dropping": ("zb-h1", {"stages": 4}),
+    "fan": ("1f1b", {"graph": FAN}),
+    "strided": ("zb-h1", {"stages": 4}),
+    "normed": ("gpipe", {"stages": 4, "recompute": "all"}),
+    "tuples": ("1f1b", {"stages": 4}),
+    "pair": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 2}}),
+    "four_types": ("fsdp", {"stages": 4, "shards": 4}),
+}
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_models_of_all_kinds_have_the_same_bits_however_kernels_are_started(inside, compiled, model):
+    scheme, sizes = OTHERS[model]
+    schedule = compiled(scheme, microbatches=8, workers=4, **sizes)
+    arguments = [schedule, "--model", f"models_for_tests:{model}", "--device", "cuda", "--steps", 6, "--canonical"]
+    ways = (["--verify"], ["--graphs"], ["--graphs", "--stream-words"])
+    runs = inside(4, [{"arguments": [*arguments, *way]} for way in ways])
+    assert [run.code for run in runs] == [0, 0, 0], "".join(run.out for run in runs)
+    assert len({run.weights for run in runs}) == 1
+
+
+# Eight steps of an Engine, the last of each epoch with padding; evaluation, prediction and a trace between them.
+ENGINE = """
+import hashlib, itertools, json, sys
+import torch
+from mpi4py import MPI
+import mpirun
+from mpirun.examples import digits
+from torch.utils.data import TensorDataset
+scheme, how, folder = sys.argv[1:]
+draw = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.randn(35, 1, 8, 8, generator=draw), torch.randint(10, (35,), generator=draw))
+torch.manual_seed(0)
+options = {"graphs": "graphs" in how, "stream_words": "words" in how, "canonical": True, "device": "cuda"}
+cut = lambda stages: mpirun.split(digits.resnet(2), torch.zeros(4, 1, 8, 8), stages=stages)
+said = []
+with mpirun.Engine(scheme, cut, loss=digits.loss, stages=4, microbatches=4, **options) as run:
+    loader, tests = (run.loader(data, microbatch_size=4, shuffle=shuffle) for shuffle in (True, False))
+    for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), 8):
+        if run.steps == 6:
+            with run.trace(folder + "/trace.json"):
+                said.append(run.step(batch).loss)
+        else:
+            said.append(run.step(batch).loss)
+        if run.steps in (1, 5):
+            evaluation = run.evaluate(tests)
+            outputs = run.predict(tests)
+            own = "" if outputs is None else hashlib.sha256(outputs.cpu().numpy().tobytes()).hexdigest()
+            said += [evaluation.loss, evaluation.metrics["accuracy"], own]
+    run.export(folder + "/exported")
+if MPI.COMM_WORLD.rank == 0:
+    print(json.dumps(said))
+    assert json.load(open(folder + "/trace.json"))["traceEvents"]
+"""
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "ddp", "zb-h1"])
+def test_an_engine_trains_evaluates_and_exports_alike_however_kernels_are_started(launch, tmp_path, scheme):
+    seen = []
+    for how in ("launched", "graphs", "graphs, words"):
+        (folder := tmp_path / how).mkdir()
+        done = launch(4, scheme, how, folder, program=("-c", ENGINE))
+        assert done.code == 0, done.out + done.err
+        weights = [file.read_bytes() for file in sorted((folder / "exported").glob("*.safetensors"))]
+        assert weights
+        seen.append((done.out.splitlines()[-1], *weights))
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_graphs_in_mixed_precision(passes):
     passes(*GPT, "--steps", 6, "--verify", "--autocast", "bf16", "--graphs")
 
