@@ -69,18 +69,22 @@ class MemoryTracker(TorchDispatchMode):
 class CudaMemoryCount:
     """The allocator's own count on one CUDA device, including rounding and, in `peak`, workspaces inside ops.
 
-    cuBLAS caches its workspaces. They belong to no job: `live` frees them first.
+    cuBLAS caches its workspaces. They belong to no job: `live` frees them first. Autograd's thread frees the last
+    gradients that it has read a moment after its caller goes on: a second backward, of no bytes, waits for that.
     """
 
     def __init__(self, device: torch.device) -> None:
         """What is allocated now does not count."""
         self.device, self._base = device, 0
+        self._leaf = torch.zeros((), device=device, requires_grad=True)
+        self._root, self._gradient = self._leaf.view_as(self._leaf), torch.ones((), device=device)
         self._base = self.live
         self.reset_peak()
 
     @property
     def live(self) -> int:
         """As `MemoryTracker.live`."""
+        torch.autograd.grad(self._root, self._leaf, self._gradient, retain_graph=True)
         torch._C._cuda_clearCublasWorkspaces()
         return torch.cuda.memory_allocated(self.device) - self._base
 
