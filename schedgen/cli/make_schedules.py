@@ -32,10 +32,9 @@ from schedgen.planner.order_search.schedules import compile_own, with_own_costs
 from schedgen.planner.order_search.table import search_table
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import Hierarchy, hierarchy, partition
-from schedgen.planner.pipedream import pipedream
 from schedgen.planner.placement_search.families import FREE, free_scheme
 from schedgen.planner.placement_search.search_placement import search_placement
-from schedgen.planner.plan import plan
+from schedgen.planner.plan import pipedream, plan
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.report.compare_plot import plot_comparison
 from schedgen.schemes import describe, load

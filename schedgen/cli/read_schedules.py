@@ -36,11 +36,10 @@ from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.stats_table import cycle_line, named_numbers, stats_table
 from schedgen.report.torch_csv import as_torch_csv, lost_in_csv
-from schedgen.simulator.clock_cycles import clock_cycles
 from schedgen.simulator.machine import Machine, read_profile
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
-from schedgen.simulator.stats import stats
+from schedgen.simulator.stats import clock_cycles, stats
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.errors import RefusedFile, UsageError, note, one_line
 from schedgen.util.files import display_name, is_standard_output, open_output, read_bytes, read_text

@@ -3,13 +3,11 @@
 layer_profile.py    layers with their costs, from PipeDream's files or from `mpirun profile`
 layer_downsets.py   where a graph of layers can be cut in two
 partition.py        PipeDream's dynamic programme over a hierarchy of workers
-joined_graph.py     the graph of stages that join layers
-stage_costs.py      layers gathered into stages, with their costs
+stage_costs.py      layers gathered into stages, with their costs and their graph
 candidates.py       the schedules to try
 candidate_bound.py  lower bounds on a candidate's time and memory, before it is compiled
-plan.py             candidates compiled and judged by the simulator
+plan.py             candidates compiled and judged by the simulator; PipeDream's own schedule for its partition
 cut_moves.py        cuts near those of a good schedule
 found_orders.py     orders that are searched for the placements of candidates
-pipedream.py        PipeDream's own schedule for its partition
 tables.py           partitions and plans as text and as JSON
 """

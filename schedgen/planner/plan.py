@@ -18,6 +18,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
+from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.graph_file import ModelGraph
@@ -29,8 +30,10 @@ from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.found_orders import found_order, placements
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Hierarchy
+from schedgen.planner.partition import Hierarchy, partition
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -128,6 +131,28 @@ def plan(
     first = front[0]
     program = first.program or _compiled(first.candidate, first.costs, first.ordered_by)
     return Plan([entry.schedule for entry in front], program, len(bounded), simulated)
+
+
+def pipedream(layers: Layers, levels: Hierarchy, microbatches: int, memory: float = math.inf) -> Program:
+    """PipeDream's own schedule: its partition, run as 1F1B-RR without a flush [Narayanan et al. 2019, section 3.2].
+
+    Layers are cut along their order; UsageError if no partition fits or microbatches are too few.
+
+    `memory`: the most bytes that the partition may need on a worker.
+    """
+    order = prefixes(layers)
+    best = partition(order, levels, memory)
+    most = max(best.replicas)
+    if microbatches < most:
+        raise UsageError(f"--microbatches {microbatches}: the partition has a stage of {most} replicas")
+    sizes = Sizes(len(best.stages), microbatches, replicas=best.replicas)
+    costs = stage_costs(layers, order, best.ends, levels.slowest)
+    if costs.tied:
+        raise UsageError("PipeDream's schedule has weight versions, which tied stages cannot have: leave -o out")
+    scheme = with_layers(load("pipedream", sizes), costs)
+    program = compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split))))
+    check_compiled(program)
+    return program
 
 
 def _with(entry: _Entry, front: _Front, memory: float) -> _Front:

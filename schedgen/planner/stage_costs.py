@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from schedgen.ir.cost import REDO, Amount, by_stage, durations
 from schedgen.ir.graph_file import ModelGraph
-from schedgen.planner.joined_graph import joined_graph
+from schedgen.ir.stage_graph import StageGraph
 from schedgen.planner.layer_downsets import Downsets
-from schedgen.planner.layer_profile import Floats, Layers
+from schedgen.planner.layer_profile import Edge, Floats, Layers
 from schedgen.planner.partition import unreplicated
 from schedgen.simulator.machine import Machine, by_direction
 
@@ -74,16 +75,18 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
     machine = layers.machine
     half, step, saved = (by_stage(amount, count) for amount in (machine.half, machine.step, machine.saved))
     outputs = np.array([layers.activation[i:j].sum() for i, j in spans])
-    joined = None if layers.graph is None else joined_graph(layers, layers.graph, ends)
-    if joined is None:  # what crosses a cut goes from stage to stage
+    graph: ModelGraph | None = None
+    by_edge: Mapping[Edge, float] = {}
+    if layers.graph is None:  # what crosses a cut goes from stage to stage
         # A layer before the stage may have outputs that cross the cut after it, too; these are not the stage's own.
         leaving = np.array([_leaving(layers, i, j) for i, j in spans])
         x = prefixes.crossing[list(ends)].copy()
         x[-1] = layers.activation[-1]
         passed_on = x[:-1]
     else:
-        x = leaving = np.array([*joined.leaving[:-1], layers.activation[-1]])
-        passed_on = np.array([joined.by_edge[s, s + 1] for s in range(len(spans) - 1)])
+        graph, by_edge, sent = joined_graph(layers, layers.graph, ends)
+        x = leaving = np.array([*sent[:-1], layers.activation[-1]])
+        passed_on = np.array([by_edge[s, s + 1] for s in range(len(spans) - 1)])
     widest = np.array([layers.activation[i : j - 1].max(initial=0) for i, j in spans])
 
     def total(amount: Floats) -> Floats:
@@ -113,11 +116,43 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
             workspace=workspace,
             owned=np.rint(total(layers.owned)),
             step=total(step),
-            edge_activation=np.rint([*joined.by_edge.values()]) if joined and joined.graph.per_consumer else None,
+            edge_activation=np.rint([*by_edge.values()]) if graph and graph.per_consumer else None,
         ),
         np.rint(passed_on),
-        None if joined is None else joined.graph,
+        graph,
     )
+
+
+def joined_graph(
+    layers: Layers, graph: ModelGraph, ends: Sequence[int]
+) -> tuple[ModelGraph, dict[Edge, float], list[float]]:
+    """The graph of stages that end at cuts `ends`, from that of the layers; and the bytes that stages send.
+
+    These are, by edge of the graph and in its order, what goes along it; and by stage, all that later stages read of
+    it. Where a layer is apart, its consumers are taken to read nothing in common.
+    """
+    stage_of = [bisect(ends, layer) for layer in range(graph.stages)]
+    sizes = layers.machine.edge_bytes(StageGraph(graph.stages, layers.edges, graph.per_consumer))
+    read: dict[Edge, dict[Edge, float]] = {}  # by edge of the stages: the values that go along it, and their bytes
+    for (producer, consumer), size in zip(layers.edges, sizes.tolist(), strict=True):
+        edge = stage_of[producer], stage_of[consumer]
+        if edge[0] != edge[1]:
+            reader = consumer if producer in graph.per_consumer else -1
+            read.setdefault(edge, {})[producer, reader] = size
+    by_producer: dict[int, set[frozenset[Edge]]] = {}
+    sent: list[dict[Edge, float]] = [{} for _ in ends]
+    for (stage, _), values in read.items():
+        by_producer.setdefault(stage, set()).add(frozenset(values))
+        sent[stage] |= values
+    ties = {tuple(sorted({stage_of[layer] for layer in tie})) for tie in graph.tied}
+    joined = ModelGraph(
+        len(ends),
+        tuple(sorted(read)),
+        tuple(stage for stage, outputs in sorted(by_producer.items()) if len(outputs) > 1),
+        tuple(sorted(tie for tie in ties if len(tie) > 1)),
+    )
+    by_edge = {edge: sum(values.values()) for edge, values in sorted(read.items())}
+    return joined, by_edge, [sum(values.values()) for values in sent]
 
 
 def _leaving(layers: Layers, begin: int, end: int) -> float:

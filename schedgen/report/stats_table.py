@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from schedgen.ir.instructions import KIND_NAME, KIND_WORDS, Kind
-from schedgen.simulator.clock_cycles import Cycle
+from schedgen.simulator.stats import Cycle
 from schedgen.util.text_table import aligned
 
 

@@ -16,12 +16,11 @@ from schedgen.analysis import analyse
 from schedgen.ir.cost import DIRECTION
 from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import F, Kind, Numbers, Op
+from schedgen.ir.instructions import B, F, Kind, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.memory_plan import memory_plan
-from schedgen.simulator.tensor_shards import summed_parts
 
 BOOKKEEPING = 16  # what an owner holds besides whole copies of the weights is bookkeeping if below 1/16 of them
 
@@ -77,9 +76,30 @@ def _owned(header: Header, sizes: BufferSizes) -> Numbers:
     for stage in range(header.stages):
         if not header.graph.consumers[stage] and not header.is_forward:  # losses are kept until NORM
             owned += sizes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
-    for rank, ranks, size in summed_parts(header, sizes.outputs(header)):
+    for rank, ranks, size in _summed_parts(header, sizes.outputs(header)):
         owned[rank] += size + _received_slices(size, len(ranks))
     return owned
+
+
+def _summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ...], int]]:
+    """(rank, ranks of the shards it adds up with in the shards' order, bytes of its part) of every sum.
+
+    Equal entries share one scratch buffer. `outputs`: bytes of x and g, by stage and then by edge.
+    """
+    entries: set[tuple[int, tuple[int, ...], int]] = set()
+    producer, consumer = np.array(header.graph.edges, np.int64).reshape(-1, 2).T
+    names = np.array([header.graph.gradient_consumer(*edge) for edge in header.graph.edges], np.int64)
+    gradients: dict[int, list[int]] = {}  # by stage: bytes of those that its backward gives
+    by_edge = outputs[header.graph.size_columns(producer, names)]
+    for stage, size in zip(consumer.tolist(), by_edge.tolist(), strict=True):
+        gradients.setdefault(stage, []).append(size)
+    for stage in np.flatnonzero(header.tensor_parallel.split).tolist():
+        shards = header.shards_of(stage)
+        given = (F, [int(outputs[stage])]), (B, gradients.get(stage, []))
+        for d, parts in given[: len(header.compute)]:
+            for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
+                entries |= {(ranks[shards.index(stage)], ranks, size) for size in parts}
+    return entries
 
 
 def _received_slices(size: int, members: int) -> int:

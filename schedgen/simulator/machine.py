@@ -15,7 +15,6 @@ from schedgen.ir.cost import DIRECTION, MOST_AMOUNT, REDO, Amount, by_stage, is_
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
-from schedgen.simulator.tensor_shards import profile_of_shards
 from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.parse_json import read_json
 
@@ -50,6 +49,8 @@ class Machine(NamedTuple):
 
 
 PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by key: the field
+# The entries of a profile that are as large for a shard as for its stage.
+_UNDIVIDED = ("activation", "alpha", "beta", "overhead")
 
 
 def read_profile(
@@ -69,7 +70,7 @@ def read_profile(
     if not names:
         raise RefusedFile(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
     if header is not None:
-        values = profile_of_shards(values, header)
+        values = _profile_of_shards(values, header)
     of_stages = f"{counted} {stages} stages"
     if len(lone := given & {"I", "W"}) == 1:
         raise RefusedFile(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
@@ -96,6 +97,32 @@ def read_profile(
 def by_direction(amount: Amount | Mapping[str, Amount]) -> Mapping[str, Amount]:
     """An amount of a job that may depend on its direction, by those of F, B, I and W for which it is given."""
     return amount if isinstance(amount, Mapping) else dict.fromkeys(DIRECTION.values(), amount)
+
+
+def _profile_of_shards(profile: dict[str, Any], header: Header) -> dict[str, Any]:
+    """A profile whose lists have a number for every stage (apart: edge) of the model, for the shards of a schedule.
+
+    In lists, a shard of a split stage gets a T-th of everything but `_UNDIVIDED` and apart: times, weights, memory.
+    """
+    T, stages, edges = header.tensor_parallel.degree, header.model_stages, header.unsharded_graph.edges
+    if T == 1:
+        return profile
+
+    def of_shards(value: Any, divided: bool) -> Any:
+        if isinstance(value, dict):
+            return {key: of_shards(amount, divided) for key, amount in value.items()}
+        if not isinstance(value, list) or len(value) != stages or not all(map(is_amount, value)):
+            return value
+        parts = [T if divided and header.tensor_parallel.split[stage * T] else 1 for stage in range(stages)]
+        return [amount / part for amount, part in zip(value, parts, strict=True) for _ in range(T)]
+
+    expanded = {
+        key: value if key == "apart" else of_shards(value, key not in _UNDIVIDED) for key, value in profile.items()
+    }
+    if isinstance(by_edge := profile.get("apart"), list) and len(by_edge) == len(edges):
+        sizes = dict(zip(edges, by_edge, strict=True))
+        expanded["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
+    return expanded
 
 
 def _check(value: Any, what: str, count: int, counted: str, single: bool = False) -> list[float]:

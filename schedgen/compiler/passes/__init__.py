@@ -16,14 +16,6 @@ from schedgen.compiler.passes.tied_gradients import tied_gradients
 from schedgen.compiler.passes.weight_fetch import weight_fetch
 from schedgen.compiler.passes.weight_versions import weight_versions
 
-PIPELINE = (
-    weight_fetch,
-    shard_allreduce,
-    send_recv,
-    gradient_reduction,
-    tied_gradients,
-    optimizer_step,
-    prefetch,
-)
+PIPELINE = (weight_fetch, shard_allreduce, send_recv, gradient_reduction, tied_gradients, optimizer_step, prefetch)
 FORWARDS = (weight_fetch, shard_allreduce, send_recv, prefetch)  # for forwards alone
 WITH_VERSIONS = (weight_versions, send_recv, prefetch)  # where weights change without a flush; they do not travel

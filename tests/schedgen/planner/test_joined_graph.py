@@ -9,12 +9,11 @@ import numpy as np
 
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.stage_graph import chain
-from schedgen.planner.joined_graph import joined_graph
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Hierarchy, Level
 from schedgen.planner.plan import plan
-from schedgen.planner.stage_costs import stage_costs
+from schedgen.planner.stage_costs import joined_graph, stage_costs
 from schedgen.simulator.machine import Machine
 
 COSTS = {"F": [1, 2, 1, 3, 2, 2], "B": [2, 4, 2, 6, 4, 4], "activation": 1, "weight": 1000, "beta": 0.001}
