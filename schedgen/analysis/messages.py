@@ -50,6 +50,6 @@ def match_messages(program: Program) -> Messages:
 def entries(program: Program) -> list[tuple[int, Numbers]]:
     """By group: (group, the rows that enter its collectives); rows ascend, so they are sorted by rank."""
     rows = program.rows_of(*COLLECTIVES)
-    rows = rows[np.argsort(program.rows.group[rows], kind="stable")]
-    groups, begin = np.unique(program.rows.group[rows], return_index=True)
+    rows = rows[np.argsort(program.rows.peer[rows], kind="stable")]
+    groups, begin = np.unique(program.rows.peer[rows], return_index=True)
     return list(zip(groups.tolist(), np.split(rows, begin[1:]), strict=False))

@@ -187,9 +187,9 @@ def _freed_later(program: Program) -> Flags:
         steps = program.rows_of(Op.STEP)
         frees = np.flatnonzero((table.op == Op.FREE) & (table.kind == Kind.W))
         weights = table.rank.astype(np.int64) * program.header.stages + table.stage
-        freed = weights[frees] * versions + table.version[frees]
-        stays[steps] = np.isin(weights[steps] * versions + table.version[steps] - 1, freed)
-        stays[steps[table.version[steps] == 0]] = False
+        freed = weights[frees] * versions + table.peer[frees]
+        stays[steps] = np.isin(weights[steps] * versions + table.peer[steps] - 1, freed)
+        stays[steps[table.peer[steps] == 0]] = False
     return stays
 
 
@@ -197,7 +197,7 @@ def _entered_again(program: Program) -> Flags:
     """By row, for ALLREDUCE of a tie: whether its rank has entered that tie before."""
     table, again = program.rows, np.zeros(len(program), bool)
     rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == Kind.T))
-    entries = table.rank[rows].astype(np.int64) * len(program.header.tied) + table.tie[rows]
+    entries = table.rank[rows].astype(np.int64) * len(program.header.tied) + table.stage[rows]
     again[np.delete(rows, np.unique(entries, return_index=True)[1])] = True
     return again
 

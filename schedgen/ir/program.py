@@ -36,26 +36,6 @@ class Rows(NamedTuple):
     via: Ints
     peer: Ints
 
-    @property
-    def consumer(self) -> Ints:
-        """For x: the stage that reads it; for g: the stage that gives it; -1 where the name has no consumer."""
-        return self.via
-
-    @property
-    def tie(self) -> Ints:
-        """For t.k: the tie k."""
-        return self.stage
-
-    @property
-    def group(self) -> Ints:
-        """For collectives: the group of ranks that enter it."""
-        return self.peer
-
-    @property
-    def version(self) -> Ints:
-        """For compute, STEP and FREE of weights: the version of the weights; -1 where they have none."""
-        return self.peer
-
     def take(self, index: Numbers | slice) -> Rows:
         """The rows at these indices."""
         return Rows(*(column[index] for column in self.columns()))

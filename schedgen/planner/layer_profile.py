@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
@@ -139,26 +139,18 @@ def _check_graph(graph: ModelGraph, count: int, name: str) -> None:
         )
 
 
-class _Node(NamedTuple):
-    """A layer's line in PipeDream's format."""
-
-    name: str
-    description: str
-    numbers: list[float]  # as _FIELDS
-
-
 def _parse_pipedream(text: str, name: str) -> Layers:
-    nodes: dict[str, _Node] = {}
+    nodes: dict[str, tuple[str, list[float]]] = {}  # by name: a layer's description, and its numbers as _FIELDS
     edges: dict[tuple[str, str], None] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             if line.startswith("\t"):
                 edges[_parse_edge(line.rstrip(), nodes)] = None
             elif line.strip():
-                node = _parse_layer(line.rstrip())
-                if node.name in nodes:
-                    raise ValueError(f"{clip(node.name)} is there twice")
-                nodes[node.name] = node
+                layer, description, numbers = _parse_layer(line.rstrip())
+                if layer in nodes:
+                    raise ValueError(f"{clip(layer)} is there twice")
+                nodes[layer] = description, numbers
             for entries, limit, plural in ((nodes, MOST_LAYERS, "layers"), (edges, MOST_EDGES, "edges")):
                 if len(entries) > limit:
                     raise ValueError(f"more than {limit} {plural}")
@@ -170,10 +162,11 @@ def _parse_pipedream(text: str, name: str) -> Layers:
     index = {layer: k for k, layer in enumerate(order)}
     producers, consumers = {a for a, _ in edges}, {b for _, b in edges}
     table = np.zeros((len(order), len(_FIELDS)))
-    for k, node in enumerate(nodes[layer] for layer in order):
-        is_input = node.description.startswith("Input") and node.name not in consumers
-        is_unread_part = node.description.startswith("__getitem__") and node.name not in producers
-        table[k] = 0.0 if is_input or is_unread_part else node.numbers
+    for k, layer in enumerate(order):
+        description, numbers = nodes[layer]
+        is_input = description.startswith("Input") and layer not in consumers
+        is_unread_part = description.startswith("__getitem__") and layer not in producers
+        table[k] = 0.0 if is_input or is_unread_part else numbers
     forward, backward, activation, weight = table.T.copy()
     return Layers(
         tuple(order),
@@ -183,7 +176,8 @@ def _parse_pipedream(text: str, name: str) -> Layers:
     )
 
 
-def _parse_layer(line: str) -> _Node:
+def _parse_layer(line: str) -> tuple[str, str, list[float]]:
+    """A layer's name, description and numbers."""
     match = _LAYER.fullmatch(line)
     if match is None:
         form = f"NAME -- DESCRIPTION -- {'=..., '.join(_FIELDS)}=..."
@@ -198,10 +192,10 @@ def _parse_layer(line: str) -> _Node:
         if not 0 <= value < 1e18:
             raise ValueError(f"{field} should be a number from 0 to 1e18, not '{clip(text)}'")
         numbers.append(value)
-    return _Node(match[1], match[2], numbers)
+    return match[1], match[2], numbers
 
 
-def _parse_edge(line: str, nodes: Mapping[str, _Node]) -> tuple[str, str]:
+def _parse_edge(line: str, nodes: Collection[str]) -> tuple[str, str]:
     match = _EDGE.fullmatch(line)
     if match is None:
         raise ValueError(f"not an edge, a tab and NAME -- NAME: '{clip(line.strip())}'")

@@ -128,7 +128,7 @@ def _collectives(program: Program) -> int:
     """How many collectives there are; each is entered by all members of its group."""
     rows = program.rows_of(Op.ALLREDUCE, Op.NORM)
     sizes = np.array([len(group) for group in program.header.groups])
-    return round(float((1 / sizes[program.rows.group[rows]]).sum()))
+    return round(float((1 / sizes[program.rows.peer[rows]]).sum()))
 
 
 def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, Any]]:
@@ -139,7 +139,9 @@ def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, An
         words: np.bincount(table.rank[received & (table.kind == kind)], minlength=workers)
         for kind, words in KIND_WORDS.items()
     }
-    away, stored = _uses_away_from_home(header), _stages_owned(header)
+    shards = header.weight_shards
+    stored = header.is_owner @ (1 / shards.counts[shards.stage_of])  # stages, parts of a stage as fractions
+    away = _uses_away_from_home(header)
     exchanges = np.bincount(table.rank[program.exchanges()], minlength=workers) if header.tensor_parallel else None
     return [
         {
@@ -167,14 +169,6 @@ def _uses_away_from_home(header: Header) -> Numbers:
     return np.bincount(header.compute[elsewhere], minlength=header.workers)
 
 
-def _stages_owned(header: Header) -> Times:
-    """By worker: the stages it owns, parts of a stage as fractions."""
-    stored, shards = np.zeros(header.workers), header.weight_shards
-    for stage, part in shards.units:
-        stored[list(shards.holders(stage, part))] += 1 / len(shards.parts(stage))
-    return stored
-
-
 def _most_versions(program: Program) -> Numbers:
     """By stage: the most versions of its weights that an owner holds at once."""
     lifetimes, stages = analyse(program).lifetimes, program.header.stages
@@ -197,7 +191,7 @@ def _staleness(program: Program) -> Numbers:
     header, table = program.header, program.rows
     forwards = program.rows_of(Op.FWD)
     stage = table.stage[forwards]
-    late = table.mb[forwards] // np.array(header.weight_versions.rounds)[stage] - table.version[forwards]
+    late = table.mb[forwards] // np.array(header.weight_versions.rounds)[stage] - table.peer[forwards]
     most = np.zeros(header.stages, np.int64)
     np.maximum.at(most, stage, late)
     return most

@@ -42,7 +42,7 @@ def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: I
     def key(stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
         return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
 
-    keys = key(table.stage[sums], table.mb[sums], table.consumer[sums])
+    keys = key(table.stage[sums], table.mb[sums], table.via[sums])
     T = header.tensor_parallel.degree
     last_member = sums.reshape(-1, T)[:, -1:].repeat(T, axis=1).ravel()
     order = np.argsort(keys)

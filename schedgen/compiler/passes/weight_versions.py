@@ -94,7 +94,7 @@ def _last_uses(program: Program, updates: Mapping[tuple[int, int], Updates]) -> 
         begin[rank, stage] = count
         count += len(owned.steps) + 1
     last = np.full(count, -1, np.int64)
-    np.maximum.at(last, begin[table.rank, table.stage] + table.version, np.arange(len(program)))
+    np.maximum.at(last, begin[table.rank, table.stage] + table.peer, np.arange(len(program)))
     return {key: last[begin[key] : begin[key] + len(owned.steps) + 1].tolist() for key, owned in updates.items()}
 
 

@@ -30,14 +30,6 @@ class Proof(NamedTuple):
     optimal: bool
 
 
-class _Jobs(NamedTuple):
-    """Variables and numbers of a model, by job, in units of time."""
-
-    begin: list[Any]
-    size: list[Any]  # numbers, unless whole backwards are a choice
-    end: list[Any]
-
-
 def is_installed() -> bool:
     """Whether OR-Tools can be imported."""
     try:
@@ -66,15 +58,14 @@ def solve(
     horizon = min(horizon, 2 * int(np.ceil((start + problem.length).max() / unit)) + 1)
     model = cp_model.CpModel()
     begin = [model.new_int_var(0, horizon, "") for _ in length]
-    size: list[Any] = length.tolist()
+    size: list[Any] = length.tolist()  # numbers, unless whole backwards are a choice
     chosen = {} if whole is None else _add_choices(model, problem, begin, size, _units(whole, unit))
     end = [_end(model, at, time, horizon) for at, time in zip(begin, size, strict=True)]
-    jobs = _Jobs(begin, size, end)
-    _add_waits(model, problem, jobs, hop)
+    _add_waits(model, problem, begin, end, hop)
     longest = model.new_int_var(int(np.floor(floor / unit)), int(np.ceil(value / unit)), "")
     for w in range(len(problem.row) - 1):
         if problem.worker_class[w] < problem.worker_class[w + 1]:
-            _add_worker(model, problem, w, jobs, longest, horizon, bool(chosen))
+            _add_worker(model, problem, w, begin, size, end, longest, horizon, bool(chosen))
     model.minimize(longest)
     for at, hint in zip(begin, start, strict=True):
         model.add_hint(at, round(hint / unit))
@@ -92,7 +83,7 @@ def solve(
     return Proof(solver.best_objective_bound * unit, found, flags, status == cp_model.OPTIMAL)
 
 
-def _add_waits(model: Any, problem: OrderProblem, jobs: _Jobs, hop: Numbers) -> None:
+def _add_waits(model: Any, problem: OrderProblem, begin: list[Any], end: list[Any], hop: Numbers) -> None:
     """A job begins after those that it waits for, and their messages; `hop`: `before_hop` in units."""
     batches = problem.microbatches
     for node in range(len(problem.before_first) - 1):
@@ -100,15 +91,15 @@ def _add_waits(model: Any, problem: OrderProblem, jobs: _Jobs, hop: Numbers) -> 
             for b in range(batches):
                 job, other = node * batches + b, problem.before[k] * batches + b
                 wait = int(hop[k]) if problem.worker[job] != problem.worker[other] else 0
-                model.add(jobs.begin[job] >= jobs.end[other] + wait)
+                model.add(begin[job] >= end[other] + wait)
 
 
 def _add_worker(
-    model: Any, problem: OrderProblem, w: int, jobs: _Jobs, longest: Any, horizon: int, any_turn: bool
+    model: Any, problem: OrderProblem, w: int, begin: list[Any], size: list[Any], end: list[Any], longest: Any,
+    horizon: int, any_turn: bool,
 ) -> None:  # fmt: skip
     """Worker w does one job at a time, those of a class in the order of the microbatches, and its window ends by
     `longest`. With `any_turn`, W jobs may come in any order, since some belong to whole backwards."""
-    begin, size, end = jobs
     first_w = 2 * problem.stages * problem.microbatches
     classes = range(problem.worker_class[w], problem.worker_class[w + 1])
     by_class = [problem.class_jobs[problem.class_first[c] : problem.class_first[c + 1]] for c in classes]

@@ -115,7 +115,7 @@ class _Rounds:
 
     def search(self, bound: float, work: int, turn: int) -> None:
         """Find orders with so much work; each turn draws different random numbers."""
-        problem = self._within(self._others())
+        problem = self._within()
         best = self.best()
         if best is not None and reached(best.value, bound):
             return
@@ -127,7 +127,9 @@ class _Rounds:
 
     def prove(self, problem: OrderProblem, best: _Tried, bound: float, seconds: float) -> float:
         """A lower bound by CP-SAT on a problem that takes no more memory, or 0; the order that it finds is added."""
-        problem = problem._replace(capacity=self._within(self._owned()).capacity)
+        if self.limits.bytes is not None:  # any order takes what workers own besides what forwards save
+            owned = self.tried[0].run.footprint.owned.astype(np.float64)
+            problem = problem._replace(capacity=self.limits.bytes - owned)
         run = new_run(problem)
         value = run_order.sized(0)(problem, best.order, np.inf, run)
         proof = cp_sat.solve(problem, run.start, value, bound, seconds)
@@ -146,28 +148,17 @@ class _Rounds:
     def _judge(self, source: str, built_in: bool, order: Numbers, program: Program) -> None:
         self.tried.append(_Tried(source, built_in, order, *judge(self.question, program)))
 
-    def _within(self, others: Times) -> OrderProblem:
-        """The problem with the memory that `others`, bytes by worker, leave of the limit."""
-        if self.limits.bytes is None:
-            return self.problem
-        return self.problem._replace(capacity=self.limits.bytes - others)
+    def _within(self) -> OrderProblem:
+        """The problem with what a limit in bytes leaves for what forwards save.
 
-    def _owned(self) -> Times:
-        """Bytes by worker that any order takes besides what forwards save."""
-        if self.limits.bytes is None:
-            return np.zeros(0)
-        return self.tried[0].run.footprint.owned.astype(np.float64)
-
-    def _others(self) -> Times:
-        """Bytes by worker besides what forwards save: of the leanest built-in scheme, but at least of orders found.
-
-        An order found with too little room for the rest exceeds the limit; the next round leaves more room.
+        The rest is that of the leanest built-in scheme, but at least of orders found. An order found with too little
+        room for the rest exceeds the limit; the next round leaves more room.
         """
         if self.limits.bytes is None:
-            return np.zeros(0)
+            return self.problem
         rests = [(tried, tried.run.footprint.peak - most_held(self.problem, tried.order)) for tried in self.tried]
         nothing = np.zeros(len(self.problem.row) - 1)
         built_in = [rest for tried, rest in rests if tried.built_in]
         leanest: Times = min(built_in, key=lambda rest: float(rest.max()), default=nothing)
         most: Times = np.max([leanest, *(rest for tried, rest in rests if not tried.built_in)], axis=0)
-        return most
+        return self.problem._replace(capacity=self.limits.bytes - most)

@@ -10,13 +10,12 @@ import numpy as np
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import Amount, by_stage
+from schedgen.ir.cost import by_stage
 from schedgen.ir.instructions import B, Times
 from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.problem import OrderProblem, make_problem
 from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.lower_bounds import order_bound
-from schedgen.simulator.machine import Machine
 
 
 def as_placement(scheme: Scheme, split: bool) -> Scheme:
@@ -45,29 +44,30 @@ def lenient(question: Question) -> Question:
 
 def problem_of(placed: PlacedScheme, question: Question) -> OrderProblem:
     """The problem of these jobs; memory is in saved forwards, or in bytes."""
-    machine, limits = question.machine, question.limits
-    takes: tuple[Amount, ...] = (1, 0, -1) if placed.scheme.split else (1, -1)
-    capacity = np.inf if limits.saved is None else float(limits.saved)
-    if limits.bytes is not None:
-        saved = by_stage(machine.saved, placed.compute.shape[1]) + input_bytes(placed, machine)
-        half = by_stage(machine.half, placed.compute.shape[1])
-        takes = (saved, half, -saved - half) if placed.scheme.split else (saved, -saved)
-        capacity = limits.bytes
-    if not np.isfinite(capacity):
-        takes = tuple(0 * np.asarray(amount) for amount in takes)
-        capacity = 1.0
-    return make_problem(placed, question.cost, machine, takes, capacity, limits.objective == "window")
+    limits, (inputs, saved, half) = question.limits, kept_by_stage(placed, question)
+    held = saved + inputs
+    takes = (held, half, -held - half) if placed.scheme.split else (held, -held)
+    capacity = limits.saved if limits.bytes is None else limits.bytes
+    if capacity is None or np.isinf(capacity):
+        takes, capacity = (np.zeros(len(held)),) * len(takes), 1.0
+    return make_problem(placed, question.cost, question.machine, takes, capacity, limits.objective == "window")
 
 
-def input_bytes(placed: PlacedScheme, machine: Machine) -> Times:
-    """By stage: bytes that its forward receives, which its backward reads, too. An output that several stages read is
-    left out: two of them may be on one worker, which then holds it once."""
-    activation = by_stage(machine.activation, placed.compute.shape[1])
-    inputs = np.zeros(placed.compute.shape[1])
+def kept_by_stage(placed: PlacedScheme, question: Question) -> tuple[Times, Times, Times]:
+    """What a forward receives, which its backward reads, too, what it saves, and what a BWD_I keeps besides.
+
+    In bytes, or in saved forwards: 1 for what a forward saves. An input that several stages read is left out: two of
+    them may be on one worker, which then holds it once.
+    """
+    stages, machine = placed.compute.shape[1], question.machine
+    inputs = np.zeros(stages)
+    if question.limits.bytes is None:
+        return inputs, np.ones(stages), np.zeros(stages)
+    activation = by_stage(machine.activation, stages)
     for producer, consumer in placed.graph.edges:
         if len(placed.graph.consumers[producer]) == 1:
             inputs[consumer] += activation[producer]
-    return inputs
+    return inputs, by_stage(machine.saved, stages), by_stage(machine.half, stages)
 
 
 class Nodes(NamedTuple):

@@ -20,7 +20,7 @@ from schedgen.ir.program import Program
 from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, Question, reached
 from schedgen.planner.order_search.order_search import search_order
-from schedgen.planner.order_search.placed_problem import input_bytes, least_time, lower_bound, placed_jobs, problem_of
+from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, places
 from schedgen.planner.order_search.redo_choice import Kept, most_held_with_redone, redone, without_needless
 from schedgen.planner.order_search.schedules import compile_order, judge, numbers_of, with_own_costs
@@ -78,19 +78,9 @@ class _Tries:
         self.question, self.limits, self.stages = question, question.limits, question.sizes.stages
         self.plain = question._replace(cost=without_redo(question.cost))  # if nothing is redone
         self.redo = by_stage(redo_duration(question.cost), self.stages)
-        self.placed, machine = placed_jobs(question), question.machine
+        self.placed = placed_jobs(question)
         self.worker = self.placed.compute[F].astype(np.int64)
-        ones = np.ones(self.stages)
-        self.kept = (
-            Kept(0 * ones, ones, 0 * ones, self.redo)
-            if self.limits.bytes is None
-            else Kept(
-                input_bytes(self.placed, machine),
-                by_stage(machine.saved, self.stages),
-                by_stage(machine.half, self.stages),
-                self.redo,
-            )
-        )
+        self.kept = Kept(*kept_by_stage(self.placed, question), self.redo)
         free = self.plain._replace(limits=Limits(self.limits.objective))
         self.bound = lower_bound(problem_of(self.placed, free), self.placed)
         self.work = 0.0

@@ -123,7 +123,7 @@ def test_there_may_be_more_ties_than_stages(execute):
 def everywhere(program, k):
     """The rows of all members that sum up tie k."""
     sums = ties(program)
-    return sums[program.rows.tie[sums] == k]
+    return sums[program.rows.stage[sums] == k]
 
 
 def without(program, rows):
