@@ -17,8 +17,7 @@ from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from schedgen.analysis.lifetimes import Lifetimes, Memory, MemoryTimeline, follow_buffers
-from schedgen.analysis.messages import Messages, match_messages
-from schedgen.analysis.waits import Waits, wait_graph
+from schedgen.analysis.messages import Messages, Waits, match_messages, wait_graph
 from schedgen.ir.accesses import Accesses, accesses
 from schedgen.ir.program import Program
 

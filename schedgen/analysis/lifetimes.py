@@ -150,13 +150,7 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     )  # fmt: skip
     of_partial = np.flatnonzero(buffer[:lives] == Buffer.PARTIAL)
     named[of_partial] = partials[named[of_partial]]
-    columns = (
-        rank[:lives].copy(),
-        buffer[:lives].copy(),
-        named[:lives].copy(),
-        begin[:lives].copy(),
-        end[:lives].copy(),
-    )
+    columns = (column[:lives].copy() for column in (rank, buffer, named, begin, end))
     lifetimes = Lifetimes(program, None, *columns, users[:uses].copy(), received[:uses].copy(), send_before)
     if code == LEFT:
         return replace(lifetimes, fault=_left(lifetimes, accesses, int(program.rows.rank[accesses.row[access]])))

@@ -29,7 +29,6 @@ from schedgen.planner.order_search.found_order import FoundOrder, Limits, Questi
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.schedules import compile_own, with_own_costs
-from schedgen.planner.order_search.table import search_table
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import Hierarchy, hierarchy, partition
 from schedgen.planner.placement_search.families import FREE, free_scheme
@@ -236,7 +235,7 @@ def run_search(options: SearchOptions) -> int:
     if options.output:
         _write_checked(best.program, options.output)
     if not is_standard_output(options.output):
-        print(search_table(best, options.objective, seconds, options.json))
+        print(tables.search_table(best, options.objective, seconds, options.json))
     if not (best.optimal or is_installed()):
         note("OR-Tools proves more, for small problems: pip install ortools")
     return 0

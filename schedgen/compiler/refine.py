@@ -7,14 +7,12 @@ steps, ordering and lowering, only know stages of the program.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
-from schedgen.compiler.options import Redone
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.instructions import F, Flags, Ints
+from schedgen.ir.instructions import F, Ints
 from schedgen.ir.limits import MOST_TIES
 from schedgen.ir.stage_graph import StageGraph, expand_shards
 from schedgen.ir.tensor_parallel import TensorParallel, check_shards_apart
@@ -34,6 +32,9 @@ def _substages(placed: PlacedScheme) -> PlacedScheme:
         rank = np.unique(n, return_inverse=True)[1].reshape(n.shape).astype(np.int64) * P
         backward = np.arange(len(n))[:, None, None] != F
         n = np.repeat(rank, P, axis=1) + np.where(backward, P - 1 - p, p)
+    recompute = np.zeros((stages * P, n.shape[2]), bool)
+    for redone in options.recompute:  # a stage, or a pair of a stage and a microbatch
+        recompute[redone] = True
     within = [(s * P + k, s * P + k + 1) for s in range(stages) for k in range(P - 1)]
     between = [(producer * P + P - 1, consumer * P) for producer, consumer in placed.graph.edges]
     last = tuple(stage * P + P - 1 for stage in placed.graph.per_consumer)
@@ -46,17 +47,9 @@ def _substages(placed: PlacedScheme) -> PlacedScheme:
         caps=None if placed.caps is None else np.repeat(placed.caps, P),
         unsplit_backward=np.repeat(placed.unsplit_backward, P, axis=0),
         delayed_send=np.repeat(placed.delayed_send, P, axis=0) & (p == P - 1),
-        recompute=_redone(options.recompute, stages * P, n.shape[2]),
+        recompute=recompute,
         tied=tuple(tuple(sorted(tie)) for tie in options.tied),
     )
-
-
-def _redone(named: Collection[Redone], stages: int, microbatches: int) -> Flags:
-    """(S, B): whether the forward is redone; `named`: stages, or pairs of a stage and a microbatch."""
-    redone = np.zeros((stages, microbatches), bool)
-    for each in named:
-        redone[each] = True
-    return redone
 
 
 def _shards(placed: PlacedScheme) -> PlacedScheme:

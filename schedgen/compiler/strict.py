@@ -17,7 +17,8 @@ from schedgen.util.sort import stable_order
 
 def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delayed_send: Flags | None = None) -> Times:
     """When each job starts. `delayed_send`: by job, whether its output leaves only after the worker's next job."""
-    order = _by_worker(worker, n)
+    order = np.argsort(n, kind="stable")
+    order = order[stable_order(worker[order])]  # by worker, then by n
     same_worker = worker[order[:-1]] == worker[order[1:]]
     former, latter = order[:-1][same_worker], order[1:][same_worker]
     for i in np.flatnonzero(n[former] == n[latter])[:1]:
@@ -40,12 +41,6 @@ def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delaye
     if (start < 0).any():
         raise UsageError(f"n stops the schedule: {cycle(graph, worker, start, previous)}")
     return start
-
-
-def _by_worker(worker: Ints, key: NDArray[Any]) -> Numbers:
-    """The jobs sorted by worker and then by key."""
-    order = np.argsort(key, kind="stable")
-    return order[stable_order(worker[order])]
 
 
 @kernel

@@ -1,12 +1,6 @@
 """The graph file: what a schedule must know of a model. Written by `mpirun graph`, for `--graph`.
 
-It is a JSON object. `stages`, the number of the model's stages, must be there; what is left out has this default:
-
-edges   pairs [producer, consumer]; default: the chain, or those of the scheme
-apart   stages that give each of several consumers an output of its own; default: none
-tied    ties, each a list of stages that share parameters; default: none
-whole   stages that every shard of a tensor-parallel schedule computes in full, besides the last; default: none
-layers  how many layers of the model make each stage; default: mpirun's cut
+schedgen/README.md, "Models", says what its keys are, and what one that is left out stands for.
 """
 
 from __future__ import annotations

@@ -9,5 +9,5 @@ candidate_bound.py  lower bounds on a candidate's time and memory, before it is 
 plan.py             candidates compiled and judged by the simulator; PipeDream's own schedule for its partition
 cut_moves.py        cuts near those of a good schedule
 found_orders.py     orders that are searched for the placements of candidates
-tables.py           partitions and plans as text and as JSON
+tables.py           partitions, plans and orders that were found as text and as JSON
 """

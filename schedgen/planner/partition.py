@@ -1,16 +1,14 @@
 """PipeDream's dynamic programme: the stages and replicas for which a pipeline's slowest stage is fastest.
 
-The workers are a hierarchy: level k has m_k components of level k - 1, joined by links of bandwidth B_k; a component
-of level 0 is a worker. A minibatch takes, on m components of level k, from cut i to cut j, as one stage (T) and as the
-best pipeline (A) [Narayanan et al. 2019, PipeDream, section 3.1]
+A minibatch takes, on m components of level k of the workers, from cut i to cut j, as one stage (T) and as the best
+pipeline (A)
 
     T_k(i -> j, m) = (A_{k-1}(i -> j, m_{k-1}) + 4 (m - 1)/m |w_ij| / B_k) / m
     A_k(i -> j, m) = min of T_k(i -> j, m) and, over cuts s between and 0 < m' < m,
                      max(A_k(i -> s, m - m'), 2 a_s / (B_k m'), 2 a_j / (B_k m'), T_k(s -> j, m'))
 
-where A_0 is the seconds of the layers, |w_ij| the bytes of their weights and a_s the bytes that cross a cut (0 at the
-last). These are the terms of PipeDream's optimizer. The paper prints them differently: T takes the larger of computing
-and exchanging gradients instead of the sum and has 2 (m - 1) there, and transfers are 2 a_s / B_k.
+schedgen/README.md, "The partition", says what the terms are, and where they differ from those that the paper prints
+[Narayanan et al. 2019, PipeDream, section 3.1].
 
 A replica of a stage has as many minibatches in flight as there are workers at its stage and after it, divided by the
 stage's replicas and rounded up (NOAM of the first stage, section 3.2). Each of them has its own activations and its own

@@ -1,13 +1,8 @@
 """Of the schedules that a profile's layers allow, those that no other beats in both time and memory.
 
-1. Each candidate is compiled and executed by the simulator, unless its lower bounds show that a schedule already found
-   is no worse in both.
-2. From each schedule on that front its cuts are moved, and the simulator judges the results, too: `best_cuts`.
-3. If requested, orders are searched for the placements of the candidates, under a memory limit also with redone
-   forwards: `found_orders`.
-
-Under a memory limit 1 and 2 go on as without it, because moved cuts may fit where those that they began with do not;
-beside that, cuts are tried, and move, that keep to the limit.
+schedgen/README.md, "The search", says how they are found. Under a memory limit candidates are tried and their cuts move
+as without it, because moved cuts may fit where those that they began with do not; beside that, cuts are tried, and
+move, that keep to the limit.
 """
 
 from __future__ import annotations

@@ -1,13 +1,18 @@
-"""A partition and the result of a search as JSON, and as lines of text."""
+"""A partition, a plan and an order that was found as JSON, and as lines of text."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import F, Op
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Layers
+from schedgen.planner.order_search.found_order import FoundOrder
 from schedgen.planner.partition import Hierarchy, Partition, data_parallel_seconds
+from schedgen.planner.placement_search.families import FREE
 from schedgen.planner.plan import Plan
 from schedgen.util.errors import clip
 from schedgen.util.text_table import aligned
@@ -103,6 +108,32 @@ def plan_as_text(plan: Plan) -> Iterator[str]:
     layers = "-".join(map(str, plan.front[0].layers))
     yield ""
     yield f"{plan.schedules} schedules, {plan.simulated} simulated; the stages of the first have {layers} layers"
+
+
+def search_table(found: FoundOrder, objective: str, seconds: float, as_json: bool) -> str:
+    """The best value of a search of orders, the bound, and the gap between them, as JSON or in words.
+
+    `seconds`: how long the search took.
+    """
+    gap = found.value / found.bound - 1
+    recomputed = int((found.program.rows.op == Op.RECOMPUTE).sum())
+    workers = _workers(found.program.header)
+    if as_json:
+        numbers = {
+            "value": found.value, "bound": found.bound, "gap": gap, "optimal": found.optimal, "source": found.source,
+            "workers": workers, "recomputed": recomputed, "work": round(found.work, 1), "seconds": round(seconds, 1),
+        }  # fmt: skip
+        return json.dumps(numbers, indent=1)
+    proved = "optimal" if found.optimal else f"no order takes less than {found.bound:.6g}: gap {gap:.1%}"
+    redone = f"; {recomputed} forwards are redone" * (recomputed > 0)
+    placed = f"; stages on workers {' '.join(map(str, workers))}" * (found.program.header.scheme["name"] == FREE)
+    return f"{objective} {found.value:.6g} by {found.source}{placed}{redone}; {proved}. {seconds:.0f} s"
+
+
+def _workers(header: Header) -> list[int | list[int]]:
+    """By stage its worker, or its workers if microbatches have different ones."""
+    rows = [list(dict.fromkeys(row)) for row in header.compute[F].tolist()]
+    return [row[0] if len(row) == 1 else row for row in rows]
 
 
 def _name_range(names: Sequence[str]) -> str:

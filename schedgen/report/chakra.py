@@ -74,7 +74,9 @@ def chakra_traces(
     `program` is checked and projected. Durations and starts are those of `simulate`, in whole microseconds; a unit of
     its time is `unit` microseconds. Raises UsageError if protobuf is not installed.
     """
-    messages = _messages()
+    messages = _messages()  # where protobuf is missing, it refuses
+    from google.protobuf.proto import serialize_length_prefixed
+
     table, run = program.rows, simulate(program, cost, machine)
     begin, length = (np.rint(unit * times).astype(np.int64) for times in (run.start, run.end - run.start))
     sends, receives, _ = analyse(program).messages
@@ -91,10 +93,11 @@ def chakra_traces(
         instructions = program.instructions(rank)
         nodes = zip(instructions, dependencies(program, rank), *columns, strict=True)
         out = BytesIO()
-        _put(out, messages["GlobalMetadata"](version=VERSION))
+        serialize_length_prefixed(messages["GlobalMetadata"](version=VERSION), out)
         for index, (i, edges, *numbers) in enumerate(nodes):
             if edges is not None:
-                _put(out, _node(messages, program.header, rank, index, i, edges, *numbers))
+                node = _node(messages, program.header, rank, index, i, edges, *numbers)
+                serialize_length_prefixed(node, out)
         yield f".{rank}.et", out.getvalue()
     header = program.header
     groups = {group_name(header, group): list(ranks) for group, ranks in enumerate(header.groups)}
@@ -167,13 +170,6 @@ def _node(
         field = "bool_val" if isinstance(value, bool) else "string_val" if isinstance(value, str) else wide
         node.attr.add(name=key, **{field: value})
     return node
-
-
-def _put(out: BytesIO, message: Any) -> None:
-    """Write a message after its length, as in Chakra's files."""
-    from google.protobuf.proto import serialize_length_prefixed
-
-    serialize_length_prefixed(message, out)
 
 
 def _messages() -> dict[str, Any]:

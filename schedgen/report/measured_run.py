@@ -72,17 +72,8 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
 def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     """The numbers of one pass through the program, in seconds: means over the timelines of all passes.
 
-    latency   from the first instruction's start to the end of the last job
-    makespan  from the first instruction's start to the end of the last instruction
-    bubble    idle fraction of workers x latency, as in simulate
-    idle      by cause; with busy it makes up workers x makespan. Besides simulate's causes: overhead, neither
-              computing nor waiting; begin, before a rank's first instruction; end, after its last
-    seconds   mean of the instructions of each opcode, without waits
-    profile   by stage, of a job of each direction (R and B if there are such jobs), and of a STEP, as
-              `simulate --profile` reads it
-    workers   busy and idle of each
-
-    Raises RefusedFile if the jobs take too little time to be told from none among the trace's numbers.
+    schedgen/README.md, "Measured runs", says what they are; `workers` has busy and idle of each. Raises RefusedFile
+    if the jobs take too little time to be told from none among the trace's numbers.
     """
     table, workers = program.rows, program.header.workers
     start, length, wait = (1e-6 * np.stack(times) for times in list(zip(*passes, strict=True))[:3])

@@ -1,31 +1,8 @@
 """The numbers of a schedule: Table 1 of Rahimi 2025, and more, per worker and in total.
 
-Times are those of `simulate`, in which messages take no time, as Rahimi 2025 assumes ("we assume that transmission
-latencies can be hidden").
-
-latency            when the last job ends
-throughput         jobs per worker per unit of time [Rahimi 2025, "Definition: throughput"]
-bubble             idle fraction of workers x latency
-bounds             lower bounds on the latency: see `lower_bounds`
-gap                latency over the largest of them, minus 1: 0 is the best possible
-own_window_bubble  largest over workers of last end - first start - busy, in time
-peak_activations   largest over workers of the saved forwards alive at once
-messages           SENDs in all; collectives are counted separately
-exchanges          if stages have shards: the collectives that add up what these give; also per worker
-versions           if weights change without a flush, by stage: the most versions that an owner holds
-staleness          and the most updates between the weights that a gradient was computed with and those it changes
-peak_bytes         with a machine, the largest and per worker: the memory that a worker needs
-memory_bytes       and the most bytes of each kind at once
-
-Per worker:
-busy                          time of its jobs
-weight_storage                stages owned, parts of a stage as fractions
-weight_receives               copies of weights (or parts of them) fetched
-weight_uses_away_from_home    jobs whose weights live elsewhere [Rahimi 2025]
-activation_receives           inputs that travel: activations forwards, their gradients backwards [Rahimi 2025]
-gradient_receives             partial weight gradients received
-receives                      the same messages by kind
-peak_memory                   buffers alive at once, by kind
+schedgen/README.md says what they are: "Costs" and, of versions of weights, "Updates without a flush". Times are those
+of `simulate`, in which messages take no time, as Rahimi 2025 assumes ("we assume that transmission latencies can be
+hidden"). `clock_cycles` says which jobs start together.
 """
 
 from __future__ import annotations
@@ -73,7 +50,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         "own_window_bubble": plain(float(bubbles.max())),
         "peak_activations": int(memory.saved.max()),
         "mean_peak_activations": float(memory.saved.mean()),
-        "messages": len(program.rows_of(Op.SEND)),
+        "messages": len(program.rows_of(Op.SEND)),  # without those of collectives
         "collectives": _collectives(program),
     }
     if tensor := header.tensor_parallel:
@@ -146,7 +123,7 @@ def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, An
     return [
         {
             "worker": rank,
-            "busy": plain(float(busy[rank])),
+            "busy": plain(float(busy[rank])),  # time of its jobs
             "peak_activations": int(memory.saved[rank]),
             "weight_storage": plain(round(float(stored[rank]), 9)),
             "weight_receives": int(receives["weight"][rank]),

@@ -38,14 +38,9 @@ def is_same_file(name: str, other: str) -> bool:
     return Path(name).samefile(other)
 
 
-@contextlib.contextmanager
-def open_input(name: str) -> Iterator[BinaryIO]:
+def open_input(name: str) -> contextlib.AbstractContextManager[BinaryIO]:
     """The file `name`, opened for reading; OSError if it cannot be."""
-    if name == "-":
-        yield sys.stdin.buffer
-        return
-    with Path(name).open("rb") as source:
-        yield source
+    return contextlib.nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb")
 
 
 def read_bytes(name: str, limit: int = READ_LIMIT) -> bytes:

@@ -54,10 +54,10 @@ def problem_of(placed: PlacedScheme, question: Question) -> OrderProblem:
 
 
 def kept_by_stage(placed: PlacedScheme, question: Question) -> tuple[Times, Times, Times]:
-    """What a forward receives, which its backward reads, too, what it saves, and what a BWD_I keeps besides.
+    """What a forward receives, which its backward reads, too; what it saves; and what a BWD_I keeps besides.
 
-    In bytes, or in saved forwards: 1 for what a forward saves. An input that several stages read is left out: two of
-    them may be on one worker, which then holds it once.
+    In bytes or, under no limit in bytes, 1 for what a forward saves and 0 for the rest. An input that several stages
+    read is left out: two of them may be on one worker, which then holds it once.
     """
     stages, machine = placed.compute.shape[1], question.machine
     inputs = np.zeros(stages)

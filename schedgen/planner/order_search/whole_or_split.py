@@ -101,19 +101,19 @@ class _Choices:
         """The results of annealing orders of whole backwards alone and of halves alone, with so much work."""
         orders = [self._order(each.program) for each in found]
         problem = self._within(found[0].program, orders[0])
-        begin = [self._as_one(problem, order, each) for order, each in zip(orders, found, strict=True)]
+        begin = []
+        for order, each in zip(orders, found, strict=True):
+            all_whole = len(each.program.header.compute) == 2
+            begin.append(self._with_value(problem, order, all_whole & (self.direction > F)))
         tried, share = list(begin), work // (len(HOT) * len(begin) + len(LATER))
         for seed, (mixed, hot) in enumerate(product(begin, HOT)):
             tried.append(self._moved(problem, mixed, hot, share, seed))
         for seed, hot in enumerate(LATER, start=len(tried)):
             tried.append(self._moved(problem, min(tried, key=lambda each: each.value), hot, share, seed))
         for mixed in sorted(tried, key=lambda each: each.value)[:BEST]:
-            yield from self._judged(problem, mixed)
-
-    def _as_one(self, problem: OrderProblem, order: Numbers, found: FoundOrder) -> _Mixed:
-        """An order whose backwards are all whole, or all in halves."""
-        whole = np.full(len(order), len(found.program.header.compute) == 2) & (self.direction > F)
-        return self._with_value(problem, order, whole)
+            n = self._numbers(problem, mixed.order, mixed.whole)
+            if fits(problem, order_of(problem, n)):
+                yield from self._compiled(n, mixed.whole & (self.direction == B))
 
     def _moved(self, problem: OrderProblem, mixed: _Mixed, hot: float, work: int, seed: int) -> _Mixed:
         """Anneal, beginning at `hot` mean durations of a job."""
@@ -192,12 +192,6 @@ class _Choices:
 
     def _simulated(self, program: Program) -> Simulation:
         return simulate(program, self.question.cost, self.question.machine)
-
-    def _judged(self, problem: OrderProblem, mixed: _Mixed) -> Iterator[FoundOrder]:
-        """The order as a schedule, if it keeps to the limits."""
-        n = self._numbers(problem, mixed.order, mixed.whole)
-        if fits(problem, order_of(problem, n)):
-            yield from self._compiled(n, mixed.whole & (self.direction == B))
 
     def _compiled(self, n: Numbers, whole: Flags) -> Iterator[FoundOrder]:
         """The schedule of jobs in the order of n, if it keeps to a limit in bytes; `whole`, by job: I of whole ones."""

@@ -78,7 +78,9 @@ def _entry(scene: Scene, folder: Path) -> str:
     tied = "".join(f"; tied stages {' and '.join(map(str, stages))}" for stages in scene.program.header.tied)
     colour = "; colour is the stage" if by == "stage" else ""
     name, caption = html.escape(scene.name), html.escape(f"{size_text(scene)}{tied}; {key_figures(scene)}{colour}")
-    lines = "".join(f"<p>{html.escape(line)}</p>" for line in _about(scene))
+    built_in = SCHEMES.get(str(scene.program.header.scheme["name"]))
+    about = built_in.text.splitlines() if built_in else ()
+    lines = "".join(f"<p>{html.escape(line)}</p>" for line in about if line)
     image = _image(f"{name}: {caption}", lambda out: figure([scene], out, "svg", by, WEIGHTS, bare=True))
     link = f'<h2 id="{name}"><a href="{name}.html">{name}</a></h2>'
     return f'<section>{link}<p class="facts">{caption}</p>{lines}{image}</section>'
@@ -89,12 +91,6 @@ def _image(alternative: str, draw: Callable[[BinaryIO], None]) -> str:
     draw(picture)
     source = base64.b64encode(picture.getvalue()).decode()
     return f'<img alt="{alternative}" src="data:image/svg+xml;base64,{source}">'
-
-
-def _about(scene: Scene) -> list[str]:
-    """The scheme's own description, line by line; empty if the scheme is not built in."""
-    built_in = SCHEMES.get(str(scene.program.header.scheme["name"]))
-    return [line for line in built_in.text.splitlines() if line] if built_in else []
 
 
 if __name__ == "__main__":
