@@ -2,7 +2,7 @@
 
 schedgen/README.md, "The search", says how they are found. Under a memory limit candidates are tried and their cuts move
 as without it, because moved cuts may fit where those that they began with do not; beside that, cuts are tried, and
-move, that keep to the limit.
+move, that keep to the limit. `pipedream` searches nothing: it is PipeDream's own schedule.
 """
 
 from __future__ import annotations
@@ -131,9 +131,8 @@ def plan(
 def pipedream(layers: Layers, levels: Hierarchy, microbatches: int, memory: float = math.inf) -> Program:
     """PipeDream's own schedule: its partition, run as 1F1B-RR without a flush [Narayanan et al. 2019, section 3.2].
 
-    Layers are cut along their order; UsageError if no partition fits or microbatches are too few.
-
-    `memory`: the most bytes that the partition may need on a worker.
+    Layers are cut along their order, and the partition may need up to `memory` bytes on a worker; UsageError if none
+    fits or microbatches are too few.
     """
     order = prefixes(layers)
     best = partition(order, levels, memory)

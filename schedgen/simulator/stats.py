@@ -42,12 +42,12 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     limits = lower_bounds(header, cost, memory.saved, redone)
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
-        "latency": plain(latency),
+        "latency": _plain(latency),
         "throughput": header.compute.size / (latency * header.workers),
         "bubble": max(0.0, float(1 - run.busy.sum() / (latency * header.workers))),
-        "bounds": {name: plain(limit) for name, limit in limits.items()},
+        "bounds": {name: _plain(limit) for name, limit in limits.items()},
         "gap": latency / max(limits.values()) - 1,
-        "own_window_bubble": plain(float(bubbles.max())),
+        "own_window_bubble": _plain(float(bubbles.max())),
         "peak_activations": int(memory.saved.max()),
         "mean_peak_activations": float(memory.saved.mean()),
         "messages": len(program.rows_of(Op.SEND)),  # without those of collectives
@@ -92,11 +92,11 @@ def clock_cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> 
     for together in np.split(rows[order], first[1:]):
         columns = (column[np.sort(together)].tolist() for column in (table.op, table.stage, table.mb))
         jobs = [(DIRECTION[Op(op)], stage, mb) for op, stage, mb in zip(*columns, strict=True)]
-        cycles.append(Cycle(plain(float(run.start[together].min())), jobs))
+        cycles.append(Cycle(_plain(float(run.start[together].min())), jobs))
     return cycles
 
 
-def plain(value: float) -> int | float:
+def _plain(value: float) -> int | float:
     """The number itself, as an int if it is whole."""
     return int(value) if value == int(value) else value
 
@@ -123,9 +123,9 @@ def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, An
     return [
         {
             "worker": rank,
-            "busy": plain(float(busy[rank])),  # time of its jobs
+            "busy": _plain(float(busy[rank])),  # time of its jobs
             "peak_activations": int(memory.saved[rank]),
-            "weight_storage": plain(round(float(stored[rank]), 9)),
+            "weight_storage": _plain(round(float(stored[rank]), 9)),
             "weight_receives": int(receives["weight"][rank]),
             "weight_uses_away_from_home": int(away[rank]),
             "activation_receives": int(receives["activation"][rank] + receives["gradient"][rank]),
