@@ -150,8 +150,9 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     )  # fmt: skip
     of_partial = np.flatnonzero(buffer[:lives] == Buffer.PARTIAL)
     named[of_partial] = partials[named[of_partial]]
-    columns = (column[:lives].copy() for column in (rank, buffer, named, begin, end))
-    lifetimes = Lifetimes(program, None, *columns, users[:uses].copy(), received[:uses].copy(), send_before)
+    rank, named, begin, end = (column[:lives].copy() for column in (rank, named, begin, end))
+    buffer, users, received = buffer[:lives].copy(), users[:uses].copy(), received[:uses].copy()
+    lifetimes = Lifetimes(program, None, rank, buffer, named, begin, end, users, received, send_before)
     if code == LEFT:
         return replace(lifetimes, fault=_left(lifetimes, accesses, int(program.rows.rank[accesses.row[access]])))
     if code:

@@ -46,7 +46,7 @@ def problem_of(placed: PlacedScheme, question: Question) -> OrderProblem:
     """The problem of these jobs; memory is in saved forwards, or in bytes."""
     limits, (inputs, saved, half) = question.limits, kept_by_stage(placed, question)
     held = saved + inputs
-    takes = (held, half, -held - half) if placed.scheme.split else (held, -held)
+    takes: tuple[Times, ...] = (held, half, -held - half) if placed.scheme.split else (held, -held)
     capacity = limits.saved if limits.bytes is None else limits.bytes
     if capacity is None or np.isinf(capacity):
         takes, capacity = (np.zeros(len(held)),) * len(takes), 1.0
