@@ -23,9 +23,8 @@ import time
 from typing import Any
 
 from mpirun.watchdog import ASKED, DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
-from mpirun.watchdog.hang import different_calls, explain_hang
 from mpirun.watchdog.hosts import Hosts, Link
-from mpirun.watchdog.rank_state import Rank, State, in_a_line, launcher, os_process
+from mpirun.watchdog.rank_state import Rank, State, different_calls, explain_hang, in_a_line, launcher, os_process
 
 TICK = 0.1  # seconds between two looks
 REPORT = 1.0  # seconds between two reports to the other watchdogs, and comparisons with the time limit
@@ -81,7 +80,7 @@ class WatchdogProcess:
                     self._receive(key.data)
                 elif key.data == "stdin" and not os.read(sys.stdin.fileno(), 1):
                     self.selector.unregister(sys.stdin.fileno())
-                    self.stop = self.ranks[0].ended_well
+                    self.stop = self.ranks[0].words[PHASE] == DONE
                 elif isinstance(key.data, Rank):  # in the order in which they ended
                     self.selector.unregister(key.fileobj)
                     self._rank_ended(key.data)
@@ -129,7 +128,7 @@ class WatchdogProcess:
         if not rank.gone:
             rank.gone = True
             self._hear_failures()
-            if not rank.ended_well:
+            if rank.words[PHASE] != DONE:
                 # The launcher kills the others at once, so the first to be seen may not be the first that ended.
                 asked = next((other for other in self.ranks if other.words[ASKED]), rank)
                 self._rank_died(asked.state(self.host))
