@@ -12,26 +12,19 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
 from mpirun.cli.options import graph_options, profile_options, run_options
 from mpirun.comm.fail_together import Stop
-from mpirun.training.errors import end_all_ranks, end_by_interrupt
+from mpirun.training.errors import end_all_ranks
 from schedgen.util.files import replace_closed_streams
 
-
-class Command(Protocol):
-    """One rank's part of a command, set up."""
-
-    traceback: bool  # --traceback: a failure is shown with all of its traceback
-
-    def position(self) -> str:
-        """The instruction that this rank executes, followed by a colon; empty outside of a step."""
-
-    def execute(self) -> int:
-        """Carry out the command; the exit code. Collective."""
+if TYPE_CHECKING:
+    from mpirun.cli.graph import Graph
+    from mpirun.cli.profile import Profile
+    from mpirun.cli.run import Run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,14 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if comm.rank == stop.speaker:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         return stop.code
-    except KeyboardInterrupt:
-        end_by_interrupt(comm, "" if command is None else command.position())
     except BaseException as error:
         position, show_traceback = ("", False) if command is None else (command.position(), command.traceback)
         end_all_ranks(comm, position, error, show_traceback)
 
 
-def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Command:
+def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Run | Profile | Graph:
     """The command that is asked for. torch is imported only once the options are right: --help does not wait for it."""
     if arguments[:1] == ["profile"]:
         of_profile = profile_options(comm, arguments[1:])

@@ -83,18 +83,11 @@ class RanksParser(Parser):
 
 def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
     """The options from the arguments of `python -m mpirun`."""
-    parser = RanksParser(
-        prog="python -m mpirun",
-        description="Train a model by a schedule, one MPI rank a worker.",
-        epilog=EXAMPLES,
-        add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _parser("", "Train a model by a schedule, one MPI rank a worker.", EXAMPLES)
     parser.add_argument("file", metavar="FILE", nargs="?", help="a schedule, written by schedgen compile")
     _common(parser)
     _of_run(parser)
     values = _values(comm, parser, arguments, file="FILE", model="--model")
-    _check_momentum(parser, values)
     _check_company(parser, values)
     _check_files(comm, read=[values["file"], values["text"]], written=[values["metrics"], values["trace"]])
     if values["trace"] and not values["steps"]:
@@ -104,13 +97,11 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
 
 def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
     """The options from the arguments after `profile`. A step's cost depends neither on the rate nor on --canonical."""
-    parser = RanksParser(
-        prog="python -m mpirun profile",
-        description="Measure what a model's stages and messages cost here, on all ranks at once:\n"
+    parser = _parser(
+        " profile",
+        "Measure what a model's stages and messages cost here, on all ranks at once:\n"
         "a profile for --profile of schedgen's commands, and for plan.",
-        epilog="example: mpiexec -n 4 python -m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 -o tiny",
-        add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "example: mpiexec -n 4 python -m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 -o tiny",
     )
     add = parser.add_argument
     add("--stages", type=_positive_count, metavar="S", help="how many the model is cut into")
@@ -120,7 +111,6 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
     add("--steps", type=_count, default=10, metavar="N", help="that are timed; default: 10")
     add("--seed", type=_count, default=0, metavar="N", help="of the weights, and of places in the text; default: 0")
     values = _values(comm, parser, arguments, model="--model", output="--output")
-    _check_momentum(parser, values)
     if values["stages"] is None and values["schedule"] is None:
         parser.error("--stages or --schedule is missing")
     _check_files(comm, read=[values["schedule"], values["text"]], written=[values["output"]])
@@ -131,32 +121,33 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
 
 def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> GraphOptions:
     """The options from the arguments after `graph`."""
-    parser = RanksParser(
-        prog="python -m mpirun graph",
-        description="Which stages of a model read which others, and share parameters:\n"
+    parser = _parser(
+        " graph",
+        "Which stages of a model read which others, and share parameters:\n"
         "a file for --graph of schedgen compile, search and plan.",
-        epilog="example: python -m mpirun graph --model mymodel:unet --stages 4 -o unet.graph",
-        add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "example: python -m mpirun graph --model mymodel:unet --stages 4 -o unet.graph",
     )
-    _model(parser)
     parser.add_argument("--stages", type=_positive_count, metavar="S", help="how many the model is cut into")
     parser.add_argument("-o", "--output", metavar="FILE", help="the file to write; - is standard output")
     return _made(GraphOptions, _values(comm, parser, arguments, model="--model", stages="--stages", output="--output"))
 
 
-def _model(parser: Parser) -> None:
-    """Add the options that all commands share."""
+def _parser(command: str, description: str, epilog: str) -> Parser:
+    """A parser with the options that all commands share; `command`: what follows `python -m mpirun`."""
+    parser = RanksParser(
+        prog=f"python -m mpirun{command}", description=description, epilog=epilog, add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="show this and exit")
     add("--model", metavar="MODULE:FUNCTION", help="a function: number of stages -> mpirun.Model")
     add("--traceback", action="store_true", help="where a rank fails, show the whole traceback")
+    return parser
 
 
 def _common(parser: Parser) -> None:
     """Add the options of the model and of its steps that a run and a profile share."""
     add = parser.add_argument
-    _model(parser)
     add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
     add("--momentum", type=_fraction, default=0.0, metavar="X", help="of sgd; default: 0")
@@ -222,12 +213,9 @@ def _values(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: 
     for name in ("text", "schedule", "output", "metrics", "trace", "save", "resume"):
         if values.get(name) == "":  # such as from an unset variable of the shell
             parser.error(f"--{name}: the {'folder' if name in ('save', 'resume') else 'file'} has no name")
-    return values
-
-
-def _check_momentum(parser: Parser, values: dict[str, Any]) -> None:
-    if values["momentum"] and values["optimizer"] != "sgd":
+    if values.get("momentum") and values["optimizer"] != "sgd":
         parser.error("--momentum is of --optimizer sgd")
+    return values
 
 
 def _check_company(parser: Parser, values: dict[str, Any]) -> None:

@@ -36,7 +36,6 @@ from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.graph_file import ModelGraph
-from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Instruction, Kind, Op, W
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import StageGraph
@@ -231,16 +230,10 @@ def _schedule(options: ProfileOptions) -> Program:
         header = checked(options.schedule).header
     except OSError as error:
         raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
-    graph = _of_model(header)
+    graph = header.unsharded_graph
     if options.stages not in (None, graph.stages):
         raise UsageError(f"--stages {options.stages}: {options.schedule} has {graph.stages}")
-    return _one_worker(graph)
-
-
-def _of_model(header: Header) -> ModelGraph:
-    """The graph of the model's stages, which the schedule may have in shards."""
-    graph = header.unsharded_graph
-    return ModelGraph(graph.stages, graph.edges, graph.per_consumer, header.unsharded_ties)
+    return _one_worker(ModelGraph(graph.stages, graph.edges, graph.per_consumer, header.unsharded_ties))
 
 
 def _one_worker(graph: ModelGraph) -> Program:

@@ -37,26 +37,20 @@ def exit_by(
         if comm.rank == stop.speaker:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         raise SystemExit(stop.code) from None
-    except KeyboardInterrupt as error:
-        if comm.size == 1:
-            raise
-        failing(error)
-        end_by_interrupt(comm, position())
-    except (UsageError, RefusedFile) as error:
-        if comm.size > 1:
-            failing(error)
-            end_all_ranks(comm, position(), error, False)
-        print(f"mpirun: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(error.code) from None
     except BaseException as error:
-        if isinstance(error, SystemExit) or comm.size == 1:
+        if comm.size == 1 and isinstance(error, UsageError | RefusedFile):
+            print(f"mpirun: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(error.code) from None
+        if comm.size == 1 or isinstance(error, SystemExit):
             raise
         failing(error)
-        end_all_ranks(comm, position(), error, False)
+        end_all_ranks(comm, position(), error, show_traceback=False)
 
 
 def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show_traceback: bool) -> NoReturn:
     """Print one message, then end all ranks: without Abort the others would wait for this one for ever."""
+    if isinstance(error, KeyboardInterrupt):
+        _end_by_interrupt(comm, position)
     try:
         if show_traceback:
             traceback.print_exception(error)
@@ -68,7 +62,7 @@ def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show
     raise SystemExit(1)
 
 
-def end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
+def _end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
     """Print "interrupted", then end all ranks. Usually all of them are interrupted: then rank 0 speaks for them."""
     where = ""
     with contextlib.suppress(KeyboardInterrupt):
@@ -83,8 +77,6 @@ def end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
 
 def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
     """End all ranks because of an exception in the script's own code, or of Ctrl-C."""
-    if isinstance(error, KeyboardInterrupt):
-        end_by_interrupt(comm, "")
     end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
 
 
