@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.entry_names import untrained_entries
-from mpirun.checkpoint.shard_entries import Entries
+from mpirun.checkpoint.entry_names import Entries, untrained_tensors
 from mpirun.comm.fail_together import Stop, from_rank_0, together
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
@@ -112,7 +111,7 @@ class _StageReader:
 
     def restore_weights(self, weights: Entries) -> Collection[str]:
         """Restore frozen parameters, buffers, and the weights that this rank owns; returns their entries."""
-        untrained = untrained_entries(self.model, self.stage)
+        untrained = {self.model.entry_name(self.stage.index, n): x for n, x in untrained_tensors(self.stage).items()}
         names = [*untrained, *self.places]
         values = weights.read(names, self.dims)
         for entry, target in untrained.items():
