@@ -78,7 +78,7 @@ def _microbatch(
         stage.use(used[stage.index, mb])
         stage.layer_rng.at = (setup.seed, step, mb)
     modules = [stage.module for stage in stages]
-    loss = forward_backward(setup, header, statistics.of_microbatch(modules, modules, mb), step, mb, divisor=1)
+    loss = forward_backward(setup, header, statistics.of_microbatch(modules, mb), step, mb, divisor=1)
     for stage in stages:
         stage.gradients.append((int(header.compute[F, stage.index, mb]), stage.take_gradients()))
         if len(stage.gradients) == header.weight_versions.round(stage.index) or mb + 1 == header.microbatches:

@@ -89,7 +89,7 @@ class _Model:
         for number in numbers:
             for layer_rng in self.layer_rngs:
                 layer_rng.at = (self.setup.seed, step, number)
-            modules = self.statistics.of_microbatch(self.modules, self.modules, number % self.header.microbatches)
+            modules = self.statistics.of_microbatch(self.modules, number % self.header.microbatches)
             if self.setup.model.loss_of == "minibatch":
                 forwards.append(forward(self.setup, self.header, modules, step, number))
             else:

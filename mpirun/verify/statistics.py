@@ -21,8 +21,6 @@ from mpirun.verify.record import Parameters
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 
-Module = Callable[..., Any]
-
 
 class Statistics(NamedTuple):
     """What is known of the stages whose forwards change buffers.
@@ -38,11 +36,11 @@ class Statistics(NamedTuple):
     names: Mapping[int, Sequence[str]]
     left_out: Mapping[int, str]
 
-    def of_microbatch(self, modules: Sequence[nn.Module], calls: Sequence[Module], mb: int) -> list[Module]:
-        """`calls` of these modules for microbatch `mb`; they change no buffers if the run's buffers did not see it."""
+    def of_microbatch(self, modules: Sequence[nn.Module], mb: int) -> list[Callable[..., Any]]:
+        """These modules for microbatch `mb`; they change no buffers if the run's buffers did not see it."""
         return [
-            partial(_frozen, module, call) if mb not in self.seen.get(stage, (mb,)) else call
-            for stage, (module, call) in enumerate(zip(modules, calls, strict=True))
+            partial(_frozen, module) if mb not in self.seen.get(stage, (mb,)) else module
+            for stage, module in enumerate(modules)
         ]
 
     def of(self, modules: Sequence[nn.Module]) -> Parameters:
@@ -86,6 +84,6 @@ def _merged(of_ranks: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
     return {key: value for of_rank in of_ranks for key, value in of_rank.items()}
 
 
-def _frozen(module: nn.Module, call: Module, *arguments: Any) -> Any:
+def _frozen(module: nn.Module, *arguments: Any) -> Any:
     with frozen_statistics(module):
-        return call(*arguments)
+        return module(*arguments)
