@@ -63,5 +63,4 @@ def as_rank_0_times(times: NDArray[np.float64], before: ClockReading, after: Clo
     """
     first, last = (0.0 if abs(reading.ahead) <= reading.error else reading.ahead for reading in (before, after))
     elapsed = (times - before.time) / max(after.time - before.time, 1e-9)
-    shifted: NDArray[np.float64] = times + (first + (last - first) * elapsed)
-    return shifted
+    return times + (first + (last - first) * elapsed)

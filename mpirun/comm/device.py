@@ -12,46 +12,22 @@ import contextlib
 import ctypes
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.cuda_graph import CudaGraph, memory_at
 from mpirun.comm.fail_together import note
 from mpirun.comm.gpu_trial import messages_arrive
 from mpirun.comm.local_gpu import local_rank
-from mpirun.comm.stream_words import CudaStreamOperations, StreamWords
+from mpirun.comm.stream_words import CudaStreamOperations, Number, StreamWords
 from schedgen.util.errors import UsageError
 
 WAYS = ("auto", "direct", "host")  # of --gpu-messages
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the names since torch 2.9, and before
-
-
-class Mark(Protocol):
-    """A point in one of a GPU's streams of kernels."""
-
-    def reached(self) -> bool:
-        """Whether all kernels launched before it are done."""
-
-    def arrive(self) -> None:
-        """Make kernels launched from now on into the current stream run after it; the host does not wait."""
-
-
-class Graph(Protocol):
-    """Kernels that are captured once, in the current stream, and launched together from then on."""
-
-    def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what is launched into the stream is captured and not executed."""
-
-    def draw(self, number: int) -> None:
-        """In the capture: the draws that follow use generator `number` of the graph."""
-
-    def replay(self, seeds: Sequence[int]) -> None:
-        """Launch the kernels; `seeds`: of the generators."""
 
 
 class Device:
@@ -106,7 +82,7 @@ class Device:
         """Whether a tensor lies in its memory."""
         return tensor.device.type == self.kind
 
-    def graph(self, draws: int) -> Graph:
+    def graph(self, draws: int) -> CudaGraph:
         """An empty graph with `draws` generators, which allocates from a pool that all graphs share."""
         raise NotImplementedError
 
@@ -119,6 +95,7 @@ class Device:
         return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
 
     def _memory(self, address: int, size: int) -> Tensor:
+        """Memory as a tensor of bytes, shape (size,), which does not own it."""
         raise NotImplementedError
 
     def use_in_thread(self) -> None:
@@ -145,6 +122,58 @@ class _Event:
 
     def arrive(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
+
+
+Mark = _Event | Number  # a point in one of a GPU's streams of kernels
+
+
+class CudaGraph:
+    """Kernels that are captured once and launched together from then on.
+
+    Their memory is from a pool that graphs share; these are replayed in the order of their captures.
+    """
+
+    def __init__(self, device: torch.device, pool: tuple[int, int], draws: int) -> None:
+        """`draws`: how many random number generators it has, one for each time that a layer begins to draw."""
+        self.pool = pool
+        self.graph: Any = torch.cuda.CUDAGraph()
+        self.default: Any = torch.cuda.default_generators[device.index]
+        self.generators: list[Any] = [torch.Generator(device) for _ in range(draws)]
+        for generator in self.generators:
+            self.graph.register_generator_state(generator)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, kernels are captured, not executed. Other threads may go on: they query events, and MPI copies."""
+        own = self.default.graphsafe_get_state()
+        self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the error that made the capture fail is raised
+                self.graph.capture_end()
+            raise
+        else:
+            self.graph.capture_end()
+        finally:
+            self.default.graphsafe_set_state(own)
+
+    def draw(self, number: int) -> None:
+        """In a capture: what follows draws from this generator."""
+        self.default.graphsafe_set_state(self.generators[number].graphsafe_get_state())
+
+    def replay(self, seeds: Sequence[int]) -> None:
+        """Launch all kernels, which draw from generators with these seeds."""
+        for generator, seed in zip(self.generators, seeds, strict=True):
+            generator.manual_seed(seed)
+        self.graph.replay()
+
+
+class _Memory:
+    """Memory of a GPU, which it does not own, as torch.as_tensor takes it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class Cuda(Device):
@@ -211,14 +240,14 @@ class Cuda(Device):
         """Empty the cache of torch's allocator."""
         torch.cuda.empty_cache()
 
-    def graph(self, draws: int) -> Graph:
+    def graph(self, draws: int) -> CudaGraph:
         """A CUDA graph."""
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         return CudaGraph(self.torch, self.pool, draws)
 
     def _memory(self, address: int, size: int) -> Tensor:
-        return memory_at(self.torch, address, size)
+        return torch.as_tensor(_Memory(address, size), device=self.torch)
 
     def use_in_thread(self) -> None:
         """Choose this GPU: a new thread begins with another one."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,23 +31,10 @@ FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH: after it what a network card has 
 CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 
 
-class StreamOperations(Protocol):
-    """Operations of the current stream, which it does when it comes to them."""
-
-    def current(self) -> Hashable:
-        """Which stream is the current one."""
-
-    def write(self, address: int, number: int) -> None:
-        """Write a 32-bit word, after all that was launched into the stream."""
-
-    def wait(self, address: int, number: int) -> None:
-        """Go on once the word is `number` or above."""
-
-
 class Word:
     """A word, and the last number that was promised to be written into it."""
 
-    def __init__(self, memory: np.ndarray, operations: StreamOperations) -> None:
+    def __init__(self, memory: np.ndarray, operations: CudaStreamOperations) -> None:
         """`memory`: shape (1,), uint32, pinned and zero."""
         self.memory, self.address, self.operations = memory, int(memory.ctypes.data), operations
         self.last = 0
@@ -87,7 +74,7 @@ class Number:
 class StreamWords:
     """The words of a device: one for each stream, and others on request."""
 
-    def __init__(self, host: Callable[[int], Tensor], operations: StreamOperations) -> None:
+    def __init__(self, host: Callable[[int], Tensor], operations: CudaStreamOperations) -> None:
         """`host`: makes pinned memory of so many bytes."""
         self.host, self.operations = host, operations
         self.of_streams: dict[Hashable, Word] = {}
@@ -116,7 +103,7 @@ class StreamWords:
 
 
 class CudaStreamOperations:
-    """The operations of CUDA's driver."""
+    """Operations of the current stream, by CUDA's driver: the stream does them when it comes to them."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         """UsageError if the driver has none."""
@@ -141,11 +128,11 @@ class CudaStreamOperations:
         return int(torch.cuda.current_stream().cuda_stream)
 
     def write(self, address: int, number: int) -> None:
-        """cuStreamWriteValue32."""
+        """Write a 32-bit word, after all that was launched into the stream."""
         self._check("cuStreamWriteValue32", self._write(self.current(), address, number, 0))
 
     def wait(self, address: int, number: int) -> None:
-        """cuStreamWaitValue32."""
+        """Go on once the word is `number` or above."""
         if self._until is None:
             self._until = AT_LEAST | (FLUSH if self._can_flush() else 0)
         self._check("cuStreamWaitValue32", self._wait(self.current(), address, number, self._until))

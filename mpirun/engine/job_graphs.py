@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
-from mpirun.comm.device import Device, Graph
+from mpirun.comm.device import CudaGraph, Device
 from mpirun.engine.capture_check import CaptureCheck
 from mpirun.model.rng import LayerRng
 from schedgen.ir.instructions import Instruction, Op
@@ -101,7 +101,7 @@ class Job:
         self.device, self.name = graphs.device, Op(i.op).name
         self.draws: list[str] = []  # layers that draw, in the order of their forwards
         self.forms: list[Any] = []  # of its inputs in the checked passes
-        self.graph: Graph | None = None
+        self.graph: CudaGraph | None = None
         self.inputs: list[Any] = []  # by leaf, where the graph reads it
         self.outputs: Any = None  # where the graph writes them
 

@@ -103,7 +103,7 @@ class Generator:
 
 
 class LateGraph:
-    """As `cuda_graph.CudaGraph`."""
+    """As `device.CudaGraph`."""
 
     def __init__(self, streams: Streams, pool: Pool, draws: int) -> None:
         self.streams, self.pool = streams, pool
