@@ -51,6 +51,16 @@ def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def refuse(comm: MPI.Comm, wrong: bool, sentence: str) -> None:
+    """Stop on all ranks if something is wrong on one of them: the others may be about to do something else."""
+
+    def look() -> None:
+        if wrong:
+            raise UsageError(sentence)
+
+    together(comm, look)
+
+
 @contextlib.contextmanager
 def any_before(comm: MPI.Comm) -> Iterator[Callable[[bool], bool]]:
     """Yields a collective function: whether some rank gave True in the call before.

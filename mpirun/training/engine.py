@@ -24,14 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.export import check_new
 from mpirun.checkpoint.export import export as write_export
-from mpirun.checkpoint.reader import newest_checkpoint
-from mpirun.comm.fail_together import Stop, any_before, check_writable, note, on_rank_0, print_notes, together
+from mpirun.comm.fail_together import Stop, any_before, check_writable, note, on_rank_0, print_notes, refuse, together
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_any
 from mpirun.data.loader import Batch, Loader
-from mpirun.data.loader_class import loader_class
 from mpirun.data.numbered_loader import FunctionLoader, NumberedLoader
-from mpirun.data.stream_loader import StreamLoader
+from mpirun.data.stream_loader import StreamLoader, loader_class
 from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.host import threads_kept, use_host
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
@@ -51,7 +49,6 @@ from mpirun.training.arguments import (
     make_log,
     make_recipe,
     take_model,
-    tell_nobody,
 )
 from mpirun.training.batches import read_by, whole_batch
 from mpirun.training.compiled import compile_for, is_scheme
@@ -59,13 +56,11 @@ from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.notes import DataNotes
 from mpirun.training.prepared import Prepared
-from mpirun.training.same_data import is_compared
-from mpirun.training.saving import KEEP_ALL, Saving, at_sigterm
-from mpirun.training.session import Result, Session
+from mpirun.training.saving import Checkpoints, Saving
+from mpirun.training.session import Result, Session, is_compared
 from mpirun.training.shapes import Shapes, check_buckets, check_padding
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
 from schedgen.ir.program import Program
-from schedgen.util.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -155,8 +150,6 @@ class Engine:
         self.comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
         self.session: Session | None = None
         self._steps_at_end = 0  # steps, once the run has ended
-        self._at_sigterm: Saving | None = None  # what SIGTERM saves, where
-        self._resumed: Saving | None = None  # the directory and the data that the run went on with
         self._data_notes = DataNotes(self.comm)
         self._loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
         self._ending = contextlib.ExitStack()  # restores what the process had before the run
@@ -187,7 +180,8 @@ class Engine:
             expanded = together(self.comm, lambda: expanded_model(self._model, session.header))
             self._reads = read_by(session.instructions, session.header, expanded, accumulate)
             self._prepared = Prepared(session, self._model, self._options, self._host, verify)
-            self._log: Log = on_rank_0(self.comm, lambda: make_log(log, self._ending)) or tell_nobody
+            self._checkpoints = Checkpoints(session)
+            self._log = on_rank_0(self.comm, lambda: make_log(log, self._ending))
             session.watchdog.state[IN_SCRIPT] = True
 
     def _load(
@@ -199,12 +193,18 @@ class Engine:
         microbatches: int | None,
     ) -> tuple[Schedule, Taken]:
         """Read or compile the schedule, and take the model that was given."""
+
+        def take(stages: int | None, layers: Sequence[int] | None = None) -> Taken:
+            weights, seed = self._weights_directory, self._options.seed
+            with print_notes(self.comm):
+                return together(self.comm, lambda: take_model(model, loss, stages, layers, weights, seed))
+
         name = "the schedule" if isinstance(given, Program) else os.fspath(given)
         if isinstance(given, Program):
             on_rank_0(self.comm, lambda: check_for_run(given, name, self.comm.size))
             file = share_program(self.comm, given if self.comm.rank == 0 else None)
         elif is_scheme(name):
-            taken = self._take(model, loss, stages)
+            taken = take(stages)
             with print_notes(self.comm):
                 program = on_rank_0(self.comm, lambda: compile_for(taken[0], name, microbatches, self.comm.size))
             return share_program(self.comm, program), taken
@@ -216,18 +216,7 @@ class Engine:
         count = header.model_stages
         if stages not in (None, count):
             raise Stop(f"{name} has {count} stages of the model, not {stages}")
-        return file, self._take(model, loss, count, header.scheme.get("layers"))
-
-    def _take(
-        self,
-        model: Models,
-        loss: Callable[[Any, Any], Any] | None,
-        stages: int | None,
-        layers: Sequence[int] | None = None,
-    ) -> Taken:
-        weights, seed = self._weights_directory, self._options.seed
-        with print_notes(self.comm):
-            return together(self.comm, lambda: take_model(model, loss, stages, layers, weights, seed))
+        return file, take(count, header.scheme.get("layers"))
 
     # The interface of a script
 
@@ -267,9 +256,9 @@ class Engine:
         loader = together(
             self.comm,
             lambda: loader_class(dataset)(
-                dataset, microbatch_size, self._count, self._reads, self._model.origin.pair, say=self._data_notes.say,
-                shuffle=shuffle, seed=self._options.seed if seed is None else seed, workers=workers, last=last,
-                collate=collate,
+                dataset, microbatch_size, self._prepared.count, self._reads, self._model.origin.pair,
+                say=self._data_notes.say, shuffle=shuffle, seed=self._options.seed if seed is None else seed,
+                workers=workers, last=last, collate=collate,
             ),
         )  # fmt: skip
         lengths = self.comm.allgather(loader.sample_count)
@@ -305,9 +294,10 @@ class Engine:
         if compared:
             self._data_notes.print_unsaid()
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
-        self._log(session.steps, numbers)
+        if self._log is not None:
+            self._log(session.steps, numbers)
         if result.leave:
-            self._leave()
+            self._checkpoints.leave()
         return result
 
     @_collective
@@ -352,8 +342,8 @@ class Engine:
     @_collective
     def _begin_trace(self, path: str | os.PathLike[str]) -> None:
         session = self._running
-        self._refuse(not self._prepared.has_stages, "trace: the first step builds the stages: trace a later one")
-        self._refuse(session.trace is not None, "trace: steps are traced already")
+        refuse(self.comm, not self._prepared.has_stages, "trace: the first step builds the stages: trace a later one")
+        refuse(self.comm, session.trace is not None, "trace: steps are traced already")
         on_rank_0(self.comm, lambda: check_writable("trace", os.fspath(path)))
         session.begin_trace()
 
@@ -372,10 +362,7 @@ class Engine:
         self._build_stages("save")
         together(self.comm, lambda: check_saving(data, keep))
         path = together(self.comm, lambda: directory_of("save", directory))
-        saving = Saving(path, data, keep)
-        self._open(saving)
-        self._at_sigterm = at_sigterm(saving, self._at_sigterm, self._resumed)
-        return self._save(saving)
+        return self._checkpoints.save(Saving(path, data, keep))
 
     @_collective
     def resume(self, directory: str | os.PathLike[str], data: Loader | None = None) -> bool:
@@ -384,24 +371,15 @@ class Engine:
         Returns False, and does nothing, if the directory has no checkpoint.
         """
         session = self._running
-        self._refuse(bool(session.steps), "resume: this run has done steps already")
-        self._refuse(
-            self._prepared.verifies,
-            "verify=True does all steps again, but not those before a checkpoint: resume without it",
-        )
+        refuse(self.comm, bool(session.steps), "resume: this run has done steps already")
+        again = "verify=True does all steps again, but not those before a checkpoint: resume without it"
+        refuse(self.comm, self._prepared.verifies, again)
         together(self.comm, lambda: check_data(data))
         path = together(self.comm, lambda: directory_of("resume", directory))
-        manifest = newest_checkpoint(self.comm, str(path), str(path))
-        if manifest is None:
-            return False
-        if data is not None:
-            position = manifest.settings.get("loader", {})
-            unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
-            self._refuse(not position, unsaved)
-            together(self.comm, lambda: data.restore(position))
-        self._resumed = Saving(path, data, KEEP_ALL)
-        self._prepared.resume(manifest)
-        return True
+        manifest = self._checkpoints.resume(path, data)
+        if manifest is not None:
+            self._prepared.resume(manifest)
+        return manifest is not None
 
     @_collective
     def export(self, directory: str | os.PathLike[str]) -> None:
@@ -421,7 +399,7 @@ class Engine:
         The Engine must be made with verify=True. With canonical=True nothing may differ, else a relative difference of
         `tolerance`; None: 1e-5, or more where numbers are narrower than float32.
         """
-        self._refuse(not self._prepared.verifies, "verify: say verify=True where the Engine is made")
+        refuse(self.comm, not self._prepared.verifies, "verify: say verify=True where the Engine is made")
         together(self.comm, lambda: check_tolerance(tolerance))
         return self._running.verify(tolerance) == 0
 
@@ -474,11 +452,6 @@ class Engine:
             raise Stop("the Engine is closed")
         return self.session
 
-    @property
-    def _count(self) -> int:
-        """Microbatches of a step."""
-        return self._running.header.microbatches * self._options.passes
-
     def _failing(self, error: BaseException) -> None:
         """Show the watchdog that this rank itself reports why it ends."""
         if self.session is not None:
@@ -487,24 +460,16 @@ class Engine:
     def _position(self) -> str:
         return "" if self.session is None else self.session.position()
 
-    def _refuse(self, wrong: bool, sentence: str) -> None:
-        """Stop on all ranks if something is wrong on one of them: the others may be about to do something else."""
-
-        def look() -> None:
-            if wrong:
-                raise UsageError(sentence)
-
-        together(self.comm, look)
-
     def _batch(self, batch: Any) -> Batch:
         """What a script gives, as a Batch; Stop if it does not have the microbatches of a step."""
+        count = self._prepared.count
         if not isinstance(batch, Batch):
-            return together(self.comm, lambda: whole_batch(batch, self._count, self._model.origin.pair))
-        if len(batch.samples) != self._count:
-            raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}")
+            return together(self.comm, lambda: whole_batch(batch, count, self._model.origin.pair))
+        if len(batch.samples) != count:
+            raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {count}")
         if batch.loader is not None and batch.loader not in self._loaders:
             others = list(batch.loader.reads) != self._reads
-            self._refuse(others, "the loader is another Engine's, whose ranks read other microbatches")
+            refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
         return batch
 
@@ -513,37 +478,12 @@ class Engine:
 
         Stop if that is not so, and nothing is built.
         """
-        data = None if self._resumed is None else self._resumed.data
-        if not self._prepared.has_stages and data is not None:
-            with data.from_the_start():
-                batch = self._batch(next(iter(data)))
+        resumed = self._checkpoints.resumed
+        if not self._prepared.has_stages and resumed is not None and resumed.data is not None:
+            with resumed.data.from_the_start():
+                batch = self._batch(next(iter(resumed.data)))
             self._prepared.build(batch, Shapes(self.comm, self._shapes.buckets).of(batch, "batch 1"))
-        self._refuse(not self._prepared.has_stages, f"{method}: nothing has been trained or evaluated yet")
-
-    def _open(self, saving: Saving) -> None:
-        """Take the directory for this run's checkpoints."""
-        writer = self._running.checkpoints()
-        if writer.directory != saving.directory:
-            writer.open(str(saving.directory), None if self._resumed is None else str(self._resumed.directory))
-
-    def _save(self, saving: Saving) -> bool:
-        """Save to a directory that has been opened."""
-        writer = self._running.checkpoints()
-        writer.settings.pop("loader", None)
-        if saving.data is not None:
-            writer.settings["loader"] = saving.data.state()
-        return self._running.save(saving.keep)
-
-    def _leave(self) -> None:
-        """Save what SIGTERM saves, and end all ranks."""
-        saved = False
-        if self._at_sigterm is not None:
-            try:
-                self._open(self._at_sigterm)
-                saved = self._save(self._at_sigterm)
-            except Stop as stop:
-                note(self.comm, stop)
-        self._running.leave(saved)
+        refuse(self.comm, not self._prepared.has_stages, f"{method}: nothing has been trained or evaluated yet")
 
     def _over(
         self,
@@ -562,7 +502,8 @@ class Engine:
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
         # Where others are open this may be a teacher: the student's next step saves and leaves.
-        may_leave = self._at_sigterm is not None and not sleeping_any(self.comm, not session.sigterm.is_alone)
+        saves = self._checkpoints.at_sigterm is not None
+        may_leave = saves and not sleeping_any(self.comm, not session.sigterm.is_alone)
         leaves = False
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
@@ -579,10 +520,10 @@ class Engine:
         before = session.watchdog.state[PHASE]
         with session.watchdog.phase(before if before == SETTING_UP else EVALUATING), whole, contextlib.closing(found):
             first = next(found, None)
-            self._refuse(first is None, "there is no batch to evaluate")
+            refuse(self.comm, first is None, "there is no batch to evaluate")
             assert first is not None
             result = use(session, chain([first], found))
         self._data_notes.print_unsaid()
         if leaves:
-            self._leave()
+            self._checkpoints.leave()
         return result

@@ -1,4 +1,4 @@
-"""How a script saves, and what of that SIGTERM does again."""
+"""The checkpoints of a script: how it saves, what SIGTERM does again of that, and from which it goes on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from mpirun.checkpoint.disk_format import Manifest
+from mpirun.checkpoint.reader import newest_checkpoint
+from mpirun.comm.fail_together import Stop, note, refuse, together
 from mpirun.data.loader import Loader
+from mpirun.training.session import Session
 
 KEEP_ALL = sys.maxsize  # how many checkpoints stay where nobody has said it
 
@@ -19,16 +23,65 @@ class Saving(NamedTuple):
     keep: int  # how many stay in the directory
 
 
-def at_sigterm(now: Saving, before: Saving | None, resumed: Saving | None) -> Saving:
-    """What SIGTERM saves after `now` has been saved: what a restart will resume.
+class Checkpoints:
+    """What a script's run saves and resumes. Every method is collective."""
 
-    before   what it would have saved
-    resumed  the directory and the data that the run went on with
-    """
-    if before is None and resumed is not None and resumed.data is not None:
-        before = resumed
-    if before is None or now.data is not None:
-        return now
-    if before.data is not None:  # a checkpoint without a position in the data is no place to go on from
-        return before._replace(keep=now.keep) if now.directory == before.directory else before
-    return now if now.directory in (before.directory, resumed and resumed.directory) else before
+    def __init__(self, session: Session) -> None:
+        """Nothing is saved or resumed yet."""
+        self.session = session
+        self.at_sigterm: Saving | None = None  # what SIGTERM saves, where
+        self.resumed: Saving | None = None  # the directory and the data that the run went on with
+
+    def resume(self, directory: Path, data: Loader | None) -> Manifest | None:
+        """The newest whole checkpoint, at whose position `data` goes on; None if the directory has no checkpoint."""
+        comm = self.session.comm
+        manifest = newest_checkpoint(comm, str(directory), str(directory))
+        if manifest is not None:
+            if data is not None:
+                position = manifest.settings.get("loader", {})
+                unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
+                refuse(comm, not position, unsaved)
+                together(comm, lambda: data.restore(position))
+            self.resumed = Saving(directory, data, KEEP_ALL)
+        return manifest
+
+    def save(self, saving: Saving) -> bool:
+        """Write a checkpoint; whether that succeeded."""
+        self._open(saving)
+        self.at_sigterm = self.at_sigterm_after(saving)
+        return self._write(saving)
+
+    def at_sigterm_after(self, now: Saving) -> Saving:
+        """What SIGTERM saves after `now` has been saved: what a restart will resume."""
+        before, resumed = self.at_sigterm, self.resumed
+        if before is None and resumed is not None and resumed.data is not None:
+            before = resumed
+        if before is None or now.data is not None:
+            return now
+        if before.data is not None:  # a checkpoint without a position in the data is no place to go on from
+            return before._replace(keep=now.keep) if now.directory == before.directory else before
+        return now if now.directory in (before.directory, resumed and resumed.directory) else before
+
+    def leave(self) -> None:
+        """Save what SIGTERM saves, and end all ranks."""
+        saved = False
+        if self.at_sigterm is not None:
+            try:
+                self._open(self.at_sigterm)
+                saved = self._write(self.at_sigterm)
+            except Stop as stop:
+                note(self.session.comm, stop)
+        self.session.leave(saved)
+
+    def _open(self, saving: Saving) -> None:
+        """Take the directory for this run's checkpoints."""
+        writer = self.session.checkpoints()
+        if writer.directory != saving.directory:
+            writer.open(str(saving.directory), None if self.resumed is None else str(self.resumed.directory))
+
+    def _write(self, saving: Saving) -> bool:
+        writer = self.session.checkpoints()
+        writer.settings.pop("loader", None)
+        if saving.data is not None:
+            writer.settings["loader"] = saving.data.state()
+        return self.session.save(saving.keep)

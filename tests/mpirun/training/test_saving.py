@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpirun.training.saving import Saving, at_sigterm
+from mpirun.training.saving import Checkpoints, Saving
 
 DATA: Any = object()
 
@@ -36,7 +36,9 @@ def saving(name: str) -> Saving:
     ],
 )
 def test_sigterm_saves_what_a_restart_resumes(resumed, calls, saved):
-    found = None
+    session: Any = None
+    checkpoints = Checkpoints(session)
+    checkpoints.resumed = saving(resumed) if resumed else None
     for call in map(saving, calls):
-        found = at_sigterm(call, found, saving(resumed) if resumed else None)
-    assert found == saving(saved)
+        checkpoints.at_sigterm = checkpoints.at_sigterm_after(call)
+    assert checkpoints.at_sigterm == saving(saved)
