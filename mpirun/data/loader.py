@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from mpirun.data.chunks import in_own_memory
 from mpirun.data.load_ahead import made_ahead, start_worker, watched
 from mpirun.data.microbatches import Microbatch, plain
-from mpirun.data.sampling import Dealt, steps_in
+from mpirun.data.sampling import Dealt
 from schedgen.util.errors import UsageError
 
 DREW = (
@@ -83,7 +83,7 @@ class Loader(ABC):
     epoch: int = field(init=False, default=0)  # of the batch after the last one that was trained on
     step: int = field(init=False, default=0)  # of this batch, in its epoch
 
-    kind: ClassVar[str]  # in place of the number of samples, where that is not known
+    kind: ClassVar[str] = ""  # of a dataset with an order of its own, whose number of samples is not known
     name: ClassVar[str]  # of such a dataset, in sentences
 
     def __post_init__(self) -> None:
@@ -97,13 +97,15 @@ class Loader(ABC):
                 raise UsageError(f"the loader's {name} is {value}: it should be a whole number of {least} at least")
         if self.last not in ("pad", "drop"):
             raise UsageError(f"last: {self.last!r} is neither 'pad' nor 'drop': all microbatches have one shape")
+        if self.shuffle and self.kind:
+            raise UsageError(f"{self.name} cannot be shuffled: its samples come in its own order")
         self.step_size = self.microbatch_size * self.microbatches  # samples
 
     def __len__(self) -> int:
         """The steps of an epoch; TypeError if their number is not known."""
         if self.sample_count is None:
             raise TypeError(f"{self.name} has no length")
-        return steps_in(self.sample_count, self.step_size, self.last == "drop")
+        return self.sample_count // self.step_size if self.last == "drop" else -(-self.sample_count // self.step_size)
 
     @property
     def pads_in_part(self) -> bool:
@@ -170,11 +172,6 @@ class Loader(ABC):
                 self.say(DREW)
 
     # For the loaders of each kind
-
-    def _check_order(self) -> None:
-        """UsageError if a new order was asked for."""
-        if self.shuffle:
-            raise UsageError(f"{self.name} cannot be shuffled: its samples come in its own order")
 
     @abstractmethod
     def _batches(self) -> Generator[Batch, None, None]:

@@ -6,8 +6,9 @@ depends on nothing else, so that any rank can make it. Out: a `Microbatch`, the 
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Number
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from mpirun.data.chunks import Dims, chunk, in_own_memory, sample_count
-from mpirun.data.digest import digest_of
 from schedgen.util.errors import UsageError
 
 T = TypeVar("T")
@@ -134,6 +134,24 @@ def tokens(microbatch: Microbatch) -> int:
 def digest(microbatch: Microbatch) -> str:
     """A hash of its input and target."""
     return digest_of([*microbatch.leaves, *pytree.tree_leaves(microbatch.target)])
+
+
+def digest_of(leaves: Iterable[Any]) -> str:
+    """A hash of values: of the bytes of tensors, and of the repr of anything else."""
+    found = hashlib.sha256()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            found.update(raw_bytes(leaf).data)
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
+
+
+def raw_bytes(x: Tensor) -> np.ndarray:
+    """The bytes of a tensor's elements in their order, in host memory; no copy if they lie there in that order."""
+    dense = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()  # of one element: any strides
 
 
 def checked_pair(made: Any, what: str) -> tuple[Any, Any]:

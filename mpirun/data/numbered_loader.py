@@ -99,7 +99,6 @@ class FunctionLoader(NumberedLoader):
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
-        self._check_order()
         if self.collate is not None:
             raise UsageError(f"{self.name} leaves nothing to collate")
 

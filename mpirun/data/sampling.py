@@ -33,11 +33,6 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Sequence[i
     return np.random.default_rng([seed, epoch]).permutation(length) if shuffle else range(length)  # type: ignore[return-value]
 
 
-def steps_in(length: int, step_size: int, drop: bool) -> int:
-    """The steps of an epoch; with `drop` those that have all their samples."""
-    return length // step_size if drop else -(-length // step_size)
-
-
 def deal(samples: Sequence[T], size: int, count: int) -> list[Dealt[T]]:
     """The `count` microbatches of a step with one sample at least and `size * count` at most.
 

@@ -1,4 +1,4 @@
-"""The loader of a torch IterableDataset, whose samples are read in order."""
+"""The loader of a torch IterableDataset, whose samples are read in order; and which loader reads a dataset."""
 
 from __future__ import annotations
 
@@ -13,8 +13,23 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from mpirun.data.load_ahead import reading, seeded
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch
+from mpirun.data.numbered_loader import FunctionLoader, MapLoader
 from mpirun.data.sampling import deal
 from schedgen.util.errors import UsageError
+
+
+def loader_class(dataset: Any) -> type[Loader]:
+    """The class for a map-style dataset, a torch IterableDataset, or a function; UsageError if it is none of these."""
+    if isinstance(dataset, IterableDataset):
+        return StreamLoader
+    if hasattr(dataset, "__getitem__"):
+        return MapLoader
+    if callable(dataset):
+        return FunctionLoader
+    raise UsageError(
+        f"a {type(dataset).__name__} is no dataset: give one with __len__ and __getitem__, a torch IterableDataset, or "
+        "a function make(step, microbatch, rng)"
+    )
 
 
 class StreamLoader(Loader):
@@ -25,7 +40,6 @@ class StreamLoader(Loader):
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
-        self._check_order()
         if self.workers > 1:
             raise UsageError(f"{self.workers} workers cannot share {self.name}: it takes one at most")
 

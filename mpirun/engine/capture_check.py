@@ -8,13 +8,14 @@ branch or passes in other numbers, and reads of tensors whose address changes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mpirun.comm.device import Device
 
@@ -48,7 +49,7 @@ class CaptureCheck(TorchDispatchMode):
         """Run an operation, and record it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        read, made = [*_leaves((*args, *kwargs.values()))], [*_leaves((result,))]
+        read, made = tree_leaves((args, kwargs)), tree_leaves(result)
         self.digest.update(f"{func} {[self._text(x) for x in read]}\n".encode())
         if self.made is not None:
             self.made.update(x.untyped_storage() for x in made if isinstance(x, Tensor))
@@ -76,12 +77,3 @@ class CaptureCheck(TorchDispatchMode):
             return str(x) if isinstance(x, NUMBERS) else type(x).__name__
         stays = self.made is not None and x.untyped_storage() not in self.made
         return f"{x.dtype}{tuple(x.size())}{x.stride()}" + (f" at {x.data_ptr()}" if stays else "")
-
-
-def _leaves(values: Any) -> Iterator[Any]:
-    """The arguments or results of an operation, with lists and tuples flattened."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _leaves(value)
-        else:
-            yield value

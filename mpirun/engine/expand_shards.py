@@ -14,10 +14,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from mpirun.model.build_stage import stage_without_values
+from mpirun.model.build_stage import fake_mode, stage_without_values
 from mpirun.model.contract import Model, StageEntry
 from mpirun.model.dataflow import Source, Value, how_to_compile
-from mpirun.model.fake_mode import fake_mode
 from mpirun.model.parallel_layers import Shard, sharded_dims
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act
-from mpirun.engine.changed_buffers import naming_buffers
 from mpirun.engine.context import Context
 from mpirun.engine.job_graphs import Job, JobGraphs
 from mpirun.engine.loss import MinibatchLoss, loss_gradient
 from mpirun.engine.microbatch_reader import MicrobatchReader
+from mpirun.engine.running_statistics import naming_buffers
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output_gradients

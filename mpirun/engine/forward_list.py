@@ -19,13 +19,13 @@ from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act, Position
+from mpirun.engine.allreduces import ShardAllreduce
 from mpirun.engine.buffers import LocalBuffers
 from mpirun.engine.context import Context
 from mpirun.engine.forward_backward import ForwardBackward, Score
 from mpirun.engine.messages import Transfers
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
-from mpirun.engine.shard_allreduce import ShardAllreduce
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.loss import loss_input

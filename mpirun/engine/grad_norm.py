@@ -33,8 +33,7 @@ def tensor_norms(gradients: Sequence[Tensor], canonical: bool) -> list[float]:
         return []
     if canonical:
         return [math.sqrt(tree_sum(subtrees(line_sums(gradient)))) for gradient in gradients]
-    norms: list[float] = norms_on_device(gradients).tolist()
-    return norms
+    return norms_on_device(gradients).tolist()
 
 
 def norms_on_device(gradients: Sequence[Tensor]) -> Tensor:
@@ -59,8 +58,7 @@ def line_sums(piece: Tensor) -> Sums:
     sums = torch.nn.functional.pad(real.double().square(), (0, -len(real) % line)).view(-1, line)
     while sums.shape[1] > 1:
         sums = sums[:, 0::2] + sums[:, 1::2]
-    values: Sums = sums[:, 0].cpu().numpy()
-    return values
+    return sums[:, 0].cpu().numpy()
 
 
 def subtrees(sums: Sums, first: int = 0) -> Iterator[tuple[Node, float]]:

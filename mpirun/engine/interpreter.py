@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 
 from mpirun.comm.progress_thread import MessageProgress
 from mpirun.engine.act import Act, in_order
+from mpirun.engine.allreduces import OwnerAllreduce, ShardAllreduce, tied_allreduce
 from mpirun.engine.context import Context
 from mpirun.engine.first_step import let_mpi_go_on, note_reached, time_jobs
 from mpirun.engine.forward_backward import ForwardBackward
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.messages import Transfers
 from mpirun.engine.optimizer_step import OptimizerStep, StepResult
-from mpirun.engine.owner_allreduce import OwnerAllreduce
-from mpirun.engine.shard_allreduce import ShardAllreduce
-from mpirun.engine.tied_stages import tied_allreduce
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
 from schedgen.ir.instructions import Instruction, Kind, Op

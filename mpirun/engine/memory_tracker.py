@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class MemoryTracker(TorchDispatchMode):
     """Counts every storage once, at its current size, from the op that returns it until it is freed.
 
-    - A storage first seen as an input existed before and does not count, unless it is `add`ed.
+    - A storage first seen as an input existed before and does not count.
     - Memory that an op allocates and frees within itself is not seen.
     - Tensors with neither strides nor data (sparse, meta) are not seen.
     - `live` is exact at any time; `peak` is updated after every op, while its inputs and outputs are alive together.
@@ -46,10 +47,6 @@ class MemoryTracker(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Forget the past: the peak is what is alive now."""
         self._peak = self.live
-
-    def add(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor that existed before, until it is freed."""
-        self._storages.update(_storages(tensor))
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -97,10 +94,6 @@ class CudaMemoryCount:
         """As `MemoryTracker.reset_peak`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def add(self, tensor: Tensor) -> None:
-        """As `MemoryTracker.add`."""
-        self._base -= tensor.untyped_storage().nbytes()
-
 
 MemoryCount = MemoryTracker | CudaMemoryCount  # bytes of tensors allocated since the count began
 
@@ -115,13 +108,8 @@ def track_memory(device: torch.device) -> Iterator[MemoryCount]:
             yield tracker
 
 
-def _storages(value: Any) -> Iterable[UntypedStorage]:
+def _storages(values: Any) -> Iterable[UntypedStorage]:
     """The storages of all tensors in an op's arguments or results."""
-    if isinstance(value, Tensor):
-        if value.layout == torch.strided and value.device.type != "meta":
-            yield value.untyped_storage()
-    elif isinstance(value, (list, tuple)):
-        for element in value:
-            yield from _storages(element)
-    elif isinstance(value, dict):
-        yield from _storages(list(value.values()))
+    for x in tree_leaves(values):
+        if isinstance(x, Tensor) and x.layout == torch.strided and x.device.type != "meta":
+            yield x.untyped_storage()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mpirun.data.digest import digest_of
+from mpirun.data.microbatches import digest_of
 from mpirun.engine.grad_buffers import GradBuffer
 from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check_steps_pieces, class_name
 from mpirun.engine.stage import LocalStage

@@ -150,21 +150,13 @@ def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: 
     return scheduler
 
 
-class RateSchedule(NamedTuple):
-    """The learning rate of the command line, by step."""
-
-    lr: float
-    schedule: str  # constant, linear or cosine: how the rate falls from the end of the warm-up to the last step
-    warmup: int  # steps in which it rises
-    steps: int  # of the whole run
-
-    def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        past = (step - self.warmup) / max(1, self.steps - self.warmup)
-        fall = {"constant": 1.0, "linear": 1 - past, "cosine": (1 + math.cos(math.pi * past)) / 2}
-        return self.lr * fall[self.schedule]
+def command_line_rate(step: int, options: SetupOptions) -> float:
+    """The learning rate of a step, counted from 0: it rises in the warm-up, and falls from there to the last step."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    past = (step - options.warmup) / max(1, options.steps - options.warmup)
+    fall = {"constant": 1.0, "linear": 1 - past, "cosine": (1 + math.cos(math.pi * past)) / 2}
+    return options.lr * fall[options.lr_schedule]
 
 
 def command_line_recipe(options: SetupOptions) -> Recipe:
@@ -188,8 +180,8 @@ def command_line_recipe(options: SetupOptions) -> Recipe:
         "warmup": options.warmup or None,
         "steps": None if options.lr_schedule == "constant" else options.steps,
     }
-    rate = RateSchedule(options.lr, options.lr_schedule, options.warmup, options.steps)
-    return Recipe(factory, rate.__call__, None, options.clip, class_name(kind), settings)
+    rate = functools.partial(command_line_rate, options=options)
+    return Recipe(factory, rate, None, options.clip, class_name(kind), settings)
 
 
 def class_name(optimizer: type[torch.optim.Optimizer]) -> str:

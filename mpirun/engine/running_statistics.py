@@ -1,14 +1,18 @@
 """Buffers that forwards change, such as running statistics: each rank's reflect the microbatches that it has seen.
 
-Those of the rank that computes a stage's first microbatch are the model's: evaluation and checkpoints use them.
+Those of the rank that computes a stage's first microbatch are the model's: evaluation and checkpoints use them. A
+backward that needs a buffer as it was before later forwards changed it fails, and the error names the buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from mpi4py import MPI
+from torch import Tensor
 
 from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
@@ -18,6 +22,12 @@ from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F
 from schedgen.util.errors import UsageError
+
+# Torch's message when a backward needs a tensor that no operation made and that has changed since it was saved.
+# The tensor's type is there as torch.FloatTensor, torch.cuda.FloatTensor or CPUBFloat16Type.
+CHANGED = re.compile(
+    r"modified by an inplace operation: \[\S*?(?:\.|CPU|CUDA)(\w+)(?:Tensor|Type) (\[[\d, ]*\])\] is at version (\d+)"
+)
 
 
 def statistics_rank(header: Header, stage: int) -> int:
@@ -64,3 +74,23 @@ def share_buffers(
         if comm.rank != root:
             for name, buffer in own.items():
                 buffer.copy_(values[name])
+
+
+def naming_buffers(stage: LocalStage, job: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a job. If its backward needs buffers that later forwards have changed, the RuntimeError names them."""
+    try:
+        return job(*arguments)
+    except RuntimeError as error:
+        found = CHANGED.search(str(error))
+        names = [name for name, x in stage.module.named_buffers() if found and _as_torch_says(x) == found.groups()]
+        if not names:
+            raise
+        raise RuntimeError(
+            f"stage {stage.index} changes {' or '.join(names)} in place in every forward, but the backward of an "
+            "earlier forward still needs the buffer as it was: compute with a clone of it"
+        ) from None
+
+
+def _as_torch_says(x: Tensor) -> tuple[str, ...]:
+    """The type, the shape and the version of a tensor, as `CHANGED` finds them."""
+    return x.type().rpartition(".")[2].removesuffix("Tensor"), str(list(x.shape)), str(x._version)

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from mpirun.comm.fail_together import Stop, first_difference
-from mpirun.data.digest import digest_of, raw_bytes
+from mpirun.data.microbatches import digest_of, raw_bytes
 from mpirun.model.contract import Model
 from mpirun.model.module_copy import own_tensors
 

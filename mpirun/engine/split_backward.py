@@ -99,10 +99,9 @@ def _run(
     add: bool = False,
 ) -> Sequence[Tensor | None]:
     """Like torch.autograd.grad, or backward if `add`, but without checks that take as long as small kernels."""
-    found: Sequence[Tensor | None] = _engine_run_backward(
+    return _engine_run_backward(
         tuple(roots), tuple(gradients), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=add
     )
-    return found
 
 
 def _branches(

@@ -19,9 +19,10 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from mpirun.comm.device import Device
 from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.weight_shards import part_slices, pieces, sections
-from mpirun.model.autocast import autocast
+from mpirun.model.build_stage import replace_tensors
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.frozen_statistics import counts, set_counts
+from mpirun.model.loss import autocast
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import ASK_FOR_GRADIENTS, NEEDS_GRADIENTS
 from mpirun.model.stage_shape import StageShape, flat_layout
@@ -90,12 +91,14 @@ class LocalStage:
                 name, parameter = named[number]
                 if owns_all:
                     view.copy_(parameter.detach())
-                self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
-                named[number] = name, self.parameters[-1]  # frees the memory of the old one
+                new = nn.Parameter(view)
+                replace_tensors(module, {id(parameter): new})
+                self.parameters.append(new)
+                named[number] = name, new  # frees the memory of the old one
         elif self.owns_separate_parts:  # it never computes the stage, so the module needs no values
             for _, parameter in named:
                 no_memory = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
-                _replace(module, parameter, nn.Parameter(no_memory))
+                replace_tensors(module, {id(parameter): nn.Parameter(no_memory)})
         module.to(device.torch)
         self.latest = [module]  # the module of the latest forward, among those of all versions
         self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
@@ -275,12 +278,3 @@ def _differentiable_outputs(
             roots.append(edge)
             root_gradients.append(gradient)
     return tuple(roots), tuple(root_gradients)
-
-
-def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Put `new` wherever a module or a submodule has `old`."""
-    for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is old:
-                submodule._parameters[name] = new
-    return new

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
 from mpirun.model.contract import Model
 from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
 from mpirun.model.parallel_layers import sharded_dims
 from mpirun.model.rng import derived_seed, seed_generators
-from mpirun.model.weight_names import lack, weight_names
+from mpirun.model.weight_names import lack, listed, weight_names
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
@@ -39,6 +39,20 @@ def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped
     return _Builder(model, stage, seed, lambda _, tensor: values or not tensor.requires_grad, mapped).build()
 
 
+class _NoMemo(FakeTensorConverter):
+    """Keeps no weak references to fake tensors: torch refuses to convert a module (`to`) that has such parameters."""
+
+    def set_tensor_memo(self, t: Tensor, v: Tensor) -> None:
+        pass
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which modules are built and run without data; real tensors that they refer to become fake."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake.fake_tensor_converter = _NoMemo()
+    return fake
+
+
 def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.Module:
     """The same module, whose parameters and buffers are of `fake`: nothing is read for it.
 
@@ -50,8 +64,53 @@ def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.M
     except UsageError:
         module = _Builder(model, stage, 0, lambda *_: False).build()
     real = [tensor for tensor in own_tensors(module).values() if not fake.is_our_fake(tensor)]
-    _replace(module, {id(tensor): like(tensor, fake.from_tensor(tensor.detach())) for tensor in real})
+    replace_tensors(module, {id(tensor): like(tensor, fake.from_tensor(tensor.detach())) for tensor in real})
     return module
+
+
+def check_weights(model: Model) -> None:
+    """Report by name what of `Model.weights` is not used and what is missing, and which types are converted.
+
+    Rank 0 calls it: these are MpirunWarnings. UsageError if it has nothing of the model. Weights without `names` are
+    not compared here: what a stage lacks is reported when it is built.
+    """
+    if model.weights is None or (names := getattr(model.weights, "names", None)) is None:
+        return
+    missing: list[str] = []
+    types: set[tuple[torch.dtype, torch.dtype]] = set()  # of weights, and of the same tensors in the model
+    unused, found, fake = dict.fromkeys(names), 0, fake_mode()
+    for stage in range(len(model.stages)):
+        module = stage_without_values(model, stage, fake)
+        saved, tensors = module.state_dict().keys(), own_tensors(module)
+        for name, candidates in weight_names(model, stage, module).items():
+            present = [candidate for candidate in candidates if candidate in names]
+            found += bool(present)
+            if present:
+                types.add((model.weights(present[:1])[present[0]].dtype, tensors[name].dtype))
+            elif name in saved:
+                missing.append(candidates[0])
+            for candidate in candidates:
+                unused.pop(candidate, None)
+    where = f"{model.weights}"
+    if not found:
+        raise UsageError(f"{where}: has nothing of the model: it has {listed(unused)}, but not {listed(missing)}")
+    changed = [pair for pair in sorted(types, key=str) if pair[0] != pair[1]]
+    sentences = [f"{where}: {given} becomes {kept}, as the model has it" for given, kept in changed]
+    if missing:
+        sentences.append(lack(list(dict.fromkeys(missing)), where))
+    if unused:
+        sentences.append(f"{where}: no stage uses {listed(unused)}")
+    for sentence in sentences:
+        warnings.warn(sentence, MpirunWarning, stacklevel=2)
+
+
+def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
+    """Put tensors in the place of parameters and buffers, by their id."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, old in tensors.items():
+                if id(old) in new:
+                    tensors[name] = new[id(old)]  # type: ignore[assignment]
 
 
 def check_parameter_hooks(module: nn.Module, what: str) -> None:
@@ -229,17 +288,8 @@ def _with_values(module: nn.Module, values: Mapping[str, Tensor], needs_values: 
             raise UsageError(f"{name} is on the meta device, and no weights give it values")
         elif tensor.is_meta:
             new[id(tensor)] = like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
-    _replace(module, new)
+    replace_tensors(module, new)
     return module
-
-
-def _replace(module: nn.Module, new: Mapping[int, Tensor]) -> None:
-    """Put tensors in the place of parameters and buffers, by their id."""
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, old in tensors.items():
-                if id(old) in new:
-                    tensors[name] = new[id(old)]  # type: ignore[assignment]
 
 
 def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:

@@ -30,18 +30,6 @@ def pair_of_leaves(collated: Any) -> tuple[Sequence[Any], Any]:
     return pytree.tree_leaves(data), target
 
 
-class JoinedStages(NamedTuple):
-    """The fields of a `Model` that depend on where it is cut."""
-
-    stages: Sequence[StageEntry]
-    tied: Sequence[Sequence[tuple[int, str]]]
-    reads: Reads | None
-
-
-def _follows_mode() -> None:
-    """The `check_eval` of stages that leave out in eval mode what they should."""
-
-
 class Origin(NamedTuple):
     """What a model knows that was cut from one module: `split` and `split_sequential` set it.
 
@@ -52,16 +40,17 @@ class Origin(NamedTuple):
     traced      whether stages are for microbatches of one shape.
     check_eval  () -> a function that makes a stage's module leave out in eval mode what the module leaves out, or None
                 if stages do so anyway. Both raise UsageError if the stages would still do something else.
-    join        (stages, numbers) -> the stages that join so many of these, one after the other; UsageError if these are
-                not those that were cut. None: only stages that are given by their layers can be joined.
+    join        (stages, numbers) -> the fields stages, tied and reads of a Model whose stages join so many of these
+                one after the other; UsageError if these are not those that were cut. None: only stages that are given
+                by their layers can be joined.
     """
 
     named: bool = False
     aliases: Mapping[str, Sequence[str]] = {}
     pair: Pair = pair_of_leaves
     traced: bool = False
-    check_eval: CheckEval = _follows_mode
-    join: Callable[[Sequence[StageEntry], Sequence[int]], JoinedStages] | None = None
+    check_eval: CheckEval = lambda: None
+    join: Callable[[Sequence[StageEntry], Sequence[int]], Mapping[str, Any]] | None = None
 
 
 class Model(NamedTuple):

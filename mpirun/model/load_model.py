@@ -64,7 +64,7 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
         raise UsageError(f"the schedule joins {sum(layers)} stages of the model, but it has {len(model.stages)}")
     if model.origin.join is not None:
         joined = model.origin.join(model.stages, layers)
-        return model._replace(**joined._asdict(), origin=model.origin._replace(join=None))
+        return model._replace(**joined, origin=model.origin._replace(join=None))
     stages: list[Layers] = []
     stage_of: list[int] = []
     parts = iter(model.stages)

@@ -25,7 +25,7 @@ from mpirun.model.load_model import check_model, join_stages
 from schedgen.util.errors import UsageError
 
 Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
-Taken = tuple[Model, Callable[[Any], Any]]  # rebuilds the model's own output from the last stage's
+Taken = tuple[Model, Callable[[Any], Any] | None]  # with what rebuilds its own output from the last stage's
 Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
 
 
@@ -37,7 +37,7 @@ def take_model(
     weights: Path | None,
     seed: int,
 ) -> Taken:
-    """A Model from what a script gives, and a function that rebuilds the module's own output from the last stage's.
+    """A Model from what a script gives, and what rebuilds its own output from the last stage's; None: it is the same.
 
     stages   how many there should be; None: as many as there are
     layers   how many of the model's own stages each stage joins; None: one
@@ -51,7 +51,7 @@ def take_model(
             raise UsageError("stages: say how many the function is to make")
         torch.manual_seed(seed)
         model = model(sum(layers) if layers else stages)
-    rebuild: Callable[[Any], Any] = _as_it_is
+    rebuild = None
     if isinstance(model, Cut):
         if loss is None:
             raise UsageError("loss: say what it is, a split module has none")
@@ -75,10 +75,6 @@ def directory_of(what: str, name: object) -> Path:
     if not isinstance(name, str | os.PathLike):
         raise UsageError(f"{what}: give the name of a directory, not a {type(name).__name__}")
     return Path(name)
-
-
-def _as_it_is(output: Any) -> Any:
-    return output
 
 
 def make_recipe(
@@ -171,15 +167,9 @@ def check_batches(loader: object, batches: object) -> None:
         raise UsageError("this is one batch: give a list of batches, or what loader(...) returns")
 
 
-def tell_nobody(step: int, numbers: Mapping[str, float]) -> None:
-    """A log that ignores a step's numbers."""
-
-
-def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log:
+def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log | None:
     """The function that takes each step's numbers; a directory: it writes TensorBoard events; `ending` closes it."""
-    if log is None:
-        return tell_nobody
-    if callable(log):
+    if log is None or callable(log):
         return log
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -109,19 +109,19 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Ev
 def predict(
     session: Session,
     batches: Iterable[tuple[Evaluator, Batch]],
-    rebuild: Callable[[Any], Any],
+    rebuild: Callable[[Any], Any] | None,
     each: Callable[[int, Any], None] | None,
 ) -> Any:
     """The outputs of all samples in their order, nested like one output, on rank 0; None elsewhere.
 
-    rebuild  the model's own output, from the last stage's
+    rebuild  the model's own output, from the last stage's; None: they are the same
     each     is called with the number of a microbatch and its output on the rank that has it; then there is no result
     """
     outputs: dict[int, Any] = {}
 
     def keep(number: int, output: Any, batch: Microbatch) -> None:
         if batch.padding < batch.size or not batch.size:
-            own = rebuild(output)
+            own = output if rebuild is None else rebuild(output)
             if batch.padding:
                 own = without_padding("output", own, batch)
             if each is None:

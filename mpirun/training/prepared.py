@@ -18,13 +18,12 @@ from mpirun.data.microbatches import Microbatch, Shape, tokens
 from mpirun.engine.host import Host
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Setup, StepOptions, set_up
-from mpirun.model.check_weights import check_weights
+from mpirun.model.build_stage import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.loss import why_uncut
 from mpirun.training.batches import StepBatches
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
-from mpirun.training.shapes import check_new_shape
 
 
 class OfShape(NamedTuple):
@@ -61,7 +60,8 @@ class Prepared:
         if not self.has_stages:
             self.build(batch, shape)
         if shape not in self.of_shape:
-            check_new_shape(self.session.header)
+            if not self.session.header.has_flush:
+                raise Stop("with weight versions there is one shape: evaluate first what has that of the steps")
             example = self._example(batch)
             with print_notes(self.session.comm):
                 setup = set_up(
@@ -126,8 +126,7 @@ class Prepared:
         root = real.index(max(real))
         if comm.rank == root:
             torch.save(own, saved)  # pickle does not know all types
-        example: Microbatch = torch.load(io.BytesIO(comm.bcast(saved.getvalue(), root)), weights_only=False)
-        return example
+        return torch.load(io.BytesIO(comm.bcast(saved.getvalue(), root)), weights_only=False)
 
 
 def _real(microbatch: Microbatch) -> int:

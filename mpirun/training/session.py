@@ -19,20 +19,18 @@ from torch import Tensor, nn
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.run_settings import differing_settings, other_sums, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, together
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.nonfinite import find_nonfinite
-from mpirun.engine.optimizer_step import StepResult
+from mpirun.engine.optimizer_step import StepResult, find_nonfinite
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared, share_buffers
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
-from mpirun.training.same_data import check_same_data, is_compared
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import ASKED, BEAT, ENDING, PHASE, ROW, SAVING, TRYING, VERIFYING
@@ -63,6 +61,11 @@ class Result:
     seconds: float
     tokens: int
     leave: bool
+
+
+def is_compared(number: int) -> bool:
+    """Whether the data of a step are compared: of steps 1, 2, 4, 8, ...; `number`: the step's in this run, from 0."""
+    return number & (number + 1) == 0
 
 
 class Session:
@@ -200,9 +203,11 @@ class Session:
         compared = is_compared(step - self.begun)
         if compared:
             self.interpreter.microbatches.record_digests()
-        result = self.interpreter.run(step) if self.interpreter.timed else self._first_step(step)
+        result = self.interpreter.run(step) if self.interpreter.timed else self.interpreter.run_first(step)
+        if step == self.begun:
+            note_unreached(self.comm, self.setup, self.interpreter.reached, step)
         if compared:
-            check_same_data(self.comm, self.interpreter.microbatches, step)
+            self._check_same_data(step)
         note_uncaptured(self.comm, self.interpreter.graphs)
         seconds = time.perf_counter() - begin
         self.steps += 1
@@ -217,12 +222,15 @@ class Session:
         loss = mean(result.losses, weights)
         return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, tokens, result.leave)
 
-    def _first_step(self, step: int) -> StepResult:
-        """The interpreter's first step; if it is also the run's first, parameters that got no gradient are named."""
-        result = self.interpreter.run_first(step)
-        if step == self.begun:
-            note_unreached(self.comm, self.setup, self.interpreter.reached, step)
-        return result
+    def _check_same_data(self, step: int) -> None:
+        """Stop if ranks have different hashes of a microbatch, which were recorded in step `step`, from 0."""
+        if (difference := first_difference(self.comm, self.interpreter.microbatches.take_digests())) is not None:
+            number, one, other = difference
+            raise Stop(
+                f"ranks {one} and {other} have got different data for microbatch {number} of step {step + 1}: it "
+                "should depend on the step and the microbatch alone, and be drawn with the generator that is given",
+                1,
+            )
 
     def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
         """Copies of the buffers that forwards change, if a step may have to be undone."""

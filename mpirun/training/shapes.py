@@ -70,12 +70,6 @@ def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
         raise UsageError("buckets: this schedule updates stages one by one: all steps need one shape")
 
 
-def check_new_shape(header: Header) -> None:
-    """Stop if the schedule can train on microbatches of one shape only; called for a second shape."""
-    if not header.has_flush:
-        raise Stop("with weight versions there is one shape: evaluate first what has that of the steps")
-
-
 def check_padding(model: Model, header: Header) -> None:
     """Stop if a microbatch with padding would count as much as the others."""
     if not header.has_flush:

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch
-from mpirun.model.contract import CheckEval, JoinedStages, Model, Origin, StageEntry, Weights, pair_of_leaves
+from mpirun.model.contract import CheckEval, Model, Origin, StageEntry, Weights, pair_of_leaves
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import check_loss
@@ -61,16 +61,6 @@ class Cut(NamedTuple):
         """The leaves of the input of a microbatch, or of a whole minibatch, in the order that Input counts."""
         return tuple(pytree.tree_leaves(data)) if self.example is None else self.example.leaves(data, minibatch)
 
-    def pair(self, collated: Any) -> tuple[tuple[Any, ...], Any]:
-        """The leaves of the input, and the target, of collated samples: a pair (input, target), or a mapping.
-
-        Of a mapping, the input is the entries that the example's kwargs name, and the target is all of it.
-        """
-        if self.example is not None:
-            return self.example.pair(collated)
-        leaves, target = pair_of_leaves(collated)
-        return tuple(leaves), target
-
     def loss(self, function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """A loss of the last stage's outputs, from a loss of the module's own output."""
         check_loss(function)
@@ -95,12 +85,13 @@ class Cut(NamedTuple):
         """
         entries, cut_at = self._entries(), self.join
 
-        def join(stages: Sequence[StageEntry], numbers: Sequence[int]) -> JoinedStages:
+        def join(stages: Sequence[StageEntry], numbers: Sequence[int]) -> Mapping[str, Any]:
             if stages is not entries or cut_at is None:
                 raise UsageError(
                     "the schedule joins stages of the model, but others stand in the place of those it cut"
                 )
-            return cut_at(numbers)._joined()
+            joined = cut_at(numbers)
+            return {"stages": joined._entries(), "tied": joined.tied, "reads": joined.reads}
 
         return Model(
             stages=entries,
@@ -114,7 +105,7 @@ class Cut(NamedTuple):
             origin=Origin(
                 named=True,
                 aliases=self.aliases,
-                pair=self.pair,
+                pair=pair_of_leaves if self.example is None else self.example.pair,
                 traced=self.example is not None,
                 check_eval=self.check_eval,
                 join=None if cut_at is None else join,
@@ -123,9 +114,6 @@ class Cut(NamedTuple):
 
     def _entries(self) -> list[StageEntry]:
         return [_entry(stage, self.meta) for stage in self.stages]
-
-    def _joined(self) -> JoinedStages:
-        return JoinedStages(self._entries(), self.tied, self.reads)
 
     def _batch_of_leaves(self, batch: MakeBatch | Minibatch) -> MakeBatch | Minibatch:
         """The same batch, with the input as leaves in the order that stages count."""

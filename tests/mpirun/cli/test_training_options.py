@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from mpirun.engine.recipe import RateSchedule
+from mpirun.engine.options import SetupOptions
+from mpirun.engine.recipe import command_line_rate
 from mpirun.examples import mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.verify.compare import compare
@@ -161,6 +163,11 @@ def test_parameters_are_those_of_torchs_scheduler(records, name):
         assert apart(ours, replay(records[name], "sgd" in name, lr, FLAT)) > lr * 0.1
 
 
+def rate_of(schedule: str, warmup: int, steps: int) -> Callable[[int], float]:
+    options = SetupOptions("", lr=LR, lr_schedule=schedule, warmup=warmup, steps=steps)
+    return partial(command_line_rate, options=options)
+
+
 @pytest.mark.parametrize(
     ("schedule", "warmup", "name"),
     [
@@ -173,7 +180,7 @@ def test_parameters_are_those_of_torchs_scheduler(records, name):
 )
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 def test_the_rate_is_that_of_torchs_scheduler(schedule, warmup, name):
-    rate = RateSchedule(LR, schedule, warmup, STEPS)
+    rate = rate_of(schedule, warmup, STEPS)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], LR)
     scheduler = TORCHS[name](optimizer)
     for step in range(STEPS):
@@ -184,14 +191,14 @@ def test_the_rate_is_that_of_torchs_scheduler(schedule, warmup, name):
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_rate_rises_to_its_height_and_does_not_rise_again(schedule):
-    rate = RateSchedule(LR, schedule, 4, 20)
+    rate = rate_of(schedule, 4, 20)
     rates = [rate(step) for step in range(20)]
     assert rates[:5] == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR, LR])
     assert all(a >= b > 0 for a, b in pairwise(rates[4:]))
 
 
 def test_a_warm_up_longer_than_the_run_only_rises():
-    rate = RateSchedule(LR, "cosine", 10, 5)
+    rate = rate_of("cosine", 10, 5)
     assert [rate(step) for step in range(5)] == pytest.approx([LR * k / 10 for k in range(1, 6)])
 
 

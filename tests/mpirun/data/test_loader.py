@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from mpirun.data.loader import DREW, Batch, Loader
-from mpirun.data.loader_class import loader_class
 from mpirun.data.microbatches import digest, input_and_target, tokens
 from mpirun.data.sampling import deal, epoch_order
+from mpirun.data.stream_loader import loader_class
 from mpirun.training.batches import whole_batch
 from schedgen.util.errors import UsageError
 

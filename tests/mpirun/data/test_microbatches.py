@@ -11,8 +11,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.chunks import chunk, in_own_memory, sample_count
-from mpirun.data.loader_class import loader_class
 from mpirun.data.microbatches import Microbatches, Minibatch
+from mpirun.data.stream_loader import loader_class
 from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec

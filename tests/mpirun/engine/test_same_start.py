@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpirun.data.digest import digest_of
+from mpirun.data.microbatches import digest_of
 from mpirun.engine.same_start import value_digests
 from mpirun.model.contract import Model
 

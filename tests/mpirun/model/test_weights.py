@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from mpirun import Model, MpirunWarning, split, split_sequential
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.engine.expand_shards import expand_model
-from mpirun.model.build_stage import build_stage, stage_without_values
-from mpirun.model.check_weights import check_weights
-from mpirun.model.fake_mode import fake_mode
+from mpirun.model.build_stage import build_stage, check_weights, fake_mode, stage_without_values
 from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard
 from schedgen.util.errors import UsageError
 

@@ -12,7 +12,8 @@ from plain_models import LENGTH, GPT2Like
 from split_models import scores_of
 from torch import nn
 
-from mpirun import split, split_sequential
+from mpirun import Cut, split, split_sequential
+from mpirun.model.contract import Pair
 from mpirun.model.load_model import load_model
 from schedgen.util.errors import UsageError
 
@@ -51,23 +52,28 @@ def test_examples_that_are_none(example: Any, kwargs: Any, why: str) -> None:
         split(GPT2Like(), example, kwargs, stages=2)
 
 
+def pair_of(cut: Cut) -> Pair:
+    return cut.model(scores_of).origin.pair
+
+
 def test_pairs_and_mappings_of_samples() -> None:
     cut = split(GPT2Like(), INPUT, stages=2)
     samples = {"labels": TOKENS, **dict(reversed(INPUT.items()))}
-    leaves, target = cut.pair(samples)
+    leaves, target = pair_of(cut)(samples)
     assert leaves[0] is TOKENS and leaves[1] is INPUT["mask"] and target is samples
-    assert cut.pair([INPUT, X])[1] is X
+    assert pair_of(cut)([INPUT, X])[1] is X
     listed = split(GPT2Like(), (*INPUT.values(),), stages=2)
-    assert listed.pair([[*INPUT.values()], X]) == ((*INPUT.values(),), X)  # as a DataLoader collates ((a, b), y)
-    assert split_sequential(nn.Sequential(nn.Linear(16, 1)), 1).pair((X, TOKENS)) == ((X,), TOKENS)
-    assert cut.model(scores_of).origin.pair(samples)[1] is samples
+    leaves, target = pair_of(listed)([[*INPUT.values()], X])  # as a DataLoader collates ((a, b), y)
+    assert [*leaves] == [*INPUT.values()] and target is X
+    leaves, target = pair_of(split_sequential(nn.Sequential(nn.Linear(16, 1)), 1))((X, TOKENS))
+    assert [*leaves] == [X] and target is TOKENS
     for of, collated, why in [
         (cut, {"tokens": TOKENS}, "samples have no mask, which the module was traced on: they have ['tokens']"),
         (cut, TOKENS, "items should be pairs (input, target), (input,) or mappings: collated is a Tensor"),
         (listed, samples, "samples are mappings, but the module was traced on positional arguments: split(module, {"),
     ]:
         with pytest.raises(UsageError, match=re.escape(why)):
-            of.pair(collated)
+            pair_of(of)(collated)
 
 
 def test_models_without_a_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

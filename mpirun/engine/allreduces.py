@@ -1,0 +1,164 @@
+"""ADD and ALLREDUCE: sums over ranks.
+
+dw.s  A stage's weight gradient, over the ranks that computed it and those that own it. A rank that does not own the
+      stage sends its partial sum to an owner, whose ADD adds the rows. If a stage has several owners, their ALLREDUCE
+      starts the sum over them. It goes on while other instructions run; NORM, or a STEP to a version, waits for it.
+x, g  What each shard of a tensor-parallel stage has computed. Outputs are summed after forwards, gradients of inputs
+      after backwards, in the order of the shards: the bits are the same on all shards and in every run. A sum goes on
+      while other instructions run; the first that reads it waits.
+t.k   The gradients of the parameters that the stages of tie k share, over these stages in their order. Tied stages each
+      have a copy of these parameters. The sum replaces the gradients in each, so that all step with the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
+from mpirun.comm.sections import Section
+from mpirun.comm.transport import NO_ROW
+from mpirun.engine.act import Act
+from mpirun.engine.buffers import LocalBuffer
+from mpirun.engine.context import Context
+from mpirun.engine.weight_shards import sections
+from mpirun.model.contract import Model
+from mpirun.model.stage_shape import flat_layout
+from schedgen.ir.instructions import B, F, Instruction, Kind
+
+
+class OwnerAllreduce:
+    """Prepares ADD, and ALLREDUCE over the owners of a stage, with methods like those of `Transfers`."""
+
+    def __init__(self, context: Context, partial_sums: Mapping[tuple[int, int, int], LocalBuffer]) -> None:
+        """`partial_sums`: what RECVs fill, by stage, part and sender."""
+        self.context, self.partial_sums = context, partial_sums
+        self.by_stage: dict[int, OrderedAllreduce] = {}
+
+    def add(self, row: int, i: Instruction) -> Act:
+        """ADD: add the partial sum that another rank has sent."""
+        gradient = self.context.grad_buffers.of_unit((i.stage, i.part))
+        received, wait_value = self.partial_sums[i.stage, i.part, i.peer], self.context.buffers.wait_value
+        keys = self.context.slots.keys(i.peer, i.stage, i.part)
+
+        def act() -> None:
+            gradient.add_rows(keys, wait_value(received))
+
+        return act
+
+    def allreduce(self, row: int, i: Instruction) -> Act:
+        """ALLREDUCE: start the sum of dw.s over its owners."""
+        context = self.context
+        if i.stage not in self.by_stage:
+            keys = [context.slots.keys(rank, i.stage) for rank in context.header.groups[i.group]]
+            rows, group = context.grad_buffers.of_stage(i.stage).data, context.transport.group(i.group)
+            sections = context.stages[i.stage].sections
+            self.by_stage[i.stage] = OrderedAllreduce(context.transport, group, rows, keys, sections)
+        allreduce, start = self.by_stage[i.stage], context.allreduces.start
+
+        def act() -> None:
+            start(allreduce)
+
+        return act
+
+
+class ShardAllreduce:
+    """Prepares the sums over shards that a rank takes part in.
+
+    Transfers need memory with a fixed address, so the summands are copied there. Sums over the same ranks, of the same
+    size and type, share this memory: each begins when the one before is done.
+    """
+
+    def __init__(self, context: Context) -> None:
+        """Sums are prepared as they are asked for."""
+        self.context = context
+        # By the ranks of the shards in their order, number of bytes, type.
+        self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
+        self.latest: dict[OrderedAllreduce, LocalBuffer] = {}  # the buffer that each of them summed last
+
+    def allreduce(self, row: int, i: Instruction) -> Act:
+        """ALLREDUCE: start the sum, which will replace the summand of this rank's shard in the buffer."""
+        header, transport = self.context.header, self.context.transport
+        if i.kind == Kind.G:
+            consumer = header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
+            direction, shards = B, header.shards_of(consumer)
+        else:
+            direction, shards = F, header.shards_of(i.stage)
+        ranks = tuple(header.compute[direction, list(shards), i.mb].tolist())
+        spec = self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
+        key = ranks, spec.bytes, spec.dtype
+        if key not in self.shared:
+            rows = torch.empty((1, spec.bytes), dtype=torch.uint8, device=self.context.slots.device)
+            keys, sections = [[ranks.index(rank)] for rank in header.groups[i.group]], [Section(0, *key[1:])]
+            group = transport.group(i.group)
+            self.shared[key] = OrderedAllreduce(transport, group, rows, keys, sections, tags=SHARD_TAGS)
+        buffer, allreduce, allreduces = self.context.buffers.named_by(i), self.shared[key], self.context.allreduces
+        total, wait_value, latest = allreduce.total.view(spec.dtype), self.context.buffers.wait_value, self.latest
+
+        def done() -> bool:
+            allreduces.advance()
+            if not allreduce.done:  # look only once: another thread may end it before a second look
+                return False
+            allreduce.arrive()
+            buffer.value = total.clone().view(spec.size)  # autograd may have saved the summand
+            return True
+
+        def act() -> None:
+            if allreduce in latest:
+                wait_value(latest[allreduce])
+            total.copy_(buffer.value.view(-1))
+            allreduces.start(allreduce)
+            buffer.arriving, buffer.receive_row, latest[allreduce] = done, NO_ROW, buffer
+
+        return act
+
+
+def parameters_of_tie(model: Model, stages: tuple[int, ...]) -> list[dict[int, list[str]]]:
+    """The parameters that exactly these stages share, each as a dict of its names by stage."""
+    ties = [{stage: [name for place, name in tie if place == stage] for stage, _ in tie} for tie in model.tied]
+    return [tie for tie in ties if tuple(sorted(tie)) == stages]
+
+
+def tied_allreduce(context: Context, i: Instruction) -> Act:
+    """ALLREDUCE: pack the gradients of shared parameters, sum them over the stages, copy the sum to owned copies."""
+    header, transport, allreduces = context.header, context.transport, context.allreduces
+    stages, group = header.tied[i.tie], transport.group(i.group)
+    rank, grad_buffers = transport.comm.rank, context.grad_buffers
+    owned = {stage: grad_buffers.of_stage(stage) for stage in stages if rank in header.owners[stage]}
+    row_sums = grad_buffers.claim_row_sums([(stage, -1) for stage in owned])
+    shared = parameters_of_tie(context.setup.model, stages)
+    views = {  # by owned stage, into its dw, which has a parameter under the first of its names, and no frozen one
+        stage: [
+            view
+            for names in shared
+            for name, view in zip(buffer.stage.names, buffer.stage.views(buffer.total), strict=True)
+            if name in names[stage]
+        ]
+        for stage, buffer in owned.items()
+    }
+    first = next(iter(owned))
+    layout, size = flat_layout(views[first])
+    # Each stage counts once: its first owner contributes its gradient.
+    members = header.sharers(i.tie)
+    keys = [[stage for stage in stages if header.owners[stage][0] == member] for member in members]
+    contributed = keys[group.rank]
+    rows = owned[first].data.new_zeros((len(contributed), size))
+    allreduce = OrderedAllreduce(transport, group, rows, keys, sections(layout), rows.new_zeros(size))
+    packed = [[place.of(row) for place in layout] for row in rows]
+    summed = [place.of(allreduce.total) for place in layout]
+
+    def act() -> None:
+        for buffer in row_sums:
+            buffer.sum_rows()
+        if not layout:
+            return
+        allreduces.finish()
+        for row, stage in zip(packed, contributed, strict=True):
+            torch._foreach_copy_(row, views[stage])
+        allreduces.start(allreduce)
+        allreduces.finish()
+        for copies in views.values():
+            torch._foreach_copy_(copies, summed)
+
+    return act
