@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from mpirun.data.chunks import leaf_dims
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, to_device
+from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
-from mpirun.model.loss import autocast, loss_input, try_loss
+from mpirun.model.loss import loss_input, try_loss
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError

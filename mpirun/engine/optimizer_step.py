@@ -2,13 +2,11 @@
 
 NORM waits for the sums of gradients, and tells all ranks the loss of every microbatch, the norm of every parameter's
 gradient, and whether some rank wants to leave. STEP steps weights after the last accumulation pass, if all these
-numbers are finite; `find_nonfinite` tells where one that is not began. A STEP that makes a version of the weights is in
-`weight_versions`.
+numbers are finite. A STEP that makes a version of the weights is in `weight_versions`.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ from mpirun.engine.weight_shards import Unit
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import Instruction, Kind, Op
+from schedgen.ir.instructions import Instruction, Kind
 
 EQUAL = 3  # numbers that tell whether all ranks have the same learning rate
 
@@ -175,35 +173,3 @@ def _first_with_parameters(header: Header, shapes: Sequence[StageShape]) -> int:
     """The rank that reports the learning rate: the first owner of the first stage with parameters; -1: none has any."""
     owners = (header.first_owner(stage) for stage, shape in enumerate(shapes) if shape.parameter_names)
     return next(owners, -1)
-
-
-def find_nonfinite(
-    header: Header,
-    instructions: Sequence[Instruction],
-    shapes: Sequence[StageShape],
-    rank: int,
-    result: StepResult,
-) -> tuple[int, str] | None:
-    """(row, what is wrong) on the rank where it began, None on the others; `instructions`: the list of `rank`.
-
-    It began with the first loss that is not finite. If all losses are finite, it began with the last parameter of the
-    model whose gradient norm is not, because backwards reach that parameter first.
-    """
-    for number, loss in enumerate(result.losses):
-        if not math.isfinite(loss):
-            for row, i in enumerate(instructions):
-                records = not header.graph.consumers[i.stage] and header.is_first_shard(i.stage)
-                if i.op == Op.FWD and records and i.mb == number % header.microbatches:
-                    return row, f"the loss is {loss}"
-            return None
-    end = len(result.parameter_norms)
-    for stage, shape in reversed(list(enumerate(shapes))):
-        norms = result.parameter_norms[end - len(shape.parameter_names) : end]
-        end -= len(norms)
-        for name, norm in reversed(list(zip(shape.parameter_names, norms, strict=True))):
-            if not math.isfinite(norm):
-                if header.owners[stage][0] != rank:
-                    return None
-                row = next(row for row, i in enumerate(instructions) if i.op == Op.NORM)
-                return row, f"the norm of the gradient of {name}, stage {stage}, is {norm}"
-    return None

@@ -19,10 +19,10 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from mpirun.comm.device import Device
 from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.weight_shards import part_slices, pieces, sections
+from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import replace_tensors
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.frozen_statistics import counts, set_counts
-from mpirun.model.loss import autocast
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import ASK_FOR_GRADIENTS, NEEDS_GRADIENTS
 from mpirun.model.stage_shape import StageShape, flat_layout

@@ -1,12 +1,8 @@
-"""The loss of one microbatch: of its samples without padding, with the metrics that it may return besides.
-
-With `--autocast`, forwards and losses are computed in a region of mixed precision.
-"""
+"""The loss of one microbatch: of its samples without padding, with the metrics that it may return besides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -31,11 +27,6 @@ def check_loss(function: object) -> None:
         raise UsageError(
             f"the loss has parameters that need a gradient, {clip(', '.join(trained))}: put them into the last stage"
         )
-
-
-def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """`torch.autocast` to `dtype` on a type of device (cpu, cuda); None: the region computes in the tensors' types."""
-    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 def loss_input(outputs: Sequence[Tensor]) -> Any:

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpirun.data.microbatches import Microbatch, to_device
+from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs
 from mpirun.model.forward_watch import ForwardWatch, memory
-from mpirun.model.loss import autocast, loss_and_metrics, loss_input, try_loss
+from mpirun.model.loss import loss_and_metrics, loss_input, try_loss
 from mpirun.model.parallel_layers import sharded_dims
 from mpirun.model.rng import generator_states
 from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout

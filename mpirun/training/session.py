@@ -24,7 +24,8 @@ from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.optimizer_step import StepResult, find_nonfinite
+from mpirun.engine.nonfinite import find_nonfinite
+from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared, share_buffers
 from mpirun.engine.setup import Setup

@@ -16,8 +16,9 @@ from torch import Tensor
 from mpirun.data.microbatches import Microbatch, to_device
 from mpirun.engine.loss import MinibatchLoss
 from mpirun.engine.setup import Setup
+from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import Value
-from mpirun.model.loss import autocast, loss_and_metrics, loss_input
+from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.rng import LOSS, derived_seed
 from schedgen.ir.header import Header
 

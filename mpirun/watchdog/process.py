@@ -23,8 +23,9 @@ import time
 from typing import Any
 
 from mpirun.watchdog import ASKED, DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
+from mpirun.watchdog.hang import different_calls, explain_hang
 from mpirun.watchdog.hosts import Hosts, Link
-from mpirun.watchdog.rank_state import Rank, State, different_calls, explain_hang, in_a_line, launcher, os_process
+from mpirun.watchdog.rank_state import Rank, State, in_a_line, launcher, os_process
 
 TICK = 0.1  # seconds between two looks
 REPORT = 1.0  # seconds between two reports to the other watchdogs, and comparisons with the time limit

@@ -1,12 +1,7 @@
-"""What a rank does, as text: from its words in shared memory and from what the kernel says of its process.
-
-And from the states of all ranks, why a job cannot go on: which rank the others wait for, or which scripts call
-different methods of the Engine.
-"""
+"""What a rank does, as text: from its words in shared memory and from what the kernel says of its process."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from typing import Any, NamedTuple
@@ -102,54 +97,3 @@ def in_a_line(state: State) -> str:
     if state["waits"]:
         activity = f", waiting for {state['waits']}"
     return f"rank {state['rank']} on {state['host']}: {state['at']}{activity}"
-
-
-def different_calls(states: list[State]) -> str | None:
-    """Two ranks whose scripts do different things though all have to do the same, in a sentence; None: there are none.
-
-    After the same number of calls the last one is the same on all ranks, at any time, so one look is enough.
-    """
-    first: dict[int, State] = {}  # by number of calls
-    for state in states:
-        other = first.setdefault(state["calls"], state)
-        if other["call"] != state["call"]:
-            one, two = (
-                f"rank {x['rank']} on {x['host']} " + ("has ended" if x["call"] == "close" else f"calls {x['call']}")
-                for x in (other, state)
-            )
-            return f"{one}, but {two}: all ranks call the methods of an Engine, in the same order"
-    return None
-
-
-def explain_hang(states: list[State]) -> str:
-    """Which rank all others wait for in the end, or the circle in which they wait for each other."""
-    by_rank = {state["rank"]: state for state in states}
-
-    def next_of(rank: int) -> int | None:
-        """The rank that a rank waits for: in a sum the first one that has not come to it."""
-        peer: int | None = by_rank[rank]["peer"]
-        if peer != -1:
-            return peer
-        late = [state["rank"] for state in states if state["peer"] != -1]
-        return min(late, default=None)
-
-    stopped = [state["rank"] for state in states if state["process"] in ("stopped", "gone")]
-    waiting = [rank for rank in by_rank if by_rank[rank]["peer"] is not None]
-    if stopped:  # a rank may wait and be stopped
-        path = stopped[:1]
-    elif not waiting:
-        busy = [f"rank {x['rank']} on {x['host']} is {x['process']}" for x in states if x["process"] != "asleep"]
-        return ", ".join(["no rank shows what it waits for", *busy])
-    else:
-        path = [min(waiting)]
-        while (peer := next_of(path[-1])) is not None:
-            if peer in path:
-                circle = [*path[path.index(peer) :], peer]
-                return ", ".join(f"rank {a} waits for rank {b}" for a, b in itertools.pairwise(circle))
-            if peer not in by_rank:
-                return f"rank {path[-1]} waits for rank {peer}, whose host does not answer"
-            path.append(peer)
-    last = by_rank[path[-1]]
-    if last["peer"] == -1:
-        return "every rank waits for others"
-    return f"rank {last['rank']} on {last['host']} is {last['process']}, and others wait for it"

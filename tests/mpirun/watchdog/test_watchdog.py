@@ -19,9 +19,9 @@ import time
 import pytest
 
 from mpirun.watchdog import DONE, FAILED, IN_SCRIPT, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
+from mpirun.watchdog.hang import explain_hang
 from mpirun.watchdog.process import REPORT
 from mpirun.watchdog.rank_side import COMMAND
-from mpirun.watchdog.rank_state import explain_hang
 
 LINES = [
     '{"op": "RECV", "buf": "x.0.0", "from": 0}',
