@@ -20,6 +20,7 @@ from mpirun.comm.run_comm import RunComm
 
 SPIN, CROWDED_SPIN = 2e-3, 50e-6  # seconds of spinning: with a core for every rank, and with more ranks than cores
 NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds of one sleep
+LONGEST_IDLE_NAP = 5e-3  # where a rank has nothing to move for others meanwhile
 LATE = 0.02  # a nap, as a fraction of the time waited so far
 PR_SET_TIMERSLACK = 29  # in linux/prctl.h
 
@@ -34,8 +35,11 @@ def punctual_naps() -> None:
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1))
 
 
-def spin_then_sleep(done: Done, poll: Callable[[], None], spin: float) -> None:
-    """Return when `done()`; until then call `poll`, yielding the core for `spin` seconds and then sleeping."""
+def spin_then_sleep(done: Done, poll: Callable[[], None], spin: float, longest: float = LONGEST_NAP) -> None:
+    """Return when `done()`; until then call `poll`, yielding the core for `spin` seconds and then sleeping.
+
+    `longest`: seconds of one sleep.
+    """
     begin = time.perf_counter()
     while not done():
         poll()
@@ -43,7 +47,7 @@ def spin_then_sleep(done: Done, poll: Callable[[], None], spin: float) -> None:
         if waited < spin:
             os.sched_yield()
         else:
-            time.sleep(min(max(NAP, LATE * waited), LONGEST_NAP))
+            time.sleep(min(max(NAP, LATE * waited), longest))
 
 
 def sleeping_any(comm: MPI.Comm, here: bool) -> bool:
@@ -64,4 +68,4 @@ def sleeping_barrier(comm: MPI.Comm) -> None:
 def sleep_until(comm: MPI.Comm, done: Done) -> None:
     """Sleep until a call of all ranks is done."""
     with comm.waiting() if isinstance(comm, RunComm) else contextlib.nullcontext():
-        spin_then_sleep(done, lambda: None, 0)
+        spin_then_sleep(done, lambda: None, 0, LONGEST_IDLE_NAP)
