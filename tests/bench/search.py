@@ -56,7 +56,7 @@ CAPPED += [
 COSTS = ((1, 1, 1), (10, 12, 8), (1, 1.2, 0.6))
 ROOM = 10_000  # bytes for messages of one byte: far less than a forward saves; without bytes they would take no time
 BUDGET = 1000  # millions of jobs that are given a time
-GAP_BUDGET = 20
+GAP_BUDGET, QUICK_BUDGET = 20, 0.1
 FREE_BUDGET = 100
 # Times of F by stage, of 8 on 4 workers with 8 microbatches, and saved forwards; I and W take as long as F
 FREE = {
@@ -78,7 +78,7 @@ class Case(NamedTuple):
     microbatches: int
     cost: dict[str, float]
 
-    def search(self, machine: Machine, limits: Limits, budget: int) -> tuple[FoundOrder, float]:
+    def search(self, machine: Machine, limits: Limits, budget: float) -> tuple[FoundOrder, float]:
         """The best order, and the CPU seconds it took."""
         sizes = Sizes(self.chunks * self.workers, self.microbatches, self.workers)
         begin = time.process_time()
@@ -99,7 +99,7 @@ def table_5(quick: bool) -> None:
         saved = 34 * h + 5 * a * 1024
         machine = Machine(alpha, activation=1, weight=0, saved=saved, half=32 * h - saved)
         limits = Limits("window", bytes=2 * p * saved + ROOM)
-        best, seconds = case("zb-h1", p, 1, m, tuple(cost)).search(machine, limits, 1 if quick else BUDGET)
+        best, seconds = case("zb-h1", p, 1, m, tuple(cost)).search(machine, limits, QUICK_BUDGET if quick else BUDGET)
         rates = (1 - m * sum(cost) / value for value in (best.value, best.bound))
         print(f"{f'{p}, {m}':14}{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}", flush=True)
 
@@ -109,7 +109,7 @@ def table_8(quick: bool) -> None:
     print(f"{'table 8':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}  source")
     for p, m, *cost, alpha, rate in TABLE_8[: 1 if quick else None]:
         limits = Limits("window", 2 * p)
-        best, seconds = case("zb-v", p, 2, m, tuple(cost)).search(Machine(alpha), limits, 1 if quick else BUDGET)
+        best, seconds = case("zb-v", p, 2, m, tuple(cost)).search(Machine(alpha), limits, QUICK_BUDGET if quick else BUDGET)
         rates = (1 - 2 * m * sum(cost) / value for value in (best.value, best.bound))
         numbers = f"{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}"
         print(f"{f'{p}, {m}':14}{numbers}  {best.source}", flush=True)
@@ -119,7 +119,7 @@ def capped(quick: bool) -> None:
     """Longest own windows."""
     print(f"{'V, cap':24}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}")
     for p, m, cost, cap, theirs in CAPPED[: 1 if quick else None]:
-        best, seconds = case("zb-v", p, 2, m, cost).search(Machine(), Limits("window", cap), 1 if quick else BUDGET)
+        best, seconds = case("zb-v", p, 2, m, cost).search(Machine(), Limits("window", cap), QUICK_BUDGET if quick else BUDGET)
         title = f"{p}, {m}, {cost}, {cap}".replace(" ", "")
         print(f"{title:24}{theirs or '':>10}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}", flush=True)
 
@@ -129,14 +129,14 @@ def tessel(quick: bool) -> None:
     print(f"{'Tessel, m':24}{'found':>10}{'bound':>10}{'seconds':>10}  source")
     for name, scheme in (("V", "1f1b"), ("X", "chimera")):
         for m in (6,) if quick else (6, 8, 16):
-            best, seconds = case(scheme, 4, 1, m, (1, 3)).search(Machine(), Limits("latency", 4), 1 if quick else 200)
+            best, seconds = case(scheme, 4, 1, m, (1, 3)).search(Machine(), Limits("latency", 4), QUICK_BUDGET if quick else 200)
             print(f"{f'{name}, {m}':24}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}  {best.source}", flush=True)
 
 
 def gaps(quick: bool) -> None:
     """Gaps of latencies, for a chain and a V, with 1F1B's memory and without a limit."""
     print(f"{'latency':30}{'message':>10}{'found':>10}{'bound':>10}{'gap':>10}{'seconds':>10}")
-    budget = 1 if quick else GAP_BUDGET
+    budget = QUICK_BUDGET if quick else GAP_BUDGET
     for name, scheme, chunks in (("chain", "zb-h2", 1), ("V", "zb-v", 2)):
         for is_limited in (True, False):
             found = []
@@ -157,7 +157,7 @@ def gaps(quick: bool) -> None:
 def free(quick: bool) -> None:
     """Latencies, with messages of 0.1."""
     print(f"{'F by stage, limit':24}{'rounds':>10}{'V':>10}{'free':>10}{'bound':>10}{'seconds':>10}")
-    sizes, budget = Sizes(8, 8, 4), 1 if quick else FREE_BUDGET
+    sizes, budget = Sizes(8, 8, 4), QUICK_BUDGET if quick else FREE_BUDGET
     for name, (times, saved) in [*FREE.items()][: 1 if quick else None]:
         cost, limits = dict.fromkeys("FIW", times), Limits(saved=saved)
         question = Question(free_scheme(sizes), sizes, cost, Machine(0.1), limits)
