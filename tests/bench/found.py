@@ -96,7 +96,7 @@ def timed(act: Callable[[], object], laps: list[float]) -> Callable[[], None]:
     return run
 
 
-def one_round(memory: float, budget: float, options: argparse.Namespace, folder: Path) -> None:
+def one_round(memory: float, budget: int, options: argparse.Namespace, folder: Path) -> None:
     """Profile, plan twice, measure, print."""
     call = partial(subprocess.run, check=True, cwd=HERE, capture_output=True, text=True)
     layers = len(LAYERED[NAME].blocks)
@@ -149,7 +149,7 @@ def main() -> None:
         options.rounds, options.steps = 1, 2
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            one_round(options.memory, 0.1 if options.quick else 30, options, Path(folder))
+            one_round(options.memory, 1 if options.quick else 30, options, Path(folder))
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def test_found_orders_of_unequal_costs_give_the_bits_of_one_process(several, tex
     costs, files = tmp_path / "costs.json", [tmp_path / f"{name}.json" for name in ("kept", "redone", "free")]
     times = {"F": [2, 1, 1, 3, 1, 1, 2, 1], "I": [2, 1, 1, 3, 1, 1, 2, 1], "W": [1, 1, 1, 2, 1, 1, 1, 1], "alpha": 0.2}
     costs.write_text(json.dumps(times))
-    sizes = ["--stages", "8", "--microbatches", "8", "--profile", str(costs), "--budget", "2"]
+    sizes = ["--stages", "8", "--microbatches", "8", "--profile", str(costs), "--budget", "1"]
     limits = (["zb-v"], "7"), (["zb-v", "--recompute"], "3"), (["free", "--workers", "4"], "7")
     for file, (scheme, limit) in zip(files, limits, strict=True):
         assert schedgen(["search", *scheme, *sizes, "--memory-limit", limit, "-o", str(file)]) == 0
@@ -232,7 +232,7 @@ def test_an_order_found_for_tied_stages_gives_the_bits_of_one_process(several, t
     graph, file = tmp_path / "tied.graph", tmp_path / "found.json"
     graph.write_text('{"stages": 8, "tied": [[0, 7]]}')
     command = ["search", "zb-v", "--graph", str(graph), "--microbatches", "8", "--cost", "F=10,I=12,W=8"]
-    assert schedgen([*command, "--memory-limit", "5", "--budget", "2", "-o", str(file)]) == 0
+    assert schedgen([*command, "--memory-limit", "5", "--budget", "1", "-o", str(file)]) == 0
     assert '"n": "search latency"' in file.read_text() and '"buf": "t.0"' in file.read_text()
     ((code, out),) = several(4, [verify(file, TIED, text, "--canonical")])
     assert code == 0 and differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}, out
