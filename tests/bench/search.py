@@ -109,7 +109,9 @@ def table_8(quick: bool) -> None:
     print(f"{'table 8':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}  source")
     for p, m, *cost, alpha, rate in TABLE_8[: 1 if quick else None]:
         limits = Limits("window", 2 * p)
-        best, seconds = case("zb-v", p, 2, m, tuple(cost)).search(Machine(alpha), limits, QUICK_BUDGET if quick else BUDGET)
+        best, seconds = case("zb-v", p, 2, m, tuple(cost)).search(
+            Machine(alpha), limits, QUICK_BUDGET if quick else BUDGET
+        )
         rates = (1 - 2 * m * sum(cost) / value for value in (best.value, best.bound))
         numbers = f"{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}"
         print(f"{f'{p}, {m}':14}{numbers}  {best.source}", flush=True)
@@ -119,7 +121,9 @@ def capped(quick: bool) -> None:
     """Longest own windows."""
     print(f"{'V, cap':24}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}")
     for p, m, cost, cap, theirs in CAPPED[: 1 if quick else None]:
-        best, seconds = case("zb-v", p, 2, m, cost).search(Machine(), Limits("window", cap), QUICK_BUDGET if quick else BUDGET)
+        best, seconds = case("zb-v", p, 2, m, cost).search(
+            Machine(), Limits("window", cap), QUICK_BUDGET if quick else BUDGET
+        )
         title = f"{p}, {m}, {cost}, {cap}".replace(" ", "")
         print(f"{title:24}{theirs or '':>10}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}", flush=True)
 
@@ -129,7 +133,9 @@ def tessel(quick: bool) -> None:
     print(f"{'Tessel, m':24}{'found':>10}{'bound':>10}{'seconds':>10}  source")
     for name, scheme in (("V", "1f1b"), ("X", "chimera")):
         for m in (6,) if quick else (6, 8, 16):
-            best, seconds = case(scheme, 4, 1, m, (1, 3)).search(Machine(), Limits("latency", 4), QUICK_BUDGET if quick else 200)
+            best, seconds = case(scheme, 4, 1, m, (1, 3)).search(
+                Machine(), Limits("latency", 4), QUICK_BUDGET if quick else 200
+            )
             print(f"{f'{name}, {m}':24}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}  {best.source}", flush=True)
 
 

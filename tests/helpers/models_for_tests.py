@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpirun import Input, Minibatch, Model, Value, split_layers
-from mpirun.examples import gpt, mlp
+from mpirun.examples import gpt, mlp, seq2seq
 from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard, ShardedDim, skip
 
 WIDTH = 128  # of mlp.tiny
@@ -38,6 +39,12 @@ def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model
 gpt_tiny = partial(gpt.gpt, blocks=6, width=16, heads=4, length=16, sequences=2)
 gpt_tied = partial(gpt_tiny, tied=True)
 gpt_tensor = partial(gpt.gpt, blocks=3, width=16, heads=4, length=16, sequences=2, halves=True)
+
+
+@functools.cache
+def small_seq2seq(stages: int) -> Model:
+    """An encoder and a decoder of three layers each, traced."""
+    return seq2seq.seq2seq(stages, layers=3, width=16, heads=2, length=8, sequences=2)
 
 
 def without_gradient(stages: int) -> Model:

@@ -57,7 +57,7 @@ def profiles(several, compiled, text, tmp_path_factory):
         "sgd": ("--model", MLP, "--stages", 4, "--optimizer", "sgd"),
         "gpt": ("--model", "mpirun.examples.gpt:tiny", "--stages", 2),
         "joined": ("--model", "models_for_tests:joined", "--schedule", joined),
-        "seq2seq": ("--model", "mpirun.examples.seq2seq:tiny", "--stages", 4),
+        "seq2seq": ("--model", "models_for_tests:small_seq2seq", "--stages", 4),
     }
     runs = [
         ("profile", *some, "--text", text, "--steps", 2, "--threads", 1, "-o", folder / name)
@@ -130,7 +130,7 @@ def test_a_schedule_gives_stages_and_edges(profiles, capsys):
 def test_without_a_schedule_stages_read_what_the_model_says(several, profiles, capsys):
     """Skip connections, outputs of their own, ties: `plan` reads them from the graph beside the profile."""
     graph, plan = profiles["files"] / "seq2seq.graph", profiles["files"] / "seq2seq.json"
-    ((code, _),) = several(1, [["graph", "--model", "mpirun.examples.seq2seq:tiny", "--stages", 4, "-o", graph]])
+    ((code, _),) = several(1, [["graph", "--model", "models_for_tests:small_seq2seq", "--stages", 4, "-o", graph]])
     assert code == 0 and len(profiles["seq2seq"]["apart"]) == len(json.loads(graph.read_text())["edges"]) > 3
     options = ["--graph", graph, "--workers", 2, "--microbatches", 4, "--schemes", "1f1b", "-o", plan]
     assert schedgen(["plan", str(profiles["files"] / "seq2seq"), *map(str, options)]) == 0

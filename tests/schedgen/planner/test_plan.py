@@ -226,8 +226,7 @@ def test_what_is_split_and_what_is_redone_is_searched(memory):
     times = {"F": 10 * ones, "B": 18 * ones, "I": 12 * ones, "W": 10 * ones}
     layers = Layers(("a", "b", "c", "d"), ((0, 1), (1, 2), (2, 3)), times, machine)
     own, best = (
-        plan(layers, Hierarchy([Level(4, 1e9)]), 8, memory, schemes=["1f1b", "zb-h1"], budget=n)
-        for n in (0, 1)
+        plan(layers, Hierarchy([Level(4, 1e9)]), 8, memory, schemes=["1f1b", "zb-h1"], budget=n) for n in (0, 1)
     )
     first = best.front[0]
     assert first.order == "search" and first.step_time < own.front[0].step_time and first.peak_bytes <= memory
