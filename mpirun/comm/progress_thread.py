@@ -44,6 +44,7 @@ class MessageProgress:
         self.poll, self.last_poll, self.device = poll, 0.0, device or Device()
         # A GPU's backwards run in a thread of autograd's.
         self.hooks_allowed = self.device.kind == "cpu" or MPI.Query_thread() >= MPI.THREAD_SERIALIZED
+        self.layers: dict[nn.Module, list[nn.Module]] = {}
         self.threads_allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         sleeping_barrier(comm)
         self.comm = comm.Dup()
@@ -55,6 +56,10 @@ class MessageProgress:
 
     # At the ends of layers
 
+    def layer_count(self, module: nn.Module) -> int:
+        """How many layers a module has, at whose ends hooks can be."""
+        return len(self._layers(module))
+
     def with_hooks(
         self, act: Callable[[], object], module: nn.Module, seconds: float, backward: bool
     ) -> Callable[[], object]:
@@ -64,7 +69,7 @@ class MessageProgress:
         """
         if backward and not self.hooks_allowed:
             return act
-        found = layers(module)
+        found = self._layers(module)
         chosen = found[:: max(1, int(len(found) * PERIOD / seconds))]
 
         def after(layer: nn.Module, arguments: Any, output: Any) -> None:
@@ -82,6 +87,11 @@ class MessageProgress:
                     handle.remove()
 
         return act_with_hooks
+
+    def _layers(self, module: nn.Module) -> list[nn.Module]:
+        if module not in self.layers:
+            self.layers[module] = layers(module)
+        return self.layers[module]
 
     def _poll_if_due(self, _: Any = None) -> None:
         now = time.perf_counter()

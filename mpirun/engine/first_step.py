@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from mpirun.comm.progress_thread import LONG, layers, needs_calls
+from mpirun.comm.progress_thread import LONG, needs_calls
 from mpirun.comm.transport import Transport
 from mpirun.engine.act import Act
 from schedgen.ir.instructions import COMPUTE, Instruction, Op
@@ -77,7 +77,7 @@ def let_mpi_go_on(interpreter: Interpreter, seconds: Mapping[tuple[int, int], fl
         if i.op not in COMPUTE or not needs_calls(seconds[i.stage, i.op], interpreter.under_way[row]):
             continue
         module = interpreter.forward_backward.stage_of(i).module
-        if seconds[i.stage, i.op] > LONG * len(layers(module)):
+        if seconds[i.stage, i.op] > LONG * progress.layer_count(module):
             code[row] = _where_messages_move(transport, progress.with_thread(code[row]), code[row])
         else:
             at, backward = last_forward[i.stage, i.mb], i.op not in (Op.FWD, Op.RECOMPUTE)
