@@ -31,7 +31,7 @@ from mpirun.model.frontend.node_dependencies import (
     written_arguments,
     written_roots,
 )
-from mpirun.model.frontend.subgraphs import same_values, subgraphs
+from mpirun.model.frontend.subgraphs import attributes, same_values, subgraphs
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
@@ -191,13 +191,15 @@ class _Comparison:
         inside, others = list(subgraphs(node, self.state)), list(subgraphs(twin, self.eval_state))
         if node.target != twin.target or len(inside) != len(others):
             return False
-        for (code, state, operand_of), (other, other_state, other_operand_of) in zip(inside, others, strict=True):
-            counters = [inner for inner, operand in operand_of.items() if operand in self.counters]
-            kept = {inner: operand for inner, operand in operand_of.items() if inner not in counters}
+        for (code, operands), (other, other_operands) in zip(inside, others, strict=True):
+            pairs = list(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
+            kept = [pair for pair in pairs if pair[1] not in self.counters]
+            counters = [inner for inner, operand in pairs if operand in self.counters]
             twins = other.graph.find_nodes(op="placeholder")
-            if not self._match([*kept.values()], [*other_operand_of.values()]) or len(twins) != len(kept):
+            if not self._match([operand for _, operand in kept], other_operands) or len(twins) != len(kept):
                 return False
-            inner = _Comparison(state, other_state, counters, dict(zip(twins, kept, strict=True)))
+            node_of = {twin: inner for twin, (inner, _) in zip(twins, kept, strict=True)}
+            inner = _Comparison(attributes(code), attributes(other), counters, node_of)
             try:
                 inner.compare(code.graph, other.graph, False)
             except UsageError as error:

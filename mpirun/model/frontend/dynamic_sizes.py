@@ -43,7 +43,8 @@ def smaller_example(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -
         leaf if dim is None else leaf.narrow(dim, 0, leaf.shape[dim] - 1).contiguous()
         for leaf, dim in zip(leaves, leaf_dims(nested, dims), strict=True)
     ]
-    return pytree.tree_unflatten(shorter, spec)
+    smaller: Call = pytree.tree_unflatten(shorter, spec)
+    return smaller
 
 
 def merge_sizes(exported: ExportedGraph, smaller: ExportedGraph) -> ExportedGraph:

@@ -159,7 +159,7 @@ def _set_region_lines(part: fx.GraphModule) -> None:
     """Give each node that runs a subgraph the source line of the subgraph's first operation."""
     state = attributes(part)
     for node in part.graph.nodes:
-        for code, *_ in subgraphs(node, state):
+        for code, _ in subgraphs(node, state):
             traces = (inner.meta.get("stack_trace") for inner in code.graph.nodes if inner.op == "call_function")
             node.meta["stack_trace"] = next(filter(None, traces), None)
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from mpirun.model.frontend.node_dependencies import arguments_of
-from mpirun.model.frontend.subgraphs import subgraphs
+from mpirun.model.frontend.subgraphs import attributes, subgraphs
 
 MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
 TRACED = "traced"  # in the meta of a stage's node: the name of its node in the traced graph
@@ -37,12 +37,17 @@ class ModeOp(nn.Module):
         return self.operation(*args, **kwargs)
 
 
-class CountOp(ModeOp):
+class CountOp(nn.Module):
     """A change in place of a counter, the first argument; in eval mode the counter stays as it is."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        """`operation`: the node's target."""
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, counter: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The counter."""
-        return super().forward(*args, **kwargs) if self.training else args[0]
+        return self.operation(counter, *args, **kwargs) if self.training else counter
 
 
 class Changed(nn.Module):
@@ -64,7 +69,7 @@ class Choice(nn.Module):
 def mode_op(node: fx.Node, counters: Collection[fx.Node]) -> nn.Module | None:
     """A module that runs a node by the mode; None if the mode changes nothing. `counters`: the nodes of counters."""
     if changes_counter(node, counters):
-        return CountOp(node.target, {})  # type: ignore[arg-type]
+        return CountOp(node.target)  # type: ignore[arg-type]
     in_eval = eval_arguments(node)
     return ModeOp(node.target, in_eval) if in_eval else None  # type: ignore[arg-type]
 
@@ -76,10 +81,11 @@ def counters_of(graph: fx.Graph) -> list[fx.Node]:
 
 def follow_mode_inside(node: fx.Node, state: Mapping[str, Any], counters: Collection[fx.Node]) -> None:
     """Change the subgraphs that a node runs so that they follow the mode; `state`, `counters`: of the node's graph."""
-    for code, inside, operand_of in subgraphs(node, state):
-        inner_counters = [inner for inner, operand in operand_of.items() if operand in counters]
+    for code, operands in subgraphs(node, state):
+        pairs = zip(code.graph.find_nodes(op="placeholder"), operands, strict=False)
+        inner_counters = [inner for inner, operand in pairs if operand in counters]
         for inner, operation in [(inner, mode_op(inner, inner_counters)) for inner in code.graph.nodes]:
-            follow_mode_inside(inner, inside, inner_counters)
+            follow_mode_inside(inner, attributes(code), inner_counters)
             if operation is not None:
                 name = f"{MODE_OPS}{inner.name}"
                 code.add_module(name, operation)

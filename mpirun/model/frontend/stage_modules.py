@@ -193,9 +193,11 @@ def _reshape(graph: fx.Graph, state: Mapping[str, Any], written: Collection[fx.N
     for node in graph.nodes:
         if node.target is aten.view.default and node not in written:
             node.target = aten.reshape.default
-        for code, inside, operand_of in subgraphs(node, state):
-            views, roots = views_of(code.graph, inside), written_roots(code.graph, inside)
-            roots |= {inner for inner, operand in operand_of.items() if operand in written}
+        for code, operands in subgraphs(node, state):
+            inside, views = attributes(code), views_of(code.graph, attributes(code))
+            placeholders = code.graph.find_nodes(op="placeholder")
+            roots = written_roots(code.graph, inside)
+            roots |= {inner for inner, operand in zip(placeholders, operands, strict=False) if operand in written}
             if any(user in written for user in node.users):  # its results
                 roots |= {views.get(result, result) for result in code.graph.output_node().all_input_nodes}
             _reshape(code.graph, inside, {inner for inner in code.graph.nodes if views.get(inner, inner) in roots})

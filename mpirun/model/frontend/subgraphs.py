@@ -9,33 +9,31 @@ from typing import Any
 from torch import Tensor, fx
 
 
-def subgraphs(
-    node: fx.Node, state: Mapping[str, Any]
-) -> Iterator[tuple[fx.GraphModule, dict[str, Any], dict[fx.Node, Any]]]:
-    """The subgraphs that a node runs, each with its own `state`, and with the node's operands by placeholder.
+def subgraphs(node: fx.Node, state: Mapping[str, Any]) -> Iterator[tuple[fx.GraphModule, list[Any]]]:
+    """The subgraphs that a node runs, and the operands of each, one for each of its placeholders.
 
     `state`: what the get_attr nodes of the node's graph refer to, by target.
     """
     for index, argument in enumerate(node.args):
         target = str(argument.target) if isinstance(argument, fx.Node) and argument.op == "get_attr" else ""
-        if isinstance(code := state.get(target), fx.GraphModule):
-            placeholders = code.graph.find_nodes(op="placeholder")
-            yield code, attributes(code), dict(zip(placeholders, node.args[index + 1 :], strict=False))
+        if isinstance(state.get(target), fx.GraphModule):
+            yield state[target], list(node.args[index + 1 :])
 
 
 def result_inside(node: fx.Node, state: Mapping[str, Any]) -> tuple[fx.Node, dict[fx.Node, Any], dict[str, Any]] | None:
     """For a node that is a result of a subgraph: the node inside, the operands by placeholder, the inner `state`."""
     if node.target is getitem:
-        for code, inside, operand_of in subgraphs(node.all_input_nodes[0], state):
+        for code, operands in subgraphs(node.all_input_nodes[0], state):
+            operand_of = dict(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
             results: Any = code.graph.output_node().args[0]
-            return results[node.args[1]], operand_of, inside
+            return results[node.args[1]], operand_of, attributes(code)
     return None
 
 
 def any_inside(test: Callable[[fx.Node], object], node: fx.Node, state: Mapping[str, Any]) -> bool:
     """Whether a test holds for a node or for some node of a subgraph that it runs, at any depth."""
     return bool(test(node)) or any(
-        any_inside(test, inner, inside) for code, inside, _ in subgraphs(node, state) for inner in code.graph.nodes
+        any_inside(test, inner, attributes(code)) for code, _ in subgraphs(node, state) for inner in code.graph.nodes
     )
 
 
