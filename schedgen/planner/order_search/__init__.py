@@ -17,5 +17,4 @@ least_memory.py    the reverse: the least memory for the time of the scheme's ow
 recompute.py       orders that redo forwards to keep to the memory
 whole_or_split.py  which backwards are whole and which are split, if the costs of both are known
 redo_choice.py     the fewest forwards of an order that must be redone
-table.py           what the command prints
 """
