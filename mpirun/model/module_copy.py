@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class MetaModule(NamedTuple):
     """A module without values, and what gives them to its submodules."""
 
     module: nn.Module
-    init: Init | None  # None: the submodule's reset_parameters
+    init: Init | None  # None: _init_weights of the model, or the submodule's reset_parameters
     prefix: str = ""  # what names in the whole model have before those in it
 
 
@@ -73,27 +74,91 @@ class ModuleCopy:
                 copies[id(tensor)] = like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
             elif tensor.is_meta:
                 unset[name] = tensor
-        owners = dict.fromkeys(name.rpartition(".")[0] for name in unset)
-        filled = {name: self._filled(name, derived_seed(seed, name)) for name in owners}
+        by_owner: dict[str, dict[str, Tensor]] = {}
         for name, tensor in unset.items():
             owner, _, attribute = name.rpartition(".")
-            value = getattr(filled[owner], attribute)
-            fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
-            if fits and _is_byte(value.dtype):  # any value may be meant: inits of other memory should agree
-                fits = torch.equal(value, getattr(self._filled(owner, derived_seed(seed, owner), 1), attribute))
-            if not fits or _is_unset(value):
-                by = "init" if self.source is not None and self.source.init else "reset_parameters"
-                raise UsageError(f"{name} is on the meta device, and {by} gives it no values")
-            copies[id(tensor)] = value
+            by_owner.setdefault(owner, {})[attribute] = tensor
+        initialiser = _Initialiser(self.source or MetaModule(self.module, None))
+        for owner, needed in by_owner.items():
+            made = initialiser.values(owner, needed, derived_seed(seed, owner))
+            copies |= {id(tensor): made[attribute] for attribute, tensor in needed.items()}
         return copy.deepcopy(self.module, copies)
 
-    def _filled(self, name: str, seed: int, byte: int = 0) -> nn.Module:
-        """A copy of the source's submodule whose own parameters and buffers, but not its children's, have values.
+
+class _Initialiser:
+    """Gives values to a module on the meta device, to the parameters and buffers of one submodule at a time.
+
+    A model's own `_init_weights`, as transformers' models have it, is called with the submodule and then with those
+    that it is in, which may set a child's parameters. If values are still missing, `reset_parameters` comes before.
+    """
+
+    def __init__(self, source: MetaModule) -> None:
+        """`source`: stays as it is."""
+        self.source = source
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """A copy of the source, without values, for inits to change."""
+        return _without_values(self.source.module, {})
+
+    def values(self, owner: str, needed: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+        """Values like these tensors, which a submodule has itself, by name there; UsageError if some get none."""
+        module = self.module.get_submodule(owner)
+        model_inits = self._model_inits(owner)
+        reset: Callable[[], Any] | None = getattr(module, "reset_parameters", None)
+        if self.source.init:
+            by, ways = "init gives it no values", [[self._call(self.source.init, owner)]]
+        elif model_inits and reset:
+            by = "neither _init_weights nor reset_parameters gives it values: init should"
+            ways = [model_inits, [reset, *model_inits]]
+        elif model_inits:
+            by, ways = "_init_weights gives it no values: init should", [model_inits]
+        elif reset:
+            by, ways = "reset_parameters gives it no values: init should", [[reset]]
+        else:
+            raise UsageError(
+                f"{owner or 'the module'}, {type(module).__name__}: is on the meta device and has no reset_parameters: "
+                "init should give it values"
+            )
+        has_bytes = any(_is_byte(tensor.dtype) for tensor in needed.values())
+        values: dict[str, Tensor] = {}
+        for way in ways:
+            made = self._made(module, way, seed, 0)
+            again = self._made(module, way, seed, 1) if has_bytes else made
+            values = {name: made[name] for name, meta in needed.items() if _is_given(meta, made[name], again[name])}
+            if len(values) == len(needed) and not any(_unset_elements(value).any() for value in values.values()):
+                break
+        if missing := [name for name in needed if name not in values]:
+            raise UsageError(f"{owner}.{missing[0]}".removeprefix(".") + f" is on the meta device, and {by}")
+        return values
+
+    def _model_inits(self, owner: str) -> list[Callable[[], Any]]:
+        """Calls of the `_init_weights` of the model that a submodule is in: for the submodule, then for what it is in.
+
+        If models are in models, that of the innermost.
+        """
+        calls: list[Callable[[], Any]] = []
+        init, parts = None, owner.split(".") if owner else []
+        for depth in range(len(parts) + 1):
+            name = ".".join(parts[:depth])
+            own = getattr(self.module.get_submodule(name), "_init_weights", None)
+            init = own if own is not None and _required(own) in (1, 2) else init
+            if init is not None:
+                calls.insert(0, self._call(init, name))
+        return calls
+
+    def _call(self, init: Init, name: str) -> Callable[[], Any]:
+        """A call of an init for a submodule."""
+        module = self.module.get_submodule(name)
+        whole = f"{self.source.prefix}{name}".removesuffix(".")
+        return partial(init, module, whole) if _required(init) > 1 else partial(init, module)
+
+    def _made(self, module: nn.Module, inits: Sequence[Callable[[], Any]], seed: int, byte: int) -> dict[str, Any]:
+        """What inits make of a submodule's own parameters and buffers, but not its children's.
 
         `byte`: what booleans and bytes are filled with before.
         """
-        source = self.source or MetaModule(self.module, None)
-        module = copy.copy(source.module.get_submodule(name))
+        before = module._parameters, module._buffers
         module._parameters = {
             own: parameter if parameter is None else nn.Parameter(_unset(parameter, byte), parameter.requires_grad)
             for own, parameter in module._parameters.items()
@@ -101,20 +166,28 @@ class ModuleCopy:
         module._buffers = {
             own: buffer if buffer is None else _unset(buffer, byte) for own, buffer in module._buffers.items()
         }
-        own_init = getattr(type(module), "reset_parameters", None)
-        init = source.init or own_init or getattr(source.module, "_init_weights", None)  # as in transformers
-        if init is None:
-            raise UsageError(
-                f"{name or 'the module'}, {type(module).__name__}: is on the meta device and has no reset_parameters: "
-                "init should give it values"
-            )
         seed_generators(seed)
-        with torch.no_grad():
-            if _takes_name(init):
-                init(module, f"{source.prefix}{name}".removesuffix("."))
-            else:
-                init(module)
-        return module
+        try:
+            with torch.no_grad():
+                for init in inits:
+                    init()
+            return {name: getattr(module, name, None) for tensors in before for name in tensors}
+        finally:
+            module._parameters, module._buffers = before
+
+
+def _without_values(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module and its submodules whose parameters and buffers are all on the meta device."""
+    if id(module) not in copied:
+        part = copied[id(module)] = object.__new__(type(module))  # copy.copy refuses parametrized modules
+        vars(part).update(vars(module))
+        part._parameters = {
+            n: p if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
+            for n, p in part._parameters.items()
+        }
+        part._buffers = {n: b if b is None else b.detach().to("meta") for n, b in part._buffers.items()}
+        part._modules = {n: m if m is None else _without_values(m, copied) for n, m in part._modules.items()}
+    return copied[id(module)]
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -163,14 +236,14 @@ def like(tensor: Tensor, value: Tensor) -> Tensor:
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-def _takes_name(init: Init) -> bool:
-    """Whether an `init` has a second argument without a default: the submodule's name."""
+def _required(init: Init) -> int:
+    """How many arguments without a default an init has: the submodule, and perhaps its name."""
     try:
         parameters = inspect.signature(init).parameters.values()
     except (ValueError, TypeError):  # not written in Python
-        return False
+        return 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) > 1
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
 
 
 def _is_byte(dtype: torch.dtype) -> bool:
@@ -188,9 +261,18 @@ def _filler(dtype: torch.dtype) -> float:
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
-def _is_unset(value: Tensor) -> bool:
-    """Whether nothing was written to a tensor, as far as that can be seen."""
-    if _is_byte(value.dtype) or not value.numel():
-        return False
+def _unset_elements(value: Tensor) -> Tensor:
+    """Which elements nothing was written to, as far as that can be seen."""
+    if _is_byte(value.dtype):
+        return torch.zeros((), dtype=torch.bool)
     inexact = value.is_floating_point() or value.is_complex()
-    return bool((value.isnan() if inexact else value == _filler(value.dtype)).all())
+    return value.isnan() if inexact else value == _filler(value.dtype)
+
+
+def _is_given(tensor: Tensor, value: object, again: object) -> bool:
+    """Whether a value was made for a tensor; `again`: that made in other memory, with which bytes should agree."""
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+        return False
+    if _is_byte(value.dtype):
+        return isinstance(again, Tensor) and torch.equal(value, again)
+    return not value.numel() or not bool(_unset_elements(value).all())

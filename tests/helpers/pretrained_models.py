@@ -33,5 +33,5 @@ def gpt2(stages: int) -> Model:
         return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
     example = {"input_ids": torch.zeros(SAMPLES, LENGTH, dtype=torch.long), "use_cache": False}
-    cut = split(net, example, stages=stages, init=net._init_weights)
+    cut = split(net, example, stages=stages)
     return cut.model(loss, batch, LENGTH + 1, weights=Pretrained(directory))

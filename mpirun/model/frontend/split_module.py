@@ -59,8 +59,8 @@ def split(
     `dims`: the dimension of the example's samples, a number, or nested as args, kwargs or (args, kwargs), with None
     for what has no samples: the module is traced a second time, and microbatches may have one sample less.
     `init`: for a module on the meta device, a function that gives a submodule its own parameters and buffers, in
-    place, on the ranks that build them (default: its reset_parameters). UsageError, with the line of the model that
-    is the reason, if the module cannot be split.
+    place, on the ranks that build them (default: the model's _init_weights, or the submodule's reset_parameters).
+    UsageError, with the line of the model that is the reason, if the module cannot be split.
     """
     args, kwargs = _call(example, example_kwargs)
     _check_options(module, stages, points, costs, shared)

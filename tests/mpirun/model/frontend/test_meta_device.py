@@ -159,6 +159,19 @@ class Failing(Own):
         raise ValueError("no\nidea")
 
 
+class Initialised(Own):
+    """As models of transformers: a method for all submodules, here for those in a layer, and not for `scale`."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Own):
+            module.first.weight.zero_()
+            module.second.weight.zero_()
+
+
+class InitialisedHalved(Halved, Initialised):
+    pass
+
+
 def nothing(module: nn.Module) -> None:
     pass
 
@@ -168,7 +181,9 @@ def nothing(module: nn.Module) -> None:
     [
         (Own, None, "the module, Own: is on the meta device and has no reset_parameters: init should give it values"),
         (Own, nothing, r"\w+(\.weight)? is on the meta device, and init gives it no values"),
-        (Halved, None, "scale is on the meta device, and reset_parameters gives it no values"),
+        (Halved, None, "scale is on the meta device, and reset_parameters gives it no values: init should"),
+        (Initialised, None, "scale is on the meta device, and _init_weights gives it no values: init should"),
+        (InitialisedHalved, None, "neither _init_weights nor reset_parameters gives it values: init should"),
         (Masked, set_mask, "places is on the meta device, and init gives it no values"),
         (Masked, set_places, "mask is on the meta device, and init gives it no values"),
         (Failing, None, r"stage \d of the model cannot be built: ValueError: no idea"),
@@ -181,6 +196,15 @@ def test_values_that_are_missing(make: Callable[[], nn.Module], init: Any, why: 
     with pytest.raises(UsageError, match=why):
         for stage in range(2):
             build_stage(split_model, stage, 0)
+
+
+def test_a_models_own_method_sets_what_others_would() -> None:
+    net = on_meta(Initialised)
+    net.scale = nn.Parameter(torch.ones(16))
+    net.second.weight = nn.Parameter(torch.ones(16, 16))  # these have values
+    made = dict(build_stage(Model([net], scores_of), 0, 0).named_parameters())
+    assert not made["first.weight"].any() and made["first.bias"].any() and made["second.bias"].any()
+    assert made["scale"].sum() == 16 and made["second.weight"].sum() == 16 * 16 and net.first.weight.is_meta
 
 
 def test_booleans_and_short_numbers_that_init_gives() -> None:
