@@ -81,13 +81,13 @@ def check_weights(model: Model) -> None:
     unused, found, fake = dict.fromkeys(names), 0, fake_mode()
     for stage in range(len(model.stages)):
         module = stage_without_values(model, stage, fake)
-        saved, tensors = module.state_dict().keys(), own_tensors(module)
+        tensors = own_tensors(module)
         for name, candidates in weight_names(model, stage, module).items():
             present = [candidate for candidate in candidates if candidate in names]
             found += bool(present)
             if present:
                 types.add((model.weights(present[:1])[present[0]].dtype, tensors[name].dtype))
-            elif name in saved:
+            else:
                 missing.append(candidates[0])
             for candidate in candidates:
                 unused.pop(candidate, None)
@@ -235,13 +235,13 @@ class _Builder:
         }
         names = {n: c for n, c in weight_names(self.model, self.stage, module, prefix).items() if n in tensors}
         given = dict(self.model.weights([candidate for candidates in names.values() for candidate in candidates]))
-        saved, values = module.state_dict().keys(), {}
+        values = {}
         for name, candidates in names.items():
             found = [candidate for candidate in candidates if candidate in given]
             if found:
                 values[name] = self._fitted(found[0], given[found[0]], name, module)
                 self.loaded.add(f"{prefix}{name}")
-            elif name in saved:
+            else:
                 self.missing.append(candidates[0])
         return values
 

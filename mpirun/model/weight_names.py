@@ -12,11 +12,17 @@ from schedgen.util.errors import clip
 
 
 def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") -> dict[str, list[str]]:
-    """By parameter and buffer of a module, the names under which weights may have it; the first is the proper one.
+    """By parameter and saved buffer of a module, the names under which weights may have it; the first is the proper one.
 
     `module`: the stage, or a part of it whose names in the stage begin with `prefix`.
     """
-    names: dict[str, list[str]] = {name: [] for name in own_tensors(module)} | parameter_aliases(module)
+    temporary = {
+        f"{owner}.{name}".removeprefix(".")
+        for owner, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    names: dict[str, list[str]] = {name: [] for name in own_tensors(module) if name not in temporary}
+    names |= parameter_aliases(module)
     return {
         name: _candidates(model, stage, [f"{prefix}{own}" for own in (name, *others)]) for name, others in names.items()
     }

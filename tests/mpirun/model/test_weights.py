@@ -205,6 +205,48 @@ def test_what_weights_lack_is_initialised_as_transformers_do(name: str) -> None:
             assert torch.equal(value, expected[label]), label
 
 
+class Scaled(nn.Module):
+    """With buffers that are saved, and that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.empty(16), persistent=False)
+        self.register_buffer("shift", torch.empty(16))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.get_buffer("scale").fill_(2.0)
+        self.get_buffer("shift").fill_(3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.get_buffer("scale") + self.get_buffer("shift")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", ["layers", "modules", "sequential", "split"])
+def test_buffers_that_are_not_saved_are_not_read(tmp_path: Path, kind: str, device: str) -> None:
+    loss: Any = nn.functional.mse_loss
+    with torch.device(device):
+        net = nn.Sequential(Scaled(), Scaled())
+    values = {name: torch.zeros(tensor.shape) for name, tensor in own_tensors(net).items()}
+    if kind == "layers":
+        model = Model([{"0": Scaled, "1": Scaled}], loss)
+    elif kind == "modules":
+        model = Model([net], loss)
+        values = {f"stage0.{name}": value for name, value in values.items()}
+    else:
+        model = (split_sequential(net, 1) if kind == "sequential" else split(net, X, stages=1)).model(loss)
+    save_file(values, tmp_path / "model.safetensors")
+    model = model._replace(weights=Pretrained(tmp_path))
+    with pytest.warns(MpirunWarning, match=r"no stage uses (stage0\.)?0\.scale, (stage0\.)?1\.scale$"):
+        check_weights(model)
+    built = own_tensors(build_stage(model, 0, 0))
+    assert {name: value.max().item() for name, value in built.items()} == {
+        name: 2.0 if "scale" in name else 0.0 for name in own_tensors(net)
+    }
+
+
 def test_types_that_become_others_are_said(tmp_path: Path) -> None:
     model, values = stage_entries("layers")
     save_file({name: value.bfloat16() for name, value in values.items()}, tmp_path / "model.safetensors")
