@@ -14,7 +14,7 @@ import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
-from mpirun.model.weight_names import listed
+from mpirun.model.weight_names import listed, weight_names
 from schedgen.ir.header import Header
 from schedgen.util.errors import MpirunWarning, UsageError
 
@@ -65,6 +65,10 @@ def export(
         if comm.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise
+    if source is not None:
+        aliases = [weight_names(setup.model, index, stage.module).values() for index, stage in stages.items()]
+        known = comm.gather({name for of_stage in aliases for others in of_stage for name in others})
+        on_rank_0(comm, lambda: _say_left_out(directory, Path(source), set().union(*known or ())))
     return directory
 
 
@@ -187,13 +191,11 @@ def _publish(directory: Path, draft: Path, source: str | Path | None, index: Map
             directory.rmdir()
         draft.rename(directory)
         sync(directory.parent)
-    if source is not None:
-        _say_left_out(directory, Path(source), index)
 
 
-def _say_left_out(directory: Path, source: Path, index: Mapping[str, str]) -> None:
-    """Warn of the source's tensors that no stage has."""
+def _say_left_out(directory: Path, source: Path, known: Collection[str]) -> None:
+    """Warn of the source's tensors that no stage has under any name."""
     with contextlib.suppress(UsageError):  # it may have no weights
-        if lost := [name for name in Pretrained(source).names if name not in index]:
+        if lost := [name for name in Pretrained(source).names if name not in known]:
             sentence = f"export {directory}: no stage has {listed(lost)} of {source}: not written"
             warnings.warn(sentence, MpirunWarning, stacklevel=2)

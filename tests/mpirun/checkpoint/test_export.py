@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mpirun.checkpoint.pretrained import Pretrained
@@ -36,6 +37,10 @@ def exported(
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).save_pretrained(folder / "source")
     (folder / "source" / "tokenizer.json").write_text("{}")
     (folder / "source" / "pytorch_model.bin").write_text("old")
+    saved = tensors(folder / "source")
+    saved["lm_head.weight"], saved["odd"] = saved.pop("transformer.wte.weight"), torch.ones(1)
+    shutil.copytree(folder / "source", folder / "renamed")
+    save_file(saved, folder / "renamed" / "model.safetensors")
     skip = {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "apart": [0]}  # of the tied embedding
     chain = compiled("1f1b", workers=4, microbatches=4, graph=skip)
     divided = compiled("fsdp", workers=4, microbatches=4, shards=4, graph=skip)
@@ -46,7 +51,7 @@ def exported(
     source = str(folder / "source")
     runs = [
         (chain, gpt2, 0, "unchanged", source),
-        (chain, gpt2, 1, "chain", source),
+        (chain, gpt2, 1, "chain", str(folder / "renamed")),
         (divided, gpt2, 1, "divided", None),
         (shards, TENSOR, 0, "shards", None),
         (four, PARTLY_FROZEN, 0, "frozen shards", None),
@@ -108,7 +113,10 @@ def test_tensor_shards_are_joined(exported: tuple[Path, list[str]], name: str, t
     assert written.keys() == whole.keys() and all(torch.equal(value, written[name]) for name, value in whole.items())
 
 
-def test_nothing_is_overwritten(exported: tuple[Path, list[str]]) -> None:
+def test_nothing_is_overwritten_and_what_is_left_out_is_said(exported: tuple[Path, list[str]]) -> None:
     folder, printed = exported
-    assert printed == [f"export {folder / 'chain'}: it is not empty: export to a new directory"]
+    assert printed == [
+        f"note: export {folder / 'chain'}: no stage has odd of {folder / 'renamed'}: not written",
+        f"export {folder / 'chain'}: it is not empty: export to a new directory",
+    ]
     assert not list(folder.glob(".*"))
