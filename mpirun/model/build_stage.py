@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
-from mpirun.model.contract import Model
+from mpirun.model.contract import Model, Weights
 from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
-from mpirun.model.parallel_layers import sharded_dims
+from mpirun.model.parallel_layers import Shard, ShardedDim, sharded_dims
 from mpirun.model.rng import derived_seed, seed_generators
 from mpirun.model.weight_names import lack, listed, weight_names
 from schedgen.util.errors import MpirunWarning, UsageError, raised
@@ -76,7 +76,7 @@ def check_weights(model: Model) -> None:
     """
     if model.weights is None or (names := getattr(model.weights, "names", None)) is None:
         return
-    missing: list[str] = []
+    missing: dict[str, tuple[int, ...] | None] = {}  # the shape of those that are trained
     types: set[tuple[torch.dtype, torch.dtype]] = set()  # of weights, and of the same tensors in the model
     unused, found, fake = dict.fromkeys(names), 0, fake_mode()
     for stage in range(len(model.stages)):
@@ -88,7 +88,8 @@ def check_weights(model: Model) -> None:
             if present:
                 types.add((model.weights(present[:1])[present[0]].dtype, tensors[name].dtype))
             else:
-                missing.append(candidates[0])
+                shape = _whole_shape(tensors[name], sharded_dims(module).get(name), model.shard_of(stage))
+                missing[candidates[0]] = shape if tensors[name].requires_grad else None
             for candidate in candidates:
                 unused.pop(candidate, None)
     where = f"{model.weights}"
@@ -97,11 +98,31 @@ def check_weights(model: Model) -> None:
     changed = [pair for pair in sorted(types, key=str) if pair[0] != pair[1]]
     sentences = [f"{where}: {given} becomes {kept}, as the model has it" for given, kept in changed]
     if missing:
-        sentences.append(lack(list(dict.fromkeys(missing)), where))
+        sentences.append(lack(missing, where))
+        sentences += _of_same_shape(model.weights, missing, list(unused))
     if unused:
         sentences.append(f"{where}: no stage uses {listed(unused)}")
     for sentence in sentences:
         warnings.warn(sentence, MpirunWarning, stacklevel=2)
+
+
+def _of_same_shape(weights: Weights, missing: Mapping[str, tuple[int, ...] | None], unused: Sequence[str]) -> list[str]:
+    """A sentence on trained parameters that weights may have under other names, if there are some."""
+    of_shape: dict[tuple[int, ...], list[str]] = {}
+    for name in unused:
+        of_shape.setdefault(tuple(weights([name])[name].shape), []).append(name)
+    pairs = {
+        name: of_shape[shape].pop(0) for name, shape in missing.items() if shape is not None and of_shape.get(shape)
+    }
+    if not pairs:
+        return []
+    what = f"no stage uses {listed(pairs.values())}, of the same shape as the missing {listed(pairs)}"
+    return [f"{weights}: {what}: what is the same under another name should be renamed in the files"]
+
+
+def _whole_shape(tensor: Tensor, dim: ShardedDim | None, shard: Shard) -> tuple[int, ...]:
+    """The shape that weights have of a tensor, of which a tensor shard has a share along `dim`."""
+    return tuple(tensor.shape) if dim is None or shard.count == 1 else dim.full_shape(tensor.shape, shard)
 
 
 def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
@@ -249,13 +270,12 @@ class _Builder:
         """A value made to fit the module's parameter or buffer `name`: this shard's share of it, in the same type."""
         tensor = own_tensors(module)[name]
         shard, dim = self.model.shard_of(self.stage), sharded_dims(module).get(name)
-        divided = dim is not None and shard.count > 1
-        expected = dim.full_shape(tensor.shape, shard) if dim is not None and divided else tuple(tensor.shape)
+        expected = _whole_shape(tensor, dim, shard)
         if tuple(value.shape) != expected:
             raise UsageError(f"weights: {weight} has shape {tuple(value.shape)}, but {expected} in the model")
         if value.dtype.is_floating_point != tensor.dtype.is_floating_point:
             raise UsageError(f"weights: {weight} is {value.dtype}, but {tensor.dtype} in the model")
-        if dim is not None and divided:
+        if dim is not None and shard.count > 1:
             value = dim.share(value, shard)
         copied = not (self.mapped and tensor.requires_grad)
         return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)

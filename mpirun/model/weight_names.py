@@ -12,7 +12,7 @@ from schedgen.util.errors import clip
 
 
 def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") -> dict[str, list[str]]:
-    """By parameter and saved buffer of a module, the names under which weights may have it; the first is the proper one.
+    """By parameter and saved buffer of a module, the names that weights may have for it; the first is the proper one.
 
     `module`: the stage, or a part of it whose names in the stage begin with `prefix`.
     """
@@ -36,7 +36,7 @@ def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*known, *(alias for name in known for alias in model.origin.aliases.get(name, ()))]))
 
 
-def lack(names: Sequence[str], where: str) -> str:
+def lack(names: Collection[str], where: str) -> str:
     """A sentence: the weights that are `where` lack these names."""
     return f"{where}: has no {listed(names)}: trained from the values that the model is built with"
 

@@ -255,6 +255,20 @@ def test_types_that_become_others_are_said(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
+def test_what_may_have_another_name_is_said(tmp_path: Path) -> None:
+    model, values = stage_entries("layers")
+    values["old.weight"], values["layer3.bias"] = values.pop("layer1.weight"), torch.ones(3)
+    save_file(values, tmp_path / "model.safetensors")
+    with pytest.warns(MpirunWarning) as said:
+        check_weights(model._replace(weights=Pretrained(tmp_path)))
+    assert [str(one.message).partition(": ")[2] for one in said] == [
+        "has no layer1.weight: trained from the values that the model is built with",
+        "no stage uses old.weight, of the same shape as the missing layer1.weight: what is the same under another name "
+        "should be renamed in the files",
+        "no stage uses layer3.bias, old.weight",
+    ]
+
+
 def test_weights_without_names_are_compared_where_stages_are_built() -> None:
     model, values = stage_entries("layers")
     del values["layer2.bias"]
