@@ -138,6 +138,8 @@ class SteppedOptimizer:
 
 def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The scheduler; UsageError unless its learning rate depends on the step alone."""
+    for group in optimizer.param_groups:  # schedulers change a tensor in place, which other optimizers may have, too
+        group |= {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
     try:
         scheduler = make(optimizer)
     except (Exception, SystemExit) as error:
