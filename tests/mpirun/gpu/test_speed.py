@@ -47,13 +47,13 @@ def test_a_step_of_jobs_of_some_ms_is_its_kernels(
 def test_transfers_begin_when_kernels_end_and_kernels_when_messages_come(
     passes: Any, two_ranks: Any, side_by_side: Any, record_property: Note
 ) -> None:
-    """On a host that launches a kernel in 5 us, in about 20 and 50 us; a poll of a millisecond between would fail."""
+    """Less than 100 us from an event to its transfer, and less than 50 us from a message to the first kernel."""
     model = ["--model", "models_for_gpus:sleeping", "--device", "cuda"]
     env = {**side_by_side, "JOB_MS": "10"}
     found = delays(passes(*model, "--steps", 12, schedule=two_ranks, ranks=STAGES, env=env, program=DELAYS))
-    for what in ("ready", "begin"):
+    for what, limit in {"ready": 100, "begin": 50}.items():
         record_property(f"{what}, us", f"{median(found[what]):.0f} (95 %: {at(0.95, found[what]):.0f})")
-        assert median(found[what]) < 250
+        assert median(found[what]) < limit
 
 
 def test_a_stage_of_one_compiled_module_sends_during_its_jobs(
