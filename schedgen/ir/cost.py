@@ -1,4 +1,4 @@
-"""Durations of jobs, in the schedule's unit of time: the defaults, and how a user's costs give those of directions."""
+"""Durations of jobs, in the schedule's unit of time: the defaults, and those that a user's costs give."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def without_redo(cost: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def durations(cost: Mapping[str, Any] | None, directions: int, given: str = "--cost") -> dict[str, Any]:
-    """The duration of each direction that a schedule has, a number or an array by stage; None: the default.
+    """The duration of each direction that a schedule has, a number or an array by stage; `cost` None: the default.
 
-    If the schedule does not split the backward, B is I + W unless it is given; if it does, B is left out; in a list
-    of forwards alone, all but F is. R is always left out.
-    UsageError if durations differ too much, or one is missing; it says where they were `given`.
+    With an unsplit backward, B is I + W unless it is given; with a split one, B is left out; in a list of forwards
+    alone, everything but F is left out. R is always left out.
+    UsageError if durations differ too much, or one is missing; `given`: where the error says they were given.
     """
     if cost is None:
         return dict(DEFAULT_COST[directions])
@@ -73,7 +73,7 @@ def has_both(cost: Mapping[str, Any]) -> bool:
 def shortest_halves(cost: Mapping[str, Any], stages: int) -> dict[str, NDArray[np.float64]]:
     """F, I and W by stage, from costs that also have B: I is at most B, and W at most B - I.
 
-    A schedule that mixes whole and split backwards takes no less time than with these.
+    A schedule that mixes whole and split backwards takes at least as long as it would with these durations.
     """
     forward, whole, first, rest = (by_stage(cost[name], stages) for name in "FBIW")
     first = np.minimum(first, whole)

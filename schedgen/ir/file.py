@@ -1,8 +1,8 @@
-"""The schedule file: canonical JSON, one instruction a line, in and out.
+"""Write and read the schedule file: canonical JSON, one instruction a line.
 
 Same program, same bytes. The header comes first, then every rank's list, then a SHA-256 of all lines above it (last, so
-that a file is written in one pass, and a file cut short is noticed). `read` accepts exactly what `write` makes, and
-refuses anything else with its line; `parse` is the lenient reader that `schedgen seal` uses on files edited by hand.
+that a file is written in one pass, and a truncated file is noticed). `read` accepts exactly what `write` makes, and
+names the first other line; `parse` is the lenient reader that `schedgen seal` uses on files edited by hand.
 Every number is checked against the header's sizes before anything is built from it.
 """
 
@@ -33,7 +33,7 @@ from schedgen.util.progress import counted
 VERSION = 1
 CHUNK = 2**16  # rows written at a time
 MOST_LINE = 2**27  # bytes of a line of the header
-MOST_HEADER = 2**28  # bytes of a header, plus 64 for each of its lines
+MOST_HEADER = 2**28  # bytes of a header, where each line counts 64 bytes more
 
 _PROGRAMS = ' "programs": ['
 
@@ -91,7 +91,7 @@ def header_entries(header: Header) -> dict[str, Any]:
 
 
 def _placement_lines(key: str, placement: Ints) -> list[str]:
-    """A line of workers by stage, or a line a stage by microbatch. A direction equal to the one before is left out."""
+    """For each direction that differs from the one before: a line of workers by stage, or a line a stage."""
     lines = [f' "{key}": {{']
     for d, name in enumerate(DIRECTIONS[len(placement)]):
         if d and (placement[d] == placement[d - 1]).all():
@@ -107,7 +107,7 @@ def _placement_lines(key: str, placement: Ints) -> list[str]:
 
 
 def line_of(program: Program, row: int, rank: int | None = None) -> int:
-    """The line (from 1) of a row of a projected program in its file; `rank`: whose list it is counted in."""
+    """The line (from 1) of a row of a projected program in its file; `rank`: its list, default the row's."""
     rank = int(program.rows.rank[row]) if rank is None else rank
     return len(header_lines(program.header)) + 2 * rank + row + 2
 
@@ -116,11 +116,11 @@ def line_of(program: Program, row: int, rank: int | None = None) -> int:
 
 
 def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
-    """The program in a canonical file, and what is wrong with its SHA-256 (None: nothing).
+    """The program in a canonical file, and an error message if its SHA-256 is wrong, else None.
 
-    Raises RefusedFile, naming the line, where a line is not what `write`
-    writes. The hash is left to the caller, who can say more about a damaged
-    instruction than that it is damaged.
+    Raises RefusedFile, naming the line, at the first line that `write` would
+    not write. The caller reports a wrong hash, after a check that may name the
+    damaged instruction.
     """
     lines = _Lines(source, name)
     header_text = _header_text(lines)
@@ -151,7 +151,7 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
 
 
 def _header_text(lines: _Lines) -> list[str]:
-    """The lines up to the one that begins the lists; the first says the format's version."""
+    """The header's lines, with the one that begins the lists; the format version in the first is checked."""
     first = next(lines)
     version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
     if version is None:
@@ -237,7 +237,7 @@ class _Lines:
         return bool(data)
 
     def take(self, size: int, count: int) -> None:
-        """Count `count` lines of `size` bytes in all as read."""
+        """Take the next `size` bytes, which are `count` whole lines."""
         self.digest.update(memoryview(self.rest)[:size])
         self.rest = self.rest[size:]
         self.number += count
@@ -247,7 +247,7 @@ class _Lines:
         return not self.rest and not self.source.read(1)
 
     def refuse(self, reason: str) -> RefusedFile:
-        """What to raise for the line that was read last."""
+        """The error to raise for the line that was read last."""
         return RefusedFile(f"{self.name}:{self.number}: {reason}")
 
 
@@ -262,7 +262,7 @@ def _read_programs(lines: _Lines, limits: Limits) -> Rows:
             taken = read_lines(np.frombuffer(lines.rest, np.uint8), state, limits)
             state = taken.state
             for column, block in zip(blocks, taken.rows.columns(), strict=True):
-                column.append(block.copy())  # the arrays were allocated for the shortest lines
+                column.append(block.copy())  # releases arrays that were allocated for the shortest lines
             length += len(taken.rows.op)
             if length > MOST_ROWS:
                 raise lines.refuse(f"more than {MOST_ROWS} instructions: too many")
@@ -276,7 +276,7 @@ def _read_programs(lines: _Lines, limits: Limits) -> Rows:
 
 
 def _wrong_line(lines: _Lines, state: State, limits: Limits) -> RefusedFile:
-    """What is wrong with the next line, which is not what `write` makes."""
+    """The error to raise for the next line, which `write` would not write."""
     rank, line = state.rank, next(lines)
     if not state.inside:
         return lines.refuse(f"the program of rank {rank} should begin here, with '  ['")

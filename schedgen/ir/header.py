@@ -1,8 +1,8 @@
-"""The header of a schedule: what it is, apart from its instructions.
+"""The header of a schedule: everything but its instructions.
 
-Each concept that a schedule may have is a value with its own methods: `graph`, `weight_shards`,
-`weight_versions`, `tensor_parallel`. The header itself answers what most callers ask of them: which of the model's
-stages a stage is, who owns a unit of weights, whether there is a flush.
+Each feature of a schedule is a value with its own methods: `graph`, `weight_shards`, `weight_versions`,
+`tensor_parallel`. The header itself has the queries that most callers need: which of the model's stages a stage is,
+which ranks own a unit of weights, whether there is a flush.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _Stage = TypeVar("_Stage", int, Ints)  # one stage, or an array of them
 
 
 def owners_of(weights: Ints) -> tuple[tuple[int, ...], ...]:
-    """By stage, every worker that these w_weights name, ascending; `weights`: (directions, stages, microbatches)."""
+    """By stage, every worker that `weights` names, ascending; its shape: (directions, stages, microbatches)."""
     return tuple(tuple(np.unique(weights[:, s]).tolist()) for s in range(weights.shape[1]))
 
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """What a schedule is, apart from its instructions.
+    """Everything in a schedule but its instructions.
 
-    `compute` and `weights` are the two halves of w on every job, shape
+    `compute` and `weights` are the two workers that w gives for every job, shape
     (directions, stages, microbatches). In a list of forwards alone `compute` has
-    the direction F; `weights` has more where they name owners that F does not.
+    only direction F; `weights` has others, too, if they name owners that F does not.
     """
 
     scheme: Mapping[str, Any]  # name, workers, stages, microbatches, then the scheme's own: numbers, words, lists
     mode: str  # "greedy" or "strict": what n means
     n: str  # name of the order
-    cost: Mapping[str, float]  # duration of each direction that ordered the jobs
+    cost: Mapping[str, float]  # duration of each direction, by which the jobs were ordered
     # weight_slots, fan_out, prefetch, recompute, and memory_limit if there is one: `compiler.options`;
     # updates, one of UPDATES, unless flush; accumulated with 2bw
     lowering: Mapping[str, Any]
     graph: StageGraph
-    groups: tuple[tuple[int, ...], ...]  # ranks of each collective
+    groups: tuple[tuple[int, ...], ...]  # the different sets of ranks of collectives
     compute: Ints
     weights: Ints
     generator: str
@@ -80,7 +80,7 @@ class Header:
 
     @property
     def model_stages(self) -> int:
-        """The stages of the model: fewer than the schedule's where each has shards."""
+        """The number of stages of the model: `stages` divided by the shards of each."""
         return self.stages // self.tensor_parallel.degree
 
     def model_stage(self, stage: _Stage) -> _Stage:
@@ -97,11 +97,11 @@ class Header:
         return stage in self.first_shards
 
     def shards_of(self, stage: int) -> range:
-        """The shards of the model's stage that a stage is one of, or that stage alone."""
+        """All shards of the model's stage that `stage` belongs to; `stage` alone if stages have no shards."""
         return self.tensor_parallel.siblings(stage)
 
     def summed_stages(self, stage: int) -> range:
-        """The stages whose jobs add up to x.s, or to the gradients of what stage s reads: all its shards, or itself."""
+        """The stages whose jobs add up to x.s and to gradients of its inputs: the shards of a split stage, else s."""
         return self.tensor_parallel.summed_stages(stage)
 
     @cached_property
@@ -112,12 +112,12 @@ class Header:
         return StageGraph(self.model_stages, tuple(sorted(edges)), tuple(sorted(per_consumer)))
 
     def sharers(self, tie: int) -> tuple[int, ...]:
-        """The owners of the stages of a tie, ascending: who enters its ALLREDUCE."""
+        """The owners of the stages of a tie, ascending: the ranks that enter its ALLREDUCE."""
         return tuple(sorted({rank for stage in self.tied[tie] for rank in self.owners[stage]}))
 
     @property
     def unsharded_ties(self) -> tuple[tuple[int, ...], ...]:
-        """The ties between stages of the model, in the form of `tied`; those among one stage's shards are left out."""
+        """The ties between stages of the model, in the form of `tied`; ties of one stage's shards are left out."""
         ties = {tuple(sorted({self.model_stage(stage) for stage in tie})) for tie in self.tied}
         return tuple(sorted(tie for tie in ties if len(tie) > 1))
 
@@ -135,7 +135,7 @@ class Header:
 
     @cached_property
     def group_numbers(self) -> dict[tuple[int, ...], int]:
-        """By the ranks of a collective, the number of their group."""
+        """By the ranks of a collective, their index in `groups`."""
         return {ranks: number for number, ranks in enumerate(self.groups)}
 
     @cached_property
@@ -183,7 +183,7 @@ class Header:
 
     @property
     def stepped_together(self) -> str | None:
-        """Which stages step their weights together, so that these have no versions, in words; None: no stages do."""
+        """The stages, in words, that must step together, so that weights have no versions; None: there are none."""
         return "tied stages" if self.tied else "shards of stages" if self.tensor_parallel else None
 
     @property

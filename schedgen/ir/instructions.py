@@ -42,7 +42,7 @@ class Op(IntEnum):
     ALLREDUCE = 9  # buf = sum of the group's buf (for x and g: of the shards' buf); a missing dw counts as zero
     NORM = 10  # all ranks learn the losses and the norm of the whole gradient
     STEP = 11  # optimizer step on this rank's w.stage, or one part of it, which becomes its next version
-    FREE = 12  # last use is past; waits for sends of buf still under way
+    FREE = 12  # forget buf after its last use; waits for its sends still in flight
 
 
 class Kind(IntEnum):
@@ -51,9 +51,9 @@ class Kind(IntEnum):
     NONE = 0
     X = 1  # x.s.b    output activation of stage s; x.s.b.c the part of it that consumer c reads
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
-    W = 3  # w.s      weights; w.s@v where a schedule has versions of them, w.s/k a part of divided ones
+    W = 3  # w.s      weights; w.s@v version v of them, w.s/k part k of divided weights
     DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where the weights are divided
-    T = 5  # t.k      the part of the dw of tie k's stages that belongs to what they share; never travels
+    T = 5  # t.k      in the dw of tie k's stages, the gradients of the shared parameters; never sent
 
 
 KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}
@@ -86,8 +86,8 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
 }
 EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between shards
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
-FORWARD_OPS = (Op.FETCH_W, Op.RECV, Op.SEND, Op.FWD, Op.ALLREDUCE, Op.FREE)  # what a list of forwards may have,
-FORWARD_KINDS = (Kind.NONE, Kind.X, Kind.W)  # of these kinds of buffer
+FORWARD_OPS = (Op.FETCH_W, Op.RECV, Op.SEND, Op.FWD, Op.ALLREDUCE, Op.FREE)  # the opcodes of a list of forwards
+FORWARD_KINDS = (Kind.NONE, Kind.X, Kind.W)  # the kinds of buffer that they name there
 VERSIONED = (*COMPUTE, Op.STEP)  # have a last operand "version" where a schedule has versions of weights
 
 
@@ -119,7 +119,7 @@ class Instruction(NamedTuple):
 
     @property
     def part(self) -> int:
-        """For weights and their gradients: which part of the stage's; -1 where they are not divided."""
+        """For weights and their gradients: the part k of the stage; -1 where they are not divided."""
         return self.via
 
     @property
@@ -134,7 +134,7 @@ class Instruction(NamedTuple):
 
     @property
     def group(self) -> int:
-        """For collectives: the group of ranks that enter it."""
+        """For collectives: the index in the header's `groups` of the ranks that enter it."""
         return self.peer
 
     @property

@@ -1,7 +1,7 @@
-"""Instructions as lines of text, and back: the two loops that large files spend their time in.
+"""Write instructions as lines of text, and read them: the two loops that dominate the time for large files.
 
-One table made from `OPERANDS` drives both, so that a line is what `Instruction.__str__` says. The reader takes only
-what the writer makes, and stops at the first line that is anything else.
+One table, made from `OPERANDS`, drives both loops, so that a line has the text of `Instruction.__str__`. The reader
+accepts only lines that the writer makes, and stops at the first other line.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from schedgen.util.jit import kernel
 
 Bytes = NDArray[np.uint8]
 
-LONGEST_LINE = 128  # bytes: four numbers of ten digits, two names and what stands between
+LONGEST_LINE = 128  # bytes: four numbers of ten digits, two names and the text between them
 SHORTEST_LINE = 24  # bytes of an instruction
-# Where an operand's value is stored, and the index in Limits of the bound of its number (-1: a buffer has several, and
-# a shard's is the number of parts of its stage).
+# By operand: where its value is stored, and the index in Limits of its bound. -1: a buffer's numbers have several
+# bounds, and the bound of a shard is the number of parts of its stage.
 STAGE, MB, PEER, BUFFER, VERSION, SHARD = range(6)
 WORKERS, STAGES, MICROBATCHES, GROUPS, TIES, VERSIONS = range(6)
 _OPERAND = {
@@ -38,10 +38,10 @@ NO_COMMA, WITH_COMMA, BRACKET = range(3)
 
 
 class Templates(NamedTuple):
-    """A line is text, field, text, field, text; a buffer's name is letters and up to three numbers.
+    """The form of every opcode's line: texts and fields by turns. A buffer's name is letters and up to three numbers.
 
-    Where weights have no versions, a field VERSION and the text before it are left out; so is a field SHARD, where the
-    weights of the stage are not divided.
+    If weights have no versions, a field VERSION and the text before it are left out; so are a field SHARD and its
+    text, if the weights of the stage are not divided.
     """
 
     letters: Bytes  # all texts, concatenated
@@ -90,7 +90,7 @@ EMPTY = rows(0, np.zeros(0, np.int32))
 
 
 def write_lines(table: Rows, begin: int, end: int, last: bool, out: Bytes) -> int:
-    """Write the lines of rows begin to end - 1; return the number of bytes. `last`: the last of them has no comma."""
+    """Write the lines of rows begin to end - 1; return the number of bytes. `last`: the last line has no comma."""
     write = _write.sized(8 * (end - begin), ahead=8 * (len(table.op) - end))
     return write(*table[1:], begin, end, last, out, 0, *TEMPLATES[:5], TEMPLATES.name_begin, TEMPLATES.name_length)
 
@@ -130,7 +130,7 @@ def _write(
                 if via[row] >= 0:
                     out[at] = SLASH if kind_ in (W, DW) else DOT
                     at = write_number(out, at + 1, via[row])
-                if o == FREE and peer[row] >= 0:  # of a version
+                if o == FREE and peer[row] >= 0:  # FREE of w.s@v
                     out[at] = AT
                     at = write_number(out, at + 1, peer[row])
                 out[at] = QUOTE
@@ -161,10 +161,10 @@ def write_number(out: Bytes, at: int, number: int) -> int:
 
 
 class State(NamedTuple):
-    """Where the reader of the lists stands."""
+    """The position of the reader within the lists."""
 
     rank: int = 0
-    inside: bool = False  # whether it is within that rank's list
+    inside: bool = False  # whether the reader is within that rank's list
     before: int = NO_COMMA  # how the line before ends: NO_COMMA, WITH_COMMA or BRACKET
 
 
@@ -174,7 +174,7 @@ class Taken(NamedTuple):
     rows: Rows
     bytes: int
     lines: int
-    state: State  # after them
+    state: State  # after these lines
     wrong: bool  # whether a wrong line follows
 
 
@@ -313,7 +313,7 @@ def _read_name(
         if number < 0 or number >= divided[stage[row]]:
             return -1
         via[row] = number
-    if named == W and sizes[VERSIONS] > 0:  # only FREE, of w.s@v
+    if named == W and sizes[VERSIONS] > 0:  # w.s@v, which only FREE names
         number = -1
         if opcode == FREE and at < stop and data[at] == AT:
             number, at = read_number(data, at + 1, stop)

@@ -1,7 +1,7 @@
 """`Program`: a header and the instructions of every rank, as arrays.
 
 A program comes in two orders with one type: *global*, the time order that passes insert into, and *projected*,
-grouped by rank, which is what files hold and what everyone else reads.
+grouped by rank, which files hold and all other code reads.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Rows(NamedTuple):
 
     `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
     x.s.b.c and g.s.b.c, the part k of w.s/k and dw.s/k; for t.k, `stage` is
-    k); for compute and STEP `stage` and `mb` are the job, and `via` is STEP's
-    shard. `peer` is the operand `from`, `to`, `group` or `version`,
-    and for w.s@v it is v.
+    k). For compute `stage` and `mb` are the job, for STEP `stage` and `via`
+    are the stage and the shard. `peer` is the operand `from`, `to`, `group`
+    or `version`, and for w.s@v it is v.
     """
 
     rank: Ints
@@ -45,11 +45,11 @@ class Rows(NamedTuple):
         return list(self)
 
 
-_COLUMN = {"part": "via", "consumer": "via", "tie": "stage", "group": "peer", "version": "peer"}  # by meaning
+_COLUMN = {"part": "via", "consumer": "via", "tie": "stage", "group": "peer", "version": "peer"}  # by operand
 
 
 def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
-    """`Rows` as long as `rank`; scalars are repeated, fields (columns or meanings) not given are -1 (kind: 0)."""
+    """`Rows` as long as `rank`; scalars are broadcast. `fields`: columns or keys of `_COLUMN`; default -1 (kind: 0)."""
     length = len(rank)
     fields = {_COLUMN.get(name, name): value for name, value in fields.items()}
 
@@ -90,7 +90,7 @@ class Program:
         places = after + 1 + np.arange(len(after))
         is_old = np.ones(len(self) + len(after), bool)
         is_old[places] = False
-        old_places = np.flatnonzero(is_old)  # indices: they move columns four times as fast as the mask
+        old_places = np.flatnonzero(is_old)  # indices: four times as fast as assigning by the mask
 
         def merge(column: NDArray[Any], inserted: NDArray[Any]) -> NDArray[Any]:
             merged = np.empty(len(is_old), column.dtype)
@@ -108,7 +108,7 @@ class Program:
 
     @cached_property
     def bounds(self) -> Numbers:
-        """Projected only: rank r's instructions are rows bounds[r] to bounds[r + 1]."""
+        """Projected only: rank r's instructions are rows bounds[r] to bounds[r + 1] - 1."""
         return np.searchsorted(self.rows.rank, np.arange(self.header.workers + 1))
 
     def is_one_of(self, *ops: Op) -> Flags:

@@ -1,4 +1,4 @@
-"""The stage graph: which stages read the output of which. The chain is the default.
+"""The stage graph: which stage reads the output of which other stage. The default is a chain.
 
 The consumers of a stage may all read the same output, or each an output of its own (*per consumer*). Either way each
 gives the producer a gradient of its own.
@@ -21,7 +21,7 @@ from schedgen.util.errors import UsageError, clip
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Which stage reads which output of which other."""
+    """The edges between stages, and which stages have an output per consumer."""
 
     stages: int
     edges: tuple[tuple[int, int], ...]  # (producer, consumer), ascending
@@ -49,11 +49,11 @@ class StageGraph:
         return np.isin(np.arange(self.stages), self.per_consumer)
 
     def gradient_consumer(self, producer: int, consumer: int) -> int:
-        """The `consumer` operand of the g that `consumer` sends to `producer`: -1 where it is the only one."""
+        """The `consumer` operand of the g that `consumer` sends to `producer`: -1 if it is the only consumer."""
         return consumer if len(self.consumers[producer]) > 1 else -1
 
     def output_consumer(self, producer: int, consumer: int) -> int:
-        """The `consumer` operand of the x that `consumer` reads of `producer`: -1 where all read the same."""
+        """The `consumer` operand of the x that `consumer` reads of `producer`: -1 if all consumers read one x."""
         return consumer if self.is_per_consumer[producer] else -1
 
     def output_consumers(self, stage: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class StageGraph:
         return self.consumers[stage] if self.is_per_consumer[stage] else (-1,)
 
     def size_columns(self, stage: AnyInts, consumer: AnyInts) -> Numbers:
-        """Where the size of an x or g stands in an array by stage and then by edge."""
+        """The index of each x or g in an array by stage and then by edge; `consumer` as in its name."""
         edges = np.array(self.edges, np.int64).reshape(-1, 2) @ [self.stages, 1]  # ascending
         columns = self.stages + np.searchsorted(edges, stage.astype(np.int64) * self.stages + consumer)
         return np.where(consumer < 0, stage, columns)

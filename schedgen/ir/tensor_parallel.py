@@ -1,7 +1,7 @@
 """Tensor parallelism: T shards of every stage of the model, on as many workers [Megatron-LM, section 3].
 
-Stage s T + t of a schedule is shard t of the model's stage s. The shards of a *split* stage make a sum: an
-ALLREDUCE adds up what their jobs give. A *replicated* stage is computed alike by all its shards.
+Stage s T + t of a schedule is shard t of the model's stage s. The jobs of a *split* stage's shards give
+the terms of a sum, which an ALLREDUCE adds up. A *replicated* stage is computed alike by all its shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from schedgen.util.errors import UsageError
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How many shards every stage of the model has, and which of its stages they replicate; true above one shard."""
+    """The number of shards of every stage of the model, and its replicated stages; true if stages have shards."""
 
     degree: int  # T, the shards of each stage; 1: stages have none
     replicated: tuple[int, ...]  # the model's stages that all shards compute alike, ascending
@@ -41,7 +41,7 @@ class TensorParallel:
         return range(first, first + self.degree)
 
     def summed_stages(self, stage: int) -> range:
-        """The stages whose jobs add up to x.s, or to the gradients of what stage s reads: all its shards, or itself."""
+        """The stages whose jobs add up to x.s and to gradients of its inputs: the shards of a split stage, else s."""
         return self.siblings(stage) if self.split[stage] else range(stage, stage + 1)
 
 

@@ -1,7 +1,7 @@
 """Weight shards: the weights of a stage divided into parts, each with an owner of its own [ZeRO, FSDP].
 
-A *unit* is what has one dw, one STEP and one set of owners: a stage, or one part of a divided one. Units are
-numbered by stage and then by part.
+A *unit* of weights has one dw, one STEP and one set of owners: it is an undivided stage or one part of a divided
+stage. Units are numbered by stage and then by part.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ LINE = 64  # bytes: parts of weights, and slices of a sum, begin at multiples of
 
 
 def part_offsets(size: int, parts: int) -> list[int]:
-    """The offsets in bytes where the parts begin, and the end; all but the last non-empty part are equally long.
+    """The offsets in bytes where the parts begin, and the end; non-empty parts but the last are equally long.
 
-    A part begins at a multiple of 64 bytes.
+    Non-empty parts begin at multiples of 64 bytes.
     """
     part = -(-size // (parts * LINE)) * LINE
     return [min(k * part, size) for k in range(parts + 1)]
@@ -73,7 +73,7 @@ class WeightShards:
         return owner
 
     def sizes(self, by_stage: Numbers) -> Numbers:
-        """Bytes of every unit, from those of all weights of each stage."""
+        """Bytes of every unit; `by_stage`: bytes of all weights of each stage."""
         if not self:
             return by_stage
         ends = [part_offsets(int(size), int(count)) for size, count in zip(by_stage, self.counts, strict=True)]

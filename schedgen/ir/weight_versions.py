@@ -1,4 +1,4 @@
-"""Versions of weights: which one a job uses, where weights change without a flush.
+"""Versions of weights, for schedules without a flush: when weights change, and which version a job uses.
 
 [Narayanan et al. 2019, PipeDream, section 3.3; 2021, Memory-efficient pipeline-parallel training, section 3.1: 2BW]
 """
@@ -40,7 +40,7 @@ class WeightVersions:
         return self.microbatches + 1 if self else 1
 
     def round(self, stage: int) -> int:
-        """Microbatches that make one update of a stage: one for each of its owners, or m with two buffers."""
+        """The number of microbatches in one update of a stage: one for each of its owners, or m with two buffers."""
         return self.accumulated or len(self.owners[stage])
 
     @property
