@@ -141,8 +141,8 @@ class _Names(NamedTuple):
     first_of_tie: Numbers  # the stages of tie k are tied[first_of_tie[k] : first_of_tie[k + 1]]
     tied: Numbers
     owner: Flags  # (workers, units)
-    redone: Flags  # (stages, microbatches): the forward keeps nothing, or the backward's rank redoes it
-    stays: Flags  # by row, for STEP: the version before has a FREE, so it stays
+    redone: Flags  # (stages, microbatches): the forward saves nothing, as where another rank has the backward
+    stays: Flags  # by row, for STEP: the version before has a FREE, so it lives on
     again: Flags  # by row: an ALLREDUCE of a tie that its rank has entered before
     stages: int
     batches: int
@@ -151,7 +151,7 @@ class _Names(NamedTuple):
 
 
 def _names(program: Program) -> _Names:
-    """Gather them from the header, and from the rows that change what other rows do."""
+    """Gather `_Names` from the header, and from the rows that change what other rows do."""
     header, table = program.header, program.rows
     edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))

@@ -1,8 +1,8 @@
-"""What every instruction does to which buffers. Only code that executes lists states it a second time.
+"""The effects of every instruction on buffers, as the table `EFFECTS`: a new instruction is a new entry.
 
-`EFFECTS` is the table of it: a new instruction is a new entry. `accesses.py` looks up what each row of a program does;
-the checker, the simulator, the exports and the passes follow buffers by that. `reference_machine.py` states the same
-by executing lists, deliberately without this table.
+`accesses.py` looks up the effects of each row of a program; the checker, the simulator, the exports and the passes
+follow buffers by these accesses. Only code that executes lists states the effects a second time;
+`reference_machine.py` does so deliberately, without this table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from schedgen.ir.instructions import OPERANDS, Kind, Op
 
 
 class Buffer(IntEnum):
-    """What takes memory on a rank."""
+    """The kinds of buffers that take memory on a rank."""
 
     X = 0  # x, computed or received
     G = 1  # g
@@ -34,7 +34,7 @@ class Effect(IntEnum):
     RECEIVE = 3  # DEFINE, by a message: the next instruction that touches it waits for the message
     ADD = 4  # a summand is added to it; DEFINE if it does not exist
     CHANGE = 5  # it is rewritten in place, after the messages that send it have left
-    END = 6  # it exists before and not afterwards, when the messages that send it have left
+    END = 6  # it exists before and not afterwards, after the messages that send it have left
 
 
 class Which(IntEnum):
@@ -42,7 +42,7 @@ class Which(IntEnum):
 
     NAMED = 0  # the one that `buf`, or `stage` and `shard`, name; for a partial, the one from rank `from`
     JOB = 1  # that of this job
-    UNREDONE = 2  # that of this job, but none if a RECOMPUTE redoes the job
+    UNREDONE = 2  # that of this job; none if its forward saves nothing, as where a RECOMPUTE redoes it
     INPUTS = 3  # for each producer p of s: x.p.b as s reads it, or g.p.b as s gives it
     OUTPUTS = 4  # for each consumer of s: x.s.b as s gives it (only one x if all read the same), or g.s.b as s reads it
     PARTS = 5  # for each part of the weights of s
@@ -79,8 +79,9 @@ def _named(effect: Effect, *buffers: Buffer) -> Form:
 _FORWARD = Does(READ, W, PARTS), Does(READ, X, INPUTS)
 _BACKWARD = *_FORWARD, Does(READ, G, OUTPUTS)
 
-# Effects are in the order in which memory is taken and released. What an instruction ends takes memory until it is
-# done. A message goes to rank `to` or comes from rank `from`; all ranks of `group` enter an ALLREDUCE or NORM together.
+# Effects are in the order in which memory is taken and released. A buffer that an instruction ends takes memory
+# until the instruction is done. A message goes to rank `to` or comes from rank `from`; all ranks of `group` enter an
+# ALLREDUCE or NORM together.
 EFFECTS: dict[Op, Form] = {
     Op.FETCH_W: _named(RECEIVE, W),
     Op.RECV: _named(RECEIVE, X, G) | {Kind.DW: (Does(RECEIVE, PARTIAL, NAMED),)},

@@ -2,7 +2,7 @@
 
 Same program, same bytes. The header comes first, then every rank's list, then a SHA-256 of all lines above it (last, so
 that a file is written in one pass, and a truncated file is noticed). `read` accepts exactly what `write` makes, and
-names the first other line; `parse` is the lenient reader that `schedgen seal` uses on files edited by hand.
+a refusal names the line; `parse` is the lenient reader that `schedgen seal` uses on files edited by hand.
 Every number is checked against the header's sizes before anything is built from it.
 """
 
@@ -91,7 +91,7 @@ def header_entries(header: Header) -> dict[str, Any]:
 
 
 def _placement_lines(key: str, placement: Ints) -> list[str]:
-    """For each direction that differs from the one before: a line of workers by stage, or a line a stage."""
+    """For each direction that differs from the one before: a line of workers, or a line a stage by microbatch."""
     lines = [f' "{key}": {{']
     for d, name in enumerate(DIRECTIONS[len(placement)]):
         if d and (placement[d] == placement[d - 1]).all():
@@ -107,7 +107,7 @@ def _placement_lines(key: str, placement: Ints) -> list[str]:
 
 
 def line_of(program: Program, row: int, rank: int | None = None) -> int:
-    """The line (from 1) of a row of a projected program in its file; `rank`: its list, default the row's."""
+    """The line (from 1) of a row of a projected program in its file; `rank`: whose list it is counted in."""
     rank = int(program.rows.rank[row]) if rank is None else rank
     return len(header_lines(program.header)) + 2 * rank + row + 2
 

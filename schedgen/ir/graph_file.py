@@ -1,6 +1,6 @@
-"""The graph file: what a schedule must know of a model. Written by `mpirun graph`, for `--graph`.
+"""The graph file: what a schedule must know of a model. `mpirun graph` writes it, and `--graph` reads it.
 
-schedgen/README.md, "Models", says what its keys are, and what one that is left out stands for.
+schedgen/README.md, "Models", explains its keys and their defaults.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from schedgen.util.parse_json import read_json
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A model's stages, which of them read which, and what else a schedule must know of them."""
+    """The content of a graph file: a model's stages, their edges, and what else a schedule must know of them."""
 
     stages: int
     edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer), ascending
@@ -27,7 +27,7 @@ class ModelGraph:
     layers: tuple[int, ...] = ()  # one number a stage, or none
 
     def text(self) -> str:
-        """The file, a key a line."""
+        """The text of the file, a key a line."""
         values = {
             "stages": self.stages, "edges": self.edges, "apart": self.per_consumer, "tied": self.tied,
             "whole": self.replicated, "layers": self.layers,

@@ -43,7 +43,7 @@ def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:
 
 
 def check_workers(workers: int, stages: int, what: str = "stages") -> None:
-    """UsageError if there are too many workers, or too many pairs of a worker and a stage (or `what`)."""
+    """UsageError if there are too many workers, or too many pairs of a worker and a stage (in errors: `what`)."""
     if workers > MOST_WORKERS:
         raise UsageError(f"{workers} workers are too many: {MOST_WORKERS} at the most")
     if workers * stages > MOST_PAIRS:

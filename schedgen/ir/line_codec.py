@@ -38,7 +38,7 @@ NO_COMMA, WITH_COMMA, BRACKET = range(3)
 
 
 class Templates(NamedTuple):
-    """The form of every opcode's line: texts and fields by turns. A buffer's name is letters and up to three numbers.
+    """The form of every opcode's line: texts and fields alternate. A buffer's name is letters and up to three numbers.
 
     If weights have no versions, a field VERSION and the text before it are left out; so are a field SHARD and its
     text, if the weights of the stage are not divided.

@@ -1,13 +1,13 @@
 """The reference machine: what a schedule means. This file is the definition of the format.
 
-In: a projected program. Out: how many buffers of each kind every rank held at the most, or `CannotExecute` at the
-first instruction that makes no sense. It executes every rank's list on symbols, one instruction after another, with
-every SEND a rendezvous. It shares nothing with `effects.py`, so that the checker can be tested against it: what the
-checker accepts this machine executes, and what this machine cannot execute the checker refuses.
+In: a projected program. Out: the peak number of buffers of each kind on every rank, or `CannotExecute` at the first
+instruction that makes no sense. The machine executes every rank's list on symbols, one instruction after another, with
+every SEND a rendezvous. It shares nothing with `effects.py`, so that the checker can be tested against it: the machine
+must execute every program that the checker accepts.
 
 A rank holds buffers by their names in the file: "x.0.3", "g.0.3.2", "w.1", "w.1@4", "w.1/2", "dw.1"; besides them
 "partial", a received dw that is not added yet, "saved", what a forward keeps for its backward, and "half", what BWD_I
-keeps for BWD_W. Their values are symbols; these, and what a rank has, are in `reference_rank.py`.
+keeps for BWD_W. Their values are symbols. `reference_rank.py` defines these and the state of a rank.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 
 __all__ = ["HELD", "CannotExecute", "ReferenceMachine", "execute"]
 
-HELD = ("x", "g", "w", "dw", "partial", "saved", "half")  # kinds of buffers, as names begin
+HELD = ("x", "g", "w", "dw", "partial", "saved", "half")  # kinds of buffers: the beginnings of their names
 
 
 class ReferenceMachine:
-    """Every rank, and the messages whose receives have been posted."""
+    """All ranks, and the posted receives that no SEND has matched yet."""
 
     def __init__(self, program: Program) -> None:
         """All ranks stand at the beginning of their lists. `program` may be damaged."""
@@ -38,12 +38,12 @@ class ReferenceMachine:
         redone = {(i.stage, i.mb) for rank in self.ranks for i in rank.list if i.op == Op.RECOMPUTE}
         self.keep_nothing = self.jobs if self.header.is_forward else redone  # forwards that save nothing
         self.forwards: Counter[tuple[int, int]] = Counter()
-        # By job: the version of the weights that it uses, and the newest that was there when its forward ran.
+        # By (stage, microbatch): the version of weights that its jobs use, and the newest on its rank at the forward.
         self.uses: dict[tuple[int, int], int] = {}
         self.newest: dict[tuple[int, int], int] = {}
 
     def run(self) -> list[dict[str, int]]:
-        """Execute all lists to their ends; by rank, the most buffers of each of HELD at once.
+        """Execute all lists to their ends; return, by rank, the peak number of buffers of each kind in HELD.
 
         The order in which ranks advance does not matter: an instruction that can be executed stays executable.
         """
@@ -70,9 +70,9 @@ class ReferenceMachine:
         return rank.at > begin
 
     def end(self) -> None:
-        """Check the end: every forward ran once, every owner has stepped and holds only the newest of its weights.
+        """Check the final state: every forward ran once, every owner has stepped and holds only its newest weights.
 
-        In a list of forwards alone no owner steps. Copies are equal, and no rank has held more than it may.
+        In a list of forwards alone no owner steps. Copies are equal, and no rank has exceeded the memory limit.
         """
         if self.forwards != Counter(self.jobs):
             raise CannotExecute("not every forward is there once")
@@ -91,7 +91,7 @@ class ReferenceMachine:
         self.check_copies()
 
     def check_versions(self) -> None:
-        """Check that every job used the version that `updates` prescribes: the newest, the entry's, or one late."""
+        """Check that every job used the version that `updates` asks for: the newest, the entry's or one update late."""
         versions, rounds = self.header.weight_versions, self.header.weight_versions.rounds
         entries = [s for s in range(self.header.stages) if not self.header.graph.producers[s]]
         for (s, b), version in self.uses.items():
@@ -113,10 +113,10 @@ class ReferenceMachine:
             if len(given) > 1:
                 raise CannotExecute(f"the gradients of {', '.join(sorted(copies))} are not added up alike")
 
-    # What jobs read and give.
+    # What jobs read and compute.
 
     def read_weights(self, rank: Rank, i: Instruction) -> None:
-        """Read w.s, all its parts, in the one version that all jobs of (s, b) use, on the rank that `compute` names."""
+        """Read all parts of w.s, on the rank that `compute` names, in the one version that all jobs of (s, b) use."""
         d = {Op.FWD: F, Op.BWD_W: W}.get(Op(i.op), B)
         here = d < len(self.header.compute) and self.header.compute[d, i.stage, i.mb] == rank.rank
         rank.need(bool(here), "this job is none of this rank")
@@ -137,14 +137,14 @@ class ReferenceMachine:
         ]
 
     def result(self, stage: int) -> Value:
-        """The value that a job gives: the number of a shard's term in a sum, or WHOLE."""
+        """The value that a job of this stage computes: the index of its shard's term in a sum, or WHOLE."""
         summed = self.header.summed_stages(stage)
         return summed.index(stage) if len(summed) > 1 else WHOLE
 
-    # One method for every opcode: rank r, stage s, microbatch b.
+    # The opcodes, with stage s and microbatch b.
 
     def receive(self, rank: Rank, i: Instruction) -> None:
-        """FETCH_W, RECV: buf = what rank `from` sends next of this kind, once it is there. A dw becomes a partial."""
+        """FETCH_W, RECV: post a receive of buf, the next message of this kind from `from`. A dw becomes a partial."""
         name = i.buffer if i.kind != Kind.DW else f"partial.{i.buffer} from {i.peer}"
         rank.define(name, UNDER_WAY)
         self.posted[i.peer, rank.rank, i.kind].append((i.buffer, name))
@@ -168,12 +168,12 @@ class ReferenceMachine:
             rank.define(buffer_name(Kind.X, i.stage, i.mb, consumer), self.result(i.stage))
 
     def recompute(self, rank: Rank, i: Instruction) -> None:
-        """RECOMPUTE: what the backward needs, from every x.p.b and w.s. The FWD must come before, if on this rank."""
+        """RECOMPUTE: what the backward needs, from every x.p.b and w.s. A FWD of the job on this rank comes before."""
         self.use_inputs(rank, i, save=True)
         rank.redone.add((i.stage, i.mb))
 
     def use_inputs(self, rank: Rank, i: Instruction, save: bool) -> None:
-        """What FWD and RECOMPUTE read, and what they keep for the backward."""
+        """Read the inputs and weights of a FWD or RECOMPUTE, and `save` what the backward needs."""
         self.read_weights(rank, i)
         for name in self.inputs(i):
             rank.read(name)
@@ -181,9 +181,9 @@ class ReferenceMachine:
             rank.define(f"saved.{i.stage}.{i.mb}", WHOLE)
 
     def backward(self, rank: Rank, i: Instruction) -> None:
-        """BWD, BWD_I, BWD_W, from what is saved, every x.p.b, every share of g.s.b and w.s.
+        """BWD, BWD_I, BWD_W: read what the forward saved, every x.p.b, every share of g.s.b, and w.s.
 
-        BWD_I gives g.p.b for every producer p; BWD_W adds microbatch b to dw.s and ends what is saved; BWD does both.
+        BWD_I defines g.p.b for every producer p; BWD_W adds microbatch b to dw.s and ends what is saved; BWD does both.
         """
         self.read_weights(rank, i)
         saved, half = f"saved.{i.stage}.{i.mb}", f"half.{i.stage}.{i.mb}"
@@ -212,7 +212,7 @@ class ReferenceMachine:
         rank.end(name)
 
     def collective(self, rank: Rank, i: Instruction) -> None:
-        """ALLREDUCE, NORM: once all ranks of `group` stand at it, they execute it together."""
+        """ALLREDUCE, NORM: once all ranks of `group` have reached it, they execute it together."""
         members = [self.ranks[member] for member in self.header.groups[i.group]]
         rank.need(rank in members, "the rank is not in the group")
         if any(member.at == len(member.list) for member in members):
@@ -235,12 +235,12 @@ class ReferenceMachine:
             member.at += member is not rank
 
     def of_model(self, i: Instruction) -> Instruction:
-        """The instruction as all members of a collective have it: in a sum over shards each names its own stage."""
+        """The instruction, in a sum over shards with the model's stage in place of the shard that the member names."""
         model_stage = self.header.model_stage
         return i._replace(stage=model_stage(i.stage), via=model_stage(i.via)) if i.kind in EXCHANGED else i
 
     def sum_terms(self, rank: Rank, entered: list[tuple[Rank, Instruction]]) -> None:
-        """ALLREDUCE of x or g: each shard's term is replaced by the sum of all."""
+        """ALLREDUCE of x or g: each shard's term is replaced by the sum of all terms."""
         shards = self.header.shards_of(entered[0][1].stage)
         terms = [member.read(i.buffer, term=True) for member, i in entered]
         numbers = [shards.index(i.stage) for _, i in entered]

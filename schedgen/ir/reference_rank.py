@@ -1,9 +1,9 @@
-"""What one rank of the reference machine has: its list, its buffers by name, and their values.
+"""One rank of the reference machine: its list, its buffers by name, and their values.
 
 x, g                WHOLE, or t where it is the term of shard t in a sum of a split stage
 dw, partial         a Sum, the tree of microbatches' gradients: in which order and groups they were added
 w, saved, half      WHOLE
-any                 UNDER_WAY, from RECV or FETCH_W until the message is there
+any                 UNDER_WAY, from RECV or FETCH_W until the message has arrived
 dw                  STEPPED, where weights have versions, from STEP to FREE
 """
 
@@ -20,20 +20,20 @@ WHOLE, UNDER_WAY, STEPPED = "whole", "under way", "stepped"
 
 
 class Sum(NamedTuple):
-    """A weight gradient: what was added one after another, from the left."""
+    """A weight gradient as the sequence of its terms, which are added from left to right."""
 
-    terms: tuple[int | Sum, ...] = ()  # the gradient of a microbatch, or a sum of its own
+    terms: tuple[int | Sum, ...] = ()  # a microbatch, for its gradient, or a nested sum
 
     def microbatches(self) -> Counter[int]:
-        """How often the gradient of each microbatch is in it."""
+        """How often the sum contains the gradient of each microbatch."""
         return sum((t.microbatches() if isinstance(t, Sum) else Counter([t]) for t in self.terms), Counter[int]())
 
     def is_of(self, microbatches: Iterable[int]) -> bool:
-        """Whether it is the sum over these, each once."""
+        """Whether this is the sum over these microbatches, each once."""
         return self.microbatches() == Counter(microbatches)
 
     def shape(self) -> Sum:
-        """The form that determines its bits: without zeros, and with a sum of one sum replaced by that sum."""
+        """The nesting that determines the bits: zeros are dropped, and a sum whose only term is a sum is that term."""
         terms = tuple(t.shape() if isinstance(t, Sum) else t for t in self.terms)
         terms = tuple(t for t in terms if t != Sum())
         return terms[0] if len(terms) == 1 and isinstance(terms[0], Sum) else Sum(terms)
@@ -47,38 +47,38 @@ class CannotExecute(Exception):
 
 
 class MustWait(Exception):
-    """Another rank has to go on first; raised before anything has changed."""
+    """The instruction has to wait for another rank; raised before any buffer has changed."""
 
 
 class Rank:
-    """What one rank has."""
+    """The state of one rank."""
 
     def __init__(self, rank: int, program: Program) -> None:
-        """At the beginning of its list it has the weights it owns, and nothing else."""
+        """The rank is at the beginning of its list and holds the weights it owns, nothing else."""
         self.rank = rank
         self.versions = not program.header.has_flush
         self.list = program.instructions(rank)
         self.freed = {i.buffer for i in self.list if i.op == Op.FREE and i.kind == Kind.W}
-        self.at = 0  # the place of its next instruction
+        self.at = 0  # the index in its list of the next instruction
         self.owned = set(program.header.units_of(rank))  # (stage, part)
         self.newest = {stage: 0 if self.versions else -1 for stage, _ in self.owned}  # version, by stage
         self.held: dict[str, Value] = {self.weights(*unit): WHOLE for unit in self.owned}
-        self.stepped: set[str] = set()  # the names of the weights that are done
-        self.ties: list[int] = []  # those that it has summed up
-        self.redone: set[tuple[int, int]] = set()  # jobs whose forward it has done again
+        self.stepped: set[str] = set()  # the names of the weights that have had their last STEP
+        self.ties: list[int] = []  # the ties that it has summed up
+        self.redone: set[tuple[int, int]] = set()  # (stage, microbatch) whose forward it has redone
         self.normed = False  # whether it has entered NORM
-        self.gradients: dict[str, Sum] = {}  # by name, what it has stepped with
-        self.alive: Counter[str] = Counter()  # buffers at once, by kind, without the weights that it owns
-        self.most: Counter[str] = Counter()
+        self.gradients: dict[str, Sum] = {}  # by name, the sum that each STEP has used
+        self.alive: Counter[str] = Counter()  # live buffers by kind; of its own weights, all versions but one
+        self.most: Counter[str] = Counter()  # the peaks of `alive`
 
     def weights(self, stage: int, part: int, version: int | None = None) -> str:
-        """The name of weights; `version`: default the newest, where they have versions."""
+        """The name of weights; if they have versions, `version` defaults to the newest."""
         if not self.versions:
             return buffer_name(Kind.W, stage, via=part)
         return buffer_name(Kind.W, stage, version=self.newest.get(stage, 0) if version is None else version)
 
     def refuse(self, reason: str) -> CannotExecute:
-        """The error to raise at the instruction that the rank stands at."""
+        """The error to raise for the instruction that the rank is at."""
         return CannotExecute(f"rank {self.rank}: instruction {self.at}: {self.list[self.at]}: {reason}")
 
     def need(self, condition: bool, reason: str) -> None:
@@ -87,7 +87,7 @@ class Rank:
             raise self.refuse(reason)
 
     def read(self, name: str, term: bool = False) -> Value:
-        """The value of a buffer, which must exist and, unless `term`, must not be a mere term of a sum."""
+        """The value of a buffer: it must exist and, unless `term`, not be a shard's term. MustWait if in flight."""
         self.need(name in self.held, f"{name} is not there")
         value = self.held[name]
         if value is UNDER_WAY:

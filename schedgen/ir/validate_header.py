@@ -1,7 +1,7 @@
-"""The header from its JSON object, every value checked.
+"""Read the header from its JSON object, and check every value.
 
 Nothing that comes from a file is trusted: a number is compared with the header's sizes before anything is built from
-it, and the header's sizes with the number of instructions that are really there before memory is taken.
+it, and the header's sizes with the number of instructions in the file before memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LARGEST = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
 OPTIONAL_KEYS = ("apart", "shards", "tensor")
 
-# The least that each number of the lowering may be.
+# The least value of each number of the lowering.
 _LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}
 _OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated")
 _LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", *_OPTIONAL_LOWERING)  # in this order
 
 
 class Wrong(Exception):
-    """Something wrong with the header's entry `key`."""
+    """The header's entry `key` is wrong."""
 
     def __init__(self, key: str, reason: str) -> None:
         """`reason` is a sentence that names the entry."""
@@ -67,7 +67,7 @@ def read_limits(raw: Mapping[str, Any]) -> Limits:
 
 
 def _stage_counts(raw: Mapping[str, Any], length: int) -> tuple[int, ...]:
-    """How many stages a file may have, if a list has a number for each stage of the model, or of the scheme."""
+    """The numbers of stages with which a list of `length` fits: as one by stage of the model, or of the scheme."""
     parts = raw["scheme"].get("parts", 1)
     return tuple(length * _degree(raw) * p for p in (1, parts) if _is_whole(p, 1, LARGEST))
 
@@ -86,7 +86,7 @@ def _check_layers(raw: Mapping[str, Any], stages: int) -> None:
 
 
 def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:
-    """How many parts the weights of each stage have."""
+    """By stage, the number of parts of its weights."""
     if not isinstance(value, list) or len(value) != stages or not all(isinstance(ranks, list) for ranks in value):
         raise Wrong("shards", f"shards must be a list of {stages} lists of ranks")
     if not all(ranks and all(_is_whole(rank, 0, workers - 1) for rank in ranks) for ranks in value):
@@ -98,7 +98,7 @@ def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:
 
 
 def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
-    """The header; `jobs`, the number of instructions, limits the memory it may take. Wrong names the entry at fault."""
+    """The header; `jobs`, the number of instructions, limits the memory it takes. Wrong names the entry at fault."""
     order = _order(raw.get("order"))
     shape = (len(set(order["cost"]) - {REDO}), limits.stages, limits.microbatches)
     _check_sizes(shape, limits, jobs)
@@ -106,7 +106,7 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
         raise Wrong("generator", "generator must be a printable string")
     tensor_parallel = _tensor_parallel(raw, limits)
     edges = _edges(raw.get("edges"), limits, tensor_parallel.degree)
-    if len(edges) * limits.microbatches > _room(jobs, shape):  # each has a gradient, which somebody frees
+    if len(edges) * limits.microbatches > _room(jobs, shape):  # each has a gradient a microbatch, with a FREE
         raise Wrong("edges", f"edges ask for more gradients than {jobs} instructions can be for")
     header = Header(
         scheme=raw["scheme"],
@@ -155,7 +155,7 @@ def _order(value: object) -> dict[str, Any]:
 
 
 def _room(jobs: int, shape: tuple[int, int, int]) -> int:
-    """How many uses the instructions allow: in a list of forwards, one reads many inputs or parts of weights."""
+    """The most edges x microbatches, or parts, for `jobs` instructions: one each, or MOST_USES in forwards alone."""
     return jobs * MOST_USES if shape[0] == 1 else jobs
 
 
@@ -188,7 +188,7 @@ def _tensor_parallel(raw: Mapping[str, Any], limits: Limits) -> TensorParallel:
 
 
 def _check_shards(header: Header, jobs: int) -> None:
-    """Check the header of divided weights."""
+    """Check `shards` against the other entries."""
     for stage, ranks in enumerate(header.part_owners):
         if (header.weights[:, stage] != ranks[0]).any():
             raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
@@ -236,7 +236,7 @@ def _lowering(value: object, limits: Limits) -> dict[str, Any]:
 
 
 def _is_redone(each: object, limits: Limits) -> bool:
-    """Whether it is a stage, or a stage and a microbatch."""
+    """Whether `each` is a stage, or a pair of a stage and a microbatch."""
     stage, mb = each if isinstance(each, list) and len(each) == 2 else (each, 0)
     return _is_whole(stage, 0, limits.stages - 1) and _is_whole(mb, 0, limits.microbatches - 1)
 
@@ -285,7 +285,7 @@ def _lists(key: str, value: object, what: str, limit: int) -> tuple[tuple[int, .
 
 
 def _groups(value: object, limits: Limits) -> tuple[tuple[int, ...], ...]:
-    """The groups; collectives name them by position, so the same ranks may not be there twice."""
+    """The groups; collectives name them by position, so no two may have the same ranks."""
     groups = _lists("groups", value, "ranks", limits.workers)
     for ranks, count in Counter(groups).items():
         if count > 1:

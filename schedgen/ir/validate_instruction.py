@@ -1,4 +1,4 @@
-"""An instruction from its JSON object: its operands are those of its opcode, and every number is below its limit."""
+"""Read an instruction from its JSON object; check that operands fit the opcode and numbers are below their limits."""
 
 from __future__ import annotations
 
