@@ -1,6 +1,6 @@
 """What a list does, computed once and shared: checker, simulator, planner and reports use the same `Analysis`.
 
-    analysis = analyse(program)     projected; the same object every time
+    analysis = analyse(program)     of a projected program; the same object every time
     analysis.accesses               what every row does to which buffers
     analysis.lifetimes              where every buffer's lives begin and end, and the first fault
     analysis.messages               which receive each SEND is matched with
@@ -25,10 +25,10 @@ __all__ = ["Accesses", "Analysis", "Lifetimes", "Memory", "MemoryTimeline", "Mes
 
 
 class Analysis:
-    """What there is to know about one projected program; each part is computed on first use."""
+    """The analysis of one projected program; each part is computed on first use."""
 
     def __init__(self, program: Program) -> None:
-        """Nothing is computed yet. Ask `analyse` for the analysis of a program."""
+        """Compute nothing yet. Callers use `analyse`, which returns the one analysis of a program."""
         self._program = Program(program.header, program.rows)  # a copy: a value that holds its own key is never freed
 
     @cached_property

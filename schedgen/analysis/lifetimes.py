@@ -1,4 +1,4 @@
-"""Liveness: where the lives of every buffer on every rank begin and end, and what follows from that.
+"""Liveness: where the lives of every buffer on every rank begin and end, and the memory that they take.
 
 In: a projected program and its accesses. Out: `Lifetimes`. Buffers are followed once: peaks in numbers of buffers
 or in bytes, the memory timeline and the memory plan are all computed from the lives found here.
@@ -24,8 +24,8 @@ from schedgen.ir.program import Program
 from schedgen.util.jit import kernel
 
 UNDEFINED, AGAIN, TWICE, OWNED, LEFT, NOTHING = range(1, 7)  # codes of faults
-_NEW, _ENDED, _KEPT = -1, -2, -3  # in place of a life: there is none yet, it has ended, its owner has it throughout
-_RANK, _LIFE, _ARRIVING, _SENT = range(4)  # the columns of what is known about a buffer
+_NEW, _ENDED, _KEPT = -1, -2, -3  # in place of a life: not begun, ended, held by its owner throughout
+_RANK, _LIFE, _ARRIVING, _SENT = range(4)  # the columns of `known` in `_follow`
 
 
 class Fault(NamedTuple):
@@ -50,10 +50,10 @@ class Memory(NamedTuple):
 
 
 class MemoryTimeline(NamedTuple):
-    """What every rank holds, by row."""
+    """What every row takes and frees on its rank, in numbers of buffers or in bytes."""
 
-    taken: Numbers  # by the row, when it starts
-    freed: Numbers  # by the row, when it ends
+    taken: Numbers  # when the row starts
+    freed: Numbers  # when the row ends
 
     @property
     def during(self) -> Numbers:
@@ -66,16 +66,16 @@ class MemoryTimeline(NamedTuple):
 class Lifetimes:
     """Every life of every buffer, ordered by first access; one array entry per life unless stated otherwise.
 
-    Weights that their owner holds throughout have no life. Where weights have versions, those of an owner have one: the
-    first begins at -1, one that a STEP changes in place lives on under the next number, and the newest does not end.
+    Weights that their owner holds throughout have no life. If weights have versions, each version has a life on its
+    owner: the first begins at -1, one that a STEP changes in place continues under the next number, the newest stays.
     """
 
     program: Program
-    fault: Fault | None  # nothing after it is followed
+    fault: Fault | None  # later accesses are not followed
     rank: Ints
     buffer: Small  # a Buffer
     number: Ints  # within its kind, as in `Accesses`
-    begin: Ints  # the row that defines or receives it; -1: it is there from the start
+    begin: Ints  # the row that defines or receives it; -1: it exists from the start
     end: Ints  # the row that ends it; -1: it stays
     # One entry per first use of what was received, in the order of the list: the using row and the receiving row.
     users: Ints
@@ -104,14 +104,14 @@ class Lifetimes:
         return bytes
 
     def timeline(self, amounts: Numbers) -> MemoryTimeline:
-        """What a rank holds while it executes its rows, counted in `amounts`, one a life."""
+        """The memory timeline of every rank, where each life counts as its entry of `amounts`."""
         taken, freed = np.zeros((2, len(self.program) + 1), np.int64)
-        np.add.at(taken, self.begin, amounts)  # -1 is the entry after all rows
+        np.add.at(taken, self.begin, amounts)  # -1 is the extra entry after all rows
         np.add.at(freed, self.end, amounts)
         return MemoryTimeline(taken[:-1], freed[:-1])
 
     def saved(self) -> MemoryTimeline:
-        """How many saved forwards a rank holds."""
+        """The memory timeline of saved forwards alone, in numbers of them."""
         return self.timeline((self.buffer == Buffer.SAVED).astype(np.int64))
 
     def peaks(self, sizes: Numbers | None = None) -> Memory:
@@ -207,9 +207,9 @@ def _follow(
                 since = -1
         life, arriving, fault = known[slot, _LIFE], known[slot, _ARRIVING], 0
         is_alive = life >= 0 or life == _KEPT
-        replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # the version before
+        replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # overwrites version v - 1
         begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
-        several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # lives, one after another
+        several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # lives in turn
         if own and versions == 1 and (begins or does == Effect.END):
             fault = OWNED
         elif is_alive and begins:

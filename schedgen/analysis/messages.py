@@ -31,12 +31,12 @@ class Messages(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether every SEND has its receive, and the other way round."""
+        """Whether every SEND has its receive, and every receive its SEND."""
         return self.matched == len(self.sends) == len(self.receives)
 
 
 def match_messages(program: Program) -> Messages:
-    """Match the messages of a projected program, as far as they match."""
+    """Match the SENDs and the receives of a projected program, up to the first pair that does not match."""
     table, workers = program.rows, program.header.workers
 
     def by_channel(rows: Numbers, source: AnyInts, to: AnyInts) -> Numbers:
@@ -54,7 +54,7 @@ def match_messages(program: Program) -> Messages:
 
 
 def entries(program: Program) -> list[tuple[int, Numbers]]:
-    """By group: (group, the rows that enter its collectives); rows ascend, so they are sorted by rank."""
+    """For every group with collectives: its index, and the rows that enter them, ascending and so sorted by rank."""
     rows = program.rows_of(*COLLECTIVES)
     rows = rows[np.argsort(program.rows.peer[rows], kind="stable")]
     groups, begin = np.unique(program.rows.peer[rows], return_index=True)
@@ -62,7 +62,7 @@ def entries(program: Program) -> list[tuple[int, Numbers]]:
 
 
 class Waits(NamedTuple):
-    """The graph as arrays by row, -1 where a row has none; only for programs for which rules 3, 6 and 7 are proved."""
+    """The wait graph as arrays by row, -1: none; only for programs for which rules 3, 6 and 7 are proved."""
 
     first: Ints  # row r is the first to use what SENDs sends[first[r] : first[r + 1]] bring; shape (rows + 1,)
     sends: Ints
@@ -72,7 +72,7 @@ class Waits(NamedTuple):
 
 
 def wait_graph(program: Program, lifetimes: Lifetimes, messages: Messages) -> Waits:
-    """The graph, from the lifetimes and the matched messages."""
+    """The wait graph, from the lifetimes and the matched messages."""
     length = len(program)
     receiver, sender = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
     receiver[messages.sends], sender[messages.receives] = messages.receives, messages.sends
@@ -82,7 +82,7 @@ def wait_graph(program: Program, lifetimes: Lifetimes, messages: Messages) -> Wa
     begin = 0
     for group, rows in entries(program):
         size = len(program.header.groups[group])
-        rounds = len(rows) // size  # all ranks enter equally often
+        rounds = len(rows) // size  # by rule 6 all members enter equally often
         collective[rows] = np.tile(np.arange(begin, begin + rounds), size)
         members.append(np.full(rounds, size))
         begin += rounds

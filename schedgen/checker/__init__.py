@@ -1,4 +1,4 @@
-"""The static checker: proves a projected program right without running it, or refuses it.
+"""The static checker: proves a projected program correct without running it, or refuses it.
 
 It trusts nothing but the header and shares no code with the passes. What an instruction does to which buffers comes
 from `ir.effects`, what follows from the list from `analysis`. A refusal is a `RefusedFile` with file, line, rank,
@@ -12,7 +12,7 @@ deadlock.py         rule 4
 gradient_sums.py    rule 5
 weight_versions.py  rule 9, and rule 5 where weights have versions
 tensor_shards.py    rules 10 and 11
-files.py            schedule files by name
+files.py            reads and checks schedule files by name
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def check(program: Program, name: str = "program") -> Memory:
 
 
 def check_compiled(program: Program) -> None:
-    """Check what is not right by construction in a program that the compiler has just written. Raises UsageError.
+    """Check what the compiler does not guarantee by construction in its own program. Raises UsageError.
 
     * Where weights have versions, the sums among a stage's owners are in the middle of the list, where sums of
-      different stages may wait for one another. Every other pass keeps the order of time executable.
+      different stages may wait for one another. Every other pass keeps the global order executable.
     * A w that places each shard itself may make the shards of a whole stage add up gradients in different groups.
-    * A memory limit does not delay backwards that run away from their forwards.
+    * A memory limit does not delay backwards that run on other workers than their forwards.
     """
     header = program.header
     if not header.has_flush and any(header.several_owners):

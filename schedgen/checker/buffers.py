@@ -31,7 +31,7 @@ def rule_2(proof: Proof) -> None:
 
 
 def rule_7(proof: Proof) -> None:
-    """Refuse the first fault of a buffer's life if the buffer is there too long or too often."""
+    """Refuse any other first fault of a buffer's life, such as a second definition, a use after the end, or no end."""
     _refuse(proof, 7, RULE_7)
 
 

@@ -13,7 +13,7 @@ from schedgen.checker.proof import Proof
 from schedgen.ir.instructions import Ints, Numbers
 from schedgen.util.jit import kernel
 
-SHOWN = 4  # rows of a cycle that are named
+SHOWN = 4  # rows of a cycle that a refusal names
 
 
 def rule_4(proof: Proof, waits: Waits) -> None:
@@ -38,9 +38,10 @@ def _advance(
 ) -> None:  # fmt: skip
     """Advance every rank as far as it gets: `at` becomes the row at which each stops.
 
-    `outside`: by collective, the members still to arrive. `left`: by rank, the first send its row waits for that may
-    not have been executed. `asleep`: by row and, after all rows, by collective, the first rank that sleeps on it;
-    `next_asleep`: by rank, the next that sleeps on the same. `runnable`: a stack of ranks, at first all.
+    `outside`: by collective, the members still to arrive. `left`: by rank, the index in `sends` of the first that its
+    row waits for and that may not have been executed. `asleep`: by row and, after all rows, by collective, the first
+    rank that sleeps on it; `next_asleep`: by rank, the next that sleeps on the same. `runnable`: a stack of ranks, at
+    first all.
     """
     top = len(runnable)
     while top:

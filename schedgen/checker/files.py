@@ -1,4 +1,4 @@
-"""Schedule files by the names that users give them, proved before they are used."""
+"""Read schedule files by the names that users give, and check them before they are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schedgen.util.files import display_name, open_input
 
 
 def checked(name: str) -> Program:
-    """The program in file `name` (-: standard input), proved right. Raises RefusedFile."""
+    """The program in file `name` (-: standard input), read and checked. Raises RefusedFile."""
     label = display_name(name)
     with open_input(name) as source:
         program, fault = read(source, label)

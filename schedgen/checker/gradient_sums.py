@@ -2,8 +2,8 @@
 
 dw.s on a rank collects that rank's backwards and the partials it adds. Then it either is sent on, once and complete,
 or (on an owner) is used by STEP. Sums move forward in time only, so each ends at an owner, and every gradient is in
-exactly one sum. Several owners of a stage then sum up once among themselves. For divided weights this holds for every
-part: a backward adds to all of them. Owners of tied stages then sum up what these share, once for every tie.
+exactly one sum. Several owners of a stage then all-reduce their sums once. For divided weights this holds for every
+part: a backward adds to all of them. Owners of tied stages then all-reduce what these share, once for every tie.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from schedgen.ir.instructions import Ints, Kind, Numbers, Op
 
 
 def ties_entered_once(proof: Proof) -> None:
-    """Refuse a rank that enters a tie twice; to be proved first, since accesses leave out the second time."""
+    """Refuse a rank that enters a tie twice; runs before later rules, since accesses leave out the second entry."""
     rows = _ties(proof)
     entries = proof.rank[rows].astype(np.int64) * len(proof.header.tied) + proof.stage[rows]
     again = np.delete(rows, np.unique(entries, return_index=True)[1])
@@ -87,7 +87,7 @@ def _said(proof: Proof, unit: int) -> str:
 
 
 def norms(proof: Proof, last_sum: Ints, last_step: Ints) -> Numbers:
-    """Prove one NORM on every rank, of all ranks, after every loss and sum and before every STEP; its row by rank."""
+    """Prove that every rank has one NORM, of all ranks, after losses and sums, before STEPs; return its row by rank."""
     everyone = tuple(range(proof.header.workers))
     right = [ranks == everyone for ranks in proof.header.groups]
     norm = np.full(len(everyone), -1, np.int64)

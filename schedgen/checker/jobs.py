@@ -1,4 +1,4 @@
-"""Rule 1: every job exactly once, on the worker w names, a forward before it is redone; forwards alone, no training."""
+"""Rule 1: every job exactly once, on the worker w names, no FWD after its RECOMPUTE; forwards alone train nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rule_1(proof: Proof) -> None:
     if not split:
         proof.refuse_any(1, proof.rows_of(Op.BWD_I, Op.BWD_W), "the backward is not split in this file")
     for d, op in enumerate(wanted):
-        # A BWD stands for its two halves.
+        # Among split backwards a BWD counts as both halves.
         _once(proof, (op, Op.BWD) if d else (op,), compute[d], every=True)
     _once(proof, (Op.RECOMPUTE,), compute[B], every=False)
     _redone_behind_forward(proof)
@@ -48,7 +48,7 @@ def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
 
 
 def _redone_behind_forward(proof: Proof) -> None:
-    """Prove that no FWD comes after the RECOMPUTE of its job; rule 2 then places it before the backward, too."""
+    """Prove that no FWD comes after the RECOMPUTE of its job; by rule 2 that comes before the backward."""
     forwards, redone = proof.rows_of(Op.FWD), proof.rows_of(Op.RECOMPUTE)
     forward = np.zeros(proof.header.compute.shape[1:], np.int64)
     forward[proof.stage[forwards], proof.mb[forwards]] = forwards

@@ -12,7 +12,7 @@ from schedgen.util.errors import clip
 
 
 def rule_3(proof: Proof) -> None:
-    """Refuse a message to the sender itself, and the first channel whose SENDs and receives name different buffers."""
+    """Refuse a message to the sender itself, and the first SEND and receive of a channel that do not match."""
     rank, peer, kind = proof.rank, proof.peer, proof.kind
     for rows in (proof.rows_of(*SENDERS), proof.rows_of(*RECEIVERS)):
         proof.refuse_any(3, rows[peer[rows] == rank[rows]], "a rank does not send to itself")
@@ -25,14 +25,14 @@ def rule_3(proof: Proof) -> None:
     if sent == received:
         words = f"the next message of this kind from rank {rank[send[0]]} is line {proof.where(send[0])}"
         proof.refuse(3, receive[0], words)
-    # One channel has run out of partners: the smaller of the two.
+    # The smaller of the two channels has no partner left for its message.
     if not received or (sent and sent < received):
         proof.refuse(3, send[0], f"rank {peer[send[0]]} never receives this")
     proof.refuse(3, receive[0], f"rank {peer[receive[0]]} never sends this")
 
 
 def rule_6(proof: Proof) -> None:
-    """Refuse a rank whose collectives are not those of the first member of the group, in the same order."""
+    """Refuse a rank whose collectives differ from those of its group's first member, or come in another order."""
     for group, rows in entries(proof.program):
         members = proof.header.groups[group]
         for row in rows[~np.isin(proof.rank[rows], members)][:1]:

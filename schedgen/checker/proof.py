@@ -1,4 +1,4 @@
-"""The program under proof: what the rules read from it, and how a refusal is worded."""
+"""The program under proof: what the rules read from it, and the form of a refusal."""
 
 from __future__ import annotations
 

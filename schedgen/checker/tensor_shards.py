@@ -1,9 +1,9 @@
-"""Rules 10 and 11, about the shards of stages: what they give is summed, and copies stay copies.
+"""Rules 10 and 11, about the shards of stages: terms are summed over shards, and copies stay equal.
 
-Rule 10: every output and gradient of a split stage is summed over its shards once, before it is used. What a shard
-gives is a part: x.s.b of its FWD, g.p.b of its BWD or BWD_I for every producer p. The rank of that job has one
-ALLREDUCE of it, over the ranks of all shards, before any SEND of it or job that reads it. By rule 2 it comes after
-the job, and by rule 6 all ranks enter it together.
+Rule 10: every output and gradient of a split stage is summed over its shards once, before it is used. A shard
+gives a part of the sum: x.s.b by its FWD, g.p.b by its BWD or BWD_I for every producer p. The rank of that job has one
+ALLREDUCE of the part, over the ranks of all shards, before any of its SENDs or jobs that use it. By rule 2 it comes
+after the job, and by rule 6 all ranks enter it together.
 
 Rule 11: all shards of a whole stage add up its gradient in one order and grouping. A sum of floating-point numbers
 depends on its order and grouping, and nothing is exchanged between the shards of a whole stage. What is added to dw.s
@@ -30,7 +30,7 @@ Place = tuple[int, int]  # (stage, rank): a dw
 
 
 def rule_10(proof: Proof) -> None:
-    """Refuse a part of a sum that is never summed, is summed by the wrong ranks, or is used before."""
+    """Refuse a part of a sum that is never summed, is summed by the wrong ranks, or is used before its sum."""
     header = proof.header
     if not header.tensor_parallel:
         proof.refuse_any(10, proof.program.exchanges(), "stages have no shards here")
@@ -102,7 +102,7 @@ def check_copies(program: Program) -> None:
 
 
 def drifting(program: Program) -> tuple[int, int] | None:
-    """The first shard whose sum differs from its stage's first shard's, and its first owner; None: all agree.
+    """The first shard whose sum is not that of its stage's first shard, and its first owner; None: all agree.
 
     Only for programs whose sums are right, by rules 1 to 7.
     """
@@ -119,7 +119,7 @@ def drifting(program: Program) -> tuple[int, int] | None:
 
 
 def _gradient_trees(program: Program) -> dict[Place, int]:
-    """The sequences of terms of all dw of whole stages, before any ALLREDUCE, numbered so that equal ones share one."""
+    """By place of whole stages: the number of its sequence of terms before ALLREDUCE; equal ones share a number."""
     table, whole = program.rows, ~program.header.tensor_parallel.split
     adds = (table.op == Op.ADD) & (table.kind == Kind.DW)
     rows = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)) | adds)

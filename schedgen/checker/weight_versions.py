@@ -1,7 +1,7 @@
 """Rule 5 where weights change without a flush, and rule 9: which version of its weights every job uses.
 
 Update k of a stage takes microbatches m k to m k + m - 1 and makes version k + 1; m is the number of the stage's
-owners, or with two buffers (2bw) that of the header. Update by update, every owner has its backwards of these
+owners, or with two buffers (2bw) `accumulated` of the header. Update by update, every owner has its backwards of these
 microbatches, the ALLREDUCE if there are several owners, and STEP: so every gradient is in exactly one update, at every
 owner.
 """
@@ -77,7 +77,7 @@ def rule_9(proof: Proof) -> None:
 
 
 def _rounds(proof: Proof, steps: Steps) -> None:
-    """Rule 5: every gradient is in the update of its microbatch, and its owners sum that up once."""
+    """Rule 5: every gradient is in the update of its microbatch, and the stage's owners sum each update up once."""
     backwards = proof.touches(Buffer.DW, Effect.ADD).rows
     backwards = backwards[np.isin(proof.op[backwards], COMPUTE)]
     update = proof.mb[backwards] // steps.rounds[proof.stage[backwards]]
@@ -100,7 +100,7 @@ def _rounds(proof: Proof, steps: Steps) -> None:
         rank, stage = np.argwhere(steps.pair == missing)[0].tolist()
         proof.refuse_rank(5, rank, f"an ALLREDUCE of dw.{stage} is missing")
     _freed(proof, steps, np.concatenate([backwards, sums]))
-    # After the backwards of its update: no backward of it is between the sum and its step.
+    # A sum comes after all backwards of its update: none is between the sum and the STEP.
     last = np.full(len(steps.rows), -1, np.int64)
     np.maximum.at(last, steps.begin[steps.pairs(proof, backwards)] + update, backwards)
     proof.refuse_any(5, sums[sums < last[steps.begin[pair] + place]], "this sum is not complete here")
@@ -110,9 +110,9 @@ def _rounds(proof: Proof, steps: Steps) -> None:
 
 
 def _freed(proof: Proof, steps: Steps, adds: Numbers) -> None:
-    """Each sum is freed after its step, before anything adds to the next; the newest weights are never freed.
+    """Prove that each dw is freed after its STEP and before it is added to anew; the newest weights are never freed.
 
-    Rule 7 covers the last sum, and the freeing of buffers that do not exist yet.
+    Rule 7 covers the last dw, and the freeing of buffers that do not exist yet.
     """
     frees = proof.rows_of(Op.FREE)
     weights, frees = (frees[proof.kind[frees] == kind] for kind in (Kind.W, Kind.DW))
@@ -140,7 +140,7 @@ def _versions(proof: Proof, steps: Steps) -> None:
     right, which = newest, "the newest here"
     if header.weight_versions.updates == VERTICAL:
         first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
-        entered = (newest[first] * steps.rounds[first, None]).min(axis=0)  # microbatches in the newest version there
+        entered = (newest[first] * steps.rounds[first, None]).min(axis=0)  # microbatches in its newest version
         right, which = entered // steps.rounds[:, None], "that of the microbatch's entry"
     elif header.weight_versions.updates == TWO_BUFFERS:
         delayed = header.weight_versions.delayed(np.arange(header.microbatches))
