@@ -66,8 +66,8 @@ class MemoryTimeline(NamedTuple):
 class Lifetimes:
     """Every life of every buffer, ordered by first access; one array entry per life unless stated otherwise.
 
-    Weights that their owner holds throughout have no life. If weights have versions, each version has a life on its
-    owner: the first begins at -1, one that a STEP changes in place continues under the next number, the newest stays.
+    Weights that their owner holds throughout have no life. If weights have versions, those of an owner have lives: the
+    first begins at -1, the newest does not end, and if a STEP changes one in place its life continues as the next's.
     """
 
     program: Program
@@ -209,7 +209,7 @@ def _follow(
         is_alive = life >= 0 or life == _KEPT
         replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # overwrites version v - 1
         begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
-        several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # lives in turn
+        several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # may have several lives, in turn
         if own and versions == 1 and (begins or does == Effect.END):
             fault = OWNED
         elif is_alive and begins:

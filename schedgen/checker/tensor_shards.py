@@ -119,7 +119,7 @@ def drifting(program: Program) -> tuple[int, int] | None:
 
 
 def _gradient_trees(program: Program) -> dict[Place, int]:
-    """By place of whole stages: the number of its sequence of terms before ALLREDUCE; equal ones share a number."""
+    """By place, for whole stages: the number of the dw's sequence of terms before ALLREDUCE, equal for equal ones."""
     table, whole = program.rows, ~program.header.tensor_parallel.split
     adds = (table.op == Op.ADD) & (table.kind == Kind.DW)
     rows = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)) | adds)

@@ -77,7 +77,7 @@ def rule_9(proof: Proof) -> None:
 
 
 def _rounds(proof: Proof, steps: Steps) -> None:
-    """Rule 5: every gradient is in the update of its microbatch, and the stage's owners sum each update up once."""
+    """Rule 5: every gradient is in the update of its microbatch, and the stage's owners sum each update once."""
     backwards = proof.touches(Buffer.DW, Effect.ADD).rows
     backwards = backwards[np.isin(proof.op[backwards], COMPUTE)]
     update = proof.mb[backwards] // steps.rounds[proof.stage[backwards]]
@@ -140,7 +140,8 @@ def _versions(proof: Proof, steps: Steps) -> None:
     right, which = newest, "the newest here"
     if header.weight_versions.updates == VERTICAL:
         first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
-        entered = (newest[first] * steps.rounds[first, None]).min(axis=0)  # microbatches in its newest version
+        # By microbatch: how many microbatches are in the version that is the newest where it enters.
+        entered = (newest[first] * steps.rounds[first, None]).min(axis=0)
         right, which = entered // steps.rounds[:, None], "that of the microbatch's entry"
     elif header.weight_versions.updates == TWO_BUFFERS:
         delayed = header.weight_versions.delayed(np.arange(header.microbatches))

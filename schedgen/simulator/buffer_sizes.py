@@ -20,7 +20,7 @@ class BufferSizes(NamedTuple):
 
     activation: Numbers  # x.s.b and g.s.b
     weight: Numbers  # a copy of w.s with all its parts, and dw.s
-    partial: Numbers  # a received dw.s; where weights are divided, a multiple of w.s, and each part is so of its part
+    partial: Numbers  # a received dw.s; where weights are divided, a multiple of w.s, of each part the same multiple
     saved: Numbers  # what a forward keeps for its backward
     half: Numbers  # what BWD_I keeps in addition until BWD_W; below 0 if it gives up part of `saved`
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
@@ -54,7 +54,7 @@ class BufferSizes(NamedTuple):
 
 
 def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
-    """The machine's amounts for so many stages and edges.
+    """The sizes for this many stages and edges, from the machine's amounts.
 
     If workspace is given by direction, B defaults to the larger of I and W, and I and W default to B. Unless `owned` is
     given, it is the weights without optimizer state.
@@ -86,7 +86,7 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
 
 
 def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Numbers:
-    """Bytes of what the given SEND, RECV and FETCH_W rows name; for a received dw those of its partial."""
+    """Bytes of the buffer that each of these SEND, RECV and FETCH_W rows names; a received dw counts as its partial."""
     header, table = program.header, program.rows.take(rows)
     column = header.weight_shards.first_unit[table.stage] + np.maximum(table.via, 0)
     exchanged = np.isin(table.kind, EXCHANGED)
@@ -100,7 +100,7 @@ def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
     """By row: the bytes that an ALLREDUCE sums; 0 for other rows.
 
     How much tied stages share is not known here: a tie counts as all weights of the smallest of its stages, the most
-    that it can be. Shards of one stage share next to nothing, and count as sharing nothing.
+    that they can share. Shards of one stage share next to nothing, and count as sharing nothing.
     """
     table, header = program.rows, program.header
     tied = [

@@ -1,6 +1,6 @@
-"""Bytes under way: what a rank has started to move, and has not yet waited for, while an instruction runs.
+"""Bytes in flight while an instruction runs: of messages and sums that its rank has started and not yet waited for.
 
-In: one rank's rows, and the bytes of its buffers. Out: bytes by row. A receive or a sum is under way until the next
+In: one rank's rows, and the bytes of its buffers. Out: bytes by row. A receive or a sum is in flight until the next
 instruction that touches the buffer it fills, a SEND until one that changes or ends the buffer it reads.
 """
 
@@ -16,7 +16,7 @@ from schedgen.simulator.buffer_sizes import BufferSizes, message_bytes, summed_b
 
 
 def bytes_under_way(program: Program, sizes: BufferSizes) -> Numbers:
-    """By row of a rank's list, shape (rows,): the bytes of messages and of sums of gradients that are under way."""
+    """By row of a rank's list, shape (rows,): the bytes of messages and of sums of gradients in flight."""
     touched, rows = analyse(program).accesses, program.rows
     in_order = np.lexsort((touched.number, touched.buffer))  # by buffer, and then in the order of the list
     row, effect, place = touched.row[in_order], touched.effect[in_order], np.arange(len(in_order))

@@ -1,6 +1,6 @@
 """The execution of a program, event by event: the loop in which `simulate` spends its time.
 
-In: the list, what its rows wait for and how long things take, as arrays. Out: a `Run`, filled in.
+In: the list, what its rows wait for and how long rows and collectives take, as arrays. Out: a `Run`, filled in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Listed(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """What rows wait for besides the row before: as in `Waits`, and more; by row, -1: none."""
+    """What each row waits for besides the row before it, -1: nothing. `first` and `sends` are as in `Waits`."""
 
     first: Ints
     sends: Ints
@@ -36,7 +36,7 @@ class Waiting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the execution fills in, allocated by NumPy, which asks the system for large pages for large arrays."""
+    """State and results of the execution, allocated by NumPy, which asks the system for huge pages for large arrays."""
 
     start: Times  # by row, as in `Simulation`
     arrival: Times  # of SEND rows; -1 until it is known
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     outside: Numbers  # by collective: how many members are still to come
     # By rank.
     next_asleep: Ints  # the next rank that sleeps on the same; -1: none
-    at: Numbers  # its row
+    at: Numbers  # the row that it is at
     came: Numbers  # the last row with which it reached a collective
     clock: Times
     out_free: Times  # when its links are free: out, and in
@@ -87,7 +87,7 @@ def new_run(program: Program, members: Numbers) -> Run:
 
 @kernel
 def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: bool, run: Run) -> None:
-    """Fill in `run`. `ring`: how long each collective takes; `free`: messages take no time and wait for nobody.
+    """Fill in `run`. `ring`: the time of each collective; `free`: messages take no time, wait for no receive or link.
 
     Ranks act in the order of their clocks, so that links carry messages in the order of time. A rank that waits for
     something whose time is not known yet sleeps on it: on a SEND's row, or on a collective, numbered after all rows.
@@ -114,7 +114,7 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
                 awaited = entered
             if o == Op.STEP:
                 entered = -1
-            # What it waits for: a SEND or collective that has no time yet, or a time.
+            # What the row waits for: a SEND or collective whose time is not known yet, or a time.
             unknown, until, why = -1, clock[r], REDUCTION
             while left[r] < first[row + 1] and arrival[sends[left[r]]] >= 0:
                 send = sends[left[r]]
@@ -123,7 +123,7 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
                 left[r] += 1
             if left[r] < first[row + 1]:
                 unknown = sends[left[r]]
-            elif o != Op.SEND and not free:  # what ends or changes a buffer waits for the SENDs of it
+            elif o != Op.SEND and not free:  # a row that ends or changes a buffer waits for its SENDs
                 while sent[r] >= 0 and arrival[sent[r]] >= 0:
                     send = sent[r]
                     if arrival[send] > last[r]:
@@ -163,7 +163,7 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
                 cause[row] = why
                 clock[r] = again = until
                 break
-            if now > clock[r]:  # woken: it stood still since its clock
+            if now > clock[r]:  # woken: it was idle since clock[r]
                 idle[r, why] += now - clock[r]
                 cause[row] = why
                 clock[r] = now
@@ -190,7 +190,7 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
 
 @kernel
 def _wake(asleep: Ints, next_asleep: Ints, awaited: int, tree: Times, leaves: int, time: float) -> None:
-    """The ranks asleep on a row or collective act again at `time`."""
+    """Wake the ranks asleep on a row or collective, to act again at `time`."""
     r = asleep[awaited]
     asleep[awaited] = -1
     while r >= 0:

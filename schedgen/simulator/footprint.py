@@ -39,7 +39,7 @@ class Footprint(NamedTuple):
 
 
 def footprint(program: Program, sizes: BufferSizes) -> Footprint:
-    """What every rank of a checked, projected program, or of some of its ranks' rows, needs, as in `memory_plan`."""
+    """The bytes that every rank needs, for a checked, projected program or some of its ranks' rows (`memory_plan`)."""
     slots = [slot_sizes.sum() for slot_sizes in memory_plan(program, sizes).sizes]
     return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), _computed(program, sizes))
 
@@ -61,7 +61,7 @@ def _computed(program: Program, sizes: BufferSizes) -> Numbers:
 
 
 def _owned(header: Header, sizes: BufferSizes) -> Numbers:
-    """What every rank holds throughout."""
+    """By rank: the bytes that it holds throughout."""
     owned, shards = np.zeros(header.workers, np.int64), header.weight_shards
     weight, _ = sizes.by_unit(header)
     for size, (stage, part) in zip(weight.tolist(), shards.units, strict=True):
@@ -82,14 +82,14 @@ def _owned(header: Header, sizes: BufferSizes) -> Numbers:
 
 
 def _summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ...], int]]:
-    """(rank, ranks of the shards it adds up with in the shards' order, bytes of its part) of every sum.
+    """For every sum over shards and each member: its rank, all members in the order of the shards, bytes of the sum.
 
     Equal entries share one scratch buffer. `outputs`: bytes of x and g, by stage and then by edge.
     """
     entries: set[tuple[int, tuple[int, ...], int]] = set()
     producer, consumer = np.array(header.graph.edges, np.int64).reshape(-1, 2).T
     names = np.array([header.graph.gradient_consumer(*edge) for edge in header.graph.edges], np.int64)
-    gradients: dict[int, list[int]] = {}  # by stage: bytes of those that its backward gives
+    gradients: dict[int, list[int]] = {}  # by stage: bytes of each that its backward gives
     by_edge = outputs[header.graph.size_columns(producer, names)]
     for stage, size in zip(consumer.tolist(), by_edge.tolist(), strict=True):
         gradients.setdefault(stage, []).append(size)
@@ -103,7 +103,7 @@ def _summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int,
 
 
 def _received_slices(size: int, members: int) -> int:
-    """Bytes for a sum of `size` among so many: each member adds up one slice, and receives it from all others."""
+    """Bytes that a member needs to all-reduce `size` bytes: it adds up one slice, which it receives from all others."""
     return (members - 1) * -(-size // (members * LINE)) * LINE
 
 

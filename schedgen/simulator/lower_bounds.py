@@ -6,8 +6,8 @@ memory         Each forward's saved activations are alive until its backward has
                these times over a worker's jobs fits into the latency times the worker's peak of activations. This is
                the theorem of Rahimi 2025 (throughput <= M / S, for identical stages in a chain, one unit of memory
                each, messages hidden) with the jobs' own durations, for any DAG of stages and for each worker.
-way            for each worker: the way to its first jobs, its jobs one after another, the way from its last jobs to the
-               end; and the same for some of its jobs only, which have longer ways before or after (Jackson 1955,
+way            for each worker: the path to its first jobs, its jobs one after another, the path from its last jobs to
+               the end; and the same for some of its jobs only, which have longer paths before or after (Jackson 1955,
                Carlier 1982: heads and tails of a machine)
 ends           idle time at the beginning and end of a worker that its memory forces (`memory_bound`)
 window         for a chain: no worker begins before a forward has reached it, and none ends before its last backward
@@ -28,16 +28,16 @@ from schedgen.ir.instructions import B, F, Flags, Ints, Numbers, Times
 from schedgen.ir.job_graph import job_graph
 from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
 
-MOST_NODES = 600  # directions x stages: with more, `lower_bounds` leaves out `ends`, which looks at all pairs of them
+MOST_NODES = 600  # directions x stages: with more, `ends` is 0, since it takes time for all pairs of nodes
 
 
 def lower_bounds(
     header: Header, cost: Mapping[str, Amount], peak_activations: Numbers, redone: Flags | None = None
 ) -> dict[str, float]:
-    """work, critical_path, way and, unless there are forwards alone, memory and ends, in the units of `cost`.
+    """The bounds by name: work, critical_path, way and, unless forwards alone, memory and ends; in the units of `cost`.
 
-    Where backwards are split and `cost` also has a B, some may be whole. `peak_activations`: by worker; `redone`:
-    (S, B), whether there is a RECOMPUTE; None: only where a backward runs away from its forward.
+    Where backwards are split and `cost` also has a B, some backwards may be whole. `peak_activations`: by worker;
+    `redone`: (S, B), whether there is a RECOMPUTE; None: only where a backward runs on another worker than its forward.
     """
     lengths = {name: by_stage(t, header.stages) for name, t in durations(cost, len(header.directions)).items()}
     if len(lengths) == 3 and has_both(cost):
@@ -49,9 +49,9 @@ def lower_bounds(
         time = np.repeat(lengths[name], header.microbatches)
         busy += np.bincount(header.compute[d].ravel(), time, minlength=header.workers)
     moved = (header.compute[0] != header.compute[1:]).any(axis=0)
-    if moved[-1].any():  # the loss is redone elsewhere, which need not wait for its forward
+    if moved[-1].any():  # the last stage is redone elsewhere, and need not wait for its forward
         forward = np.append(forward[:-1], np.minimum(forward, redo_duration(cost))[-1])
-    # The longest path from after each stage to the loss, in forwards and in backwards.
+    # The longest path between each stage, itself left out, and the loss: in forwards, and in backwards.
     forwards, backwards = np.zeros((2, header.stages))
     for producer, consumer in sorted(header.graph.edges, reverse=True):
         forwards[producer] = max(forwards[producer], forwards[consumer] + forward[consumer])
@@ -82,10 +82,10 @@ def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Num
 
 
 def _way(header: Header, lengths: Mapping[str, Times]) -> float:
-    """For any worker: the least way to a job, all its jobs, the least way after one; also for F, or F and I, alone.
+    """The largest, over workers, of the sum of the least time before a job, its jobs, and the least time after a job.
 
-    Like `order_bound` without messages, but for any number of stages: it looks at each only once. 0 if a backward runs
-    away from its forward: it redoes that, and need not wait for it.
+    Also with F, or F and I, as its only jobs. Like `order_bound` without messages, but for any number of stages: each
+    node is visited once. 0 if a backward on another worker than its forward redoes that and need not wait for it.
     """
     if (header.compute != header.compute[0]).any():
         return 0.0
@@ -118,12 +118,12 @@ def order_bound(
 ) -> float:  # fmt: skip
     """A lower bound on the latency of any order of these jobs or, with `own_window`, on the longest own window.
 
-    before      by node, those that it waits for
+    before      by node, the nodes that it waits for
     compute     the worker of every job, (D, S, B)
     lengths     duration by node
     hops        time of a message from one node to another, where all microbatches change workers
-    own_window  a worker's time begins with its first job, so that only ways from one of its jobs to another count
-    takes       by node: memory that a job takes when it begins; below 0: memory that it gives back when it ends
+    own_window  a worker's time begins with its first job, so that only paths from one of its jobs to another count
+    takes       by node: memory that a job takes when it begins; below 0: memory that it releases when it ends
     capacity    by worker: its memory
     looked_at   the workers whose jobs are considered; None: all
     """
@@ -136,7 +136,7 @@ def order_bound(
     busy = jobs * lengths
     longest = float(busy[looked_at].sum(axis=1).max())
     for u in range(workers if own_window else 1):
-        mine = jobs[u] == compute.shape[2] if own_window else np.ones(nodes, bool)  # those of every microbatch
+        mine = jobs[u] == compute.shape[2] if own_window else np.ones(nodes, bool)  # u has every microbatch
         if mine.any():
             heads = way[mine].max(axis=0)
             tails = (way[:, mine] + lengths[mine]).max(axis=1) - lengths
@@ -148,7 +148,7 @@ def _ends(
     compute: Ints, way: NDArray[np.float64], lengths: Times, own_window: bool, takes: Times, capacity: Times,
     looked_at: Sequence[int],
 ) -> float:  # fmt: skip
-    """The largest `memory_bound` of these workers; arguments as in `order_bound`; `way`: the longest between nodes."""
+    """The largest `memory_bound` of these workers; arguments as in `order_bound`; `way`: the longest paths."""
     longest, seen = 0.0, set()
     placed = compute.reshape(len(way), -1)
     for w in looked_at:
@@ -161,9 +161,9 @@ def _ends(
             longest = max(longest, memory_bound(worker, float(capacity[w])))
         seen.add(key)
         for u in range(len(capacity)) if own_window else ():
-            mine = (placed == u).all(axis=1)  # of every microbatch
+            mine = (placed == u).all(axis=1)  # nodes of which u has every microbatch
             if not mine.any() or not (way[mine].max(axis=0) > -np.inf).all():
-                continue  # not all jobs come after this worker's
+                continue  # some job does not come after u's
             heads = way[np.ix_(mine, own)].max(axis=0)
             tails = (way[np.ix_(own, mine)] + lengths[mine]).max(axis=1) - lengths[own]
             if ((tails > -np.inf) | (takes[own] < 0)).all():
@@ -189,7 +189,7 @@ def _worker_jobs(
 def longest_ways(
     before: Sequence[Sequence[int]], lengths: Times, hops: Mapping[tuple[int, int], float]
 ) -> NDArray[np.float64]:
-    """By pair of nodes: the least time from the first one's start to the second's; -inf if there is no way."""
+    """By pair of nodes: the least time from the first one's start to the second's; -inf if there is no path."""
     way = np.full((len(before), len(before)), -np.inf)
     for node in TopologicalSorter(dict(enumerate(before))).static_order():
         way[node, node] = 0.0

@@ -23,11 +23,11 @@ class Machine(NamedTuple):
     """Links and sizes. Time is in the unit of the jobs' durations; a message takes alpha + beta * bytes.
 
     Every rank has one link out and one link in, and a link carries one message at a time. With alpha and beta both
-    zero messages take no time and wait for nobody. An amount is a number for all stages, or one for each stage.
+    zero messages take no time and wait for no receive or link. An amount is one number for all stages, or one a stage.
     """
 
-    alpha: float = 0.0  # time a message
-    beta: float = 0.0  # time a byte
+    alpha: float = 0.0  # time per message
+    beta: float = 0.0  # time per byte
     activation: Amount = 1  # bytes of x.s.b, and of g.s.b
     weight: Amount = 1  # bytes of w.s, and of dw.s
     saved: Amount = 1  # bytes a forward keeps for its backward
@@ -56,13 +56,13 @@ _UNDIVIDED = ("activation", "alpha", "beta", "overhead")
 def read_profile(
     text: str, name: str, stages: int, edges: int = 0, header: Header | None = None, counted: str = "the schedule has"
 ) -> tuple[dict[str, Amount], Machine]:
-    """The durations and the machine in a JSON object: F, with B or I and W or all, and optionally keys of
+    """The durations of jobs and the machine, from a JSON object: F, with B or I and W or all, and optionally keys of
     `PROFILE_KEYS`.
 
     Times and bytes are numbers, or lists by stage (apart: by edge); workspace and overhead may be objects that have
     these for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
-    Raises RefusedFile if it is not such an object, or values do not fit; `counted` is how the error says where the
-    numbers of stages and edges come from.
+    Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
+    the number of stages or edges.
     """
     values = read_json(text, name)
     given = {*values} if isinstance(values, dict) else set()
@@ -95,12 +95,12 @@ def read_profile(
 
 
 def by_direction(amount: Amount | Mapping[str, Amount]) -> Mapping[str, Amount]:
-    """An amount of a job that may depend on its direction, by those of F, B, I and W for which it is given."""
+    """An amount by direction: as given or, where it does not depend on the direction, the same for F, B, I and W."""
     return amount if isinstance(amount, Mapping) else dict.fromkeys(DIRECTION.values(), amount)
 
 
 def _profile_of_shards(profile: dict[str, Any], header: Header) -> dict[str, Any]:
-    """A profile whose lists have a number for every stage (apart: edge) of the model, for the shards of a schedule.
+    """Expand a profile with lists by stage (apart: by edge) of the model to lists by stage and edge of the schedule.
 
     In lists, a shard of a split stage gets a T-th of everything but `_UNDIVIDED` and apart: times, weights, memory.
     """

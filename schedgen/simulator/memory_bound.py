@@ -1,25 +1,25 @@
-"""A lower bound on a worker's time that knows its memory: idle that no order avoids at the beginning and at the end.
+"""A lower bound on a worker's time with limited memory, by the idle time that no order avoids at its two ends.
 
-Until the first job that gives memory back has ended, a worker starts no more forwards than its memory holds. It can do
-little else until then, because the first backward comes only after the way to the loss and back. So the work from time
-0 to any time t before that is limited, and t minus this limit is idle. With time reversed the same holds at the end,
-where jobs that give memory back take it. If the two stretches, of lengths t and u, do not overlap within the time T,
+Until the first job that releases memory has ended, a worker starts no more forwards than its memory holds. It can do
+little else until then, because the first backward comes only after the path to the loss and back. So the work between
+time 0 and any earlier time t is bounded, and t minus this bound is idle time. With time reversed the same holds at the
+end, where jobs that release memory take it. If the two stretches, of lengths t and u, do not overlap within the time T,
 
-    T >= work + idle in the first + idle in the last.
+    T >= work + idle time in the first + idle time in the last.
 
-If they overlap, t + u - T of their idle may be counted twice, and the sum on the right is at most t + u. So whenever
-that sum is more than t + u, it is a bound.
+If they overlap, t + u - T of their idle time may be counted twice, and the sum on the right is at most t + u. So
+whenever that sum is more than t + u, it is a bound.
 
-T may also be the window of another worker whose jobs precede all of these. Then jobs that nothing waits for, the last
-of their microbatch, may run after it, no more than memory holds. In the last stretch they count as work whenever they
-run, so its idle may be negative. The sum remains a bound: work that is left out is left out of the stretch, too.
+T may also be the window of another worker whose jobs precede all jobs of this one. Then jobs that nothing waits for,
+the last of their microbatch, may run after T, no more than memory holds. The last stretch counts them as work whenever
+they run, so its idle time may be negative. The sum remains a bound: a job after T adds to work what idle time lacks.
 
 For a chain of p stages with memory for p forwards this gives the bubbles of ZB-H1, (p - 1) (F + I - W), as the least
 that is possible (Qi et al. 2023, section 2), if F is no shorter than W. For a V of 8 workers and 24 microbatches of
 equal jobs it gives 167, 164, ... 149 for memory of 8 to 14 half forwards, what sail-sg/zero-bubble's search finds.
 
-Room is reserved: the first job to give memory back waits for all forwards of its microbatch on this worker. Those that
-cannot have begun by t need room later, so that others may take only the rest.
+Memory is reserved: the first job to release memory waits for all forwards of its microbatch on this worker. Forwards
+that cannot have begun by t need memory later, so that other jobs may take only the rest.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ import numpy as np
 
 from schedgen.ir.instructions import Flags, Numbers, Times
 
-MOST_NODES = 24  # nodes of a worker: with more, fewer times t are considered, and no room is reserved
+MOST_NODES = 24  # nodes of a worker: with more, fewer times t are considered, and no memory is reserved
 
 
 class WorkerJobs(NamedTuple):
     """The jobs of one worker, by node (a direction and a stage) in the order of directions."""
 
     stage: Numbers
-    head: Times  # the least time from 0 to the start
-    tail: Times  # the least time from the end to the last moment; -inf: it may run after that
+    head: Times  # the least time from 0 to its start
+    tail: Times  # the least time from its end to T; -inf: it may run after T
     length: Times
     jobs: Numbers  # how many there are
-    takes: Times  # memory that a job takes when it begins; below 0: memory that it gives back when it ends
+    takes: Times  # memory that a job takes when it begins; below 0: memory that it releases when it ends
     needs: Flags  # needs[k, j]: within a microbatch, job k waits for job j
 
     def reversed(self) -> WorkerJobs:
@@ -70,9 +70,9 @@ def memory_bound(worker: WorkerJobs, capacity: float) -> float:
 
 
 def _idle(worker: WorkerJobs, capacity: float) -> list[tuple[float, float]]:
-    """Times t, and how much of [0, t] the worker must idle; t is at most the first end of a job that gives memory back.
+    """Times t, each with the least idle time in [0, t]; t is at most the first end of a job that releases memory.
 
-    Jobs with a head of -inf may run before 0, but count.
+    Jobs with a head of -inf may run before 0, but count as work in [0, t].
     """
     backs = np.flatnonzero(worker.takes < 0)
     until = float((worker.head + worker.length)[backs].min()) if len(backs) else np.inf
@@ -95,15 +95,15 @@ def _idle(worker: WorkerJobs, capacity: float) -> list[tuple[float, float]]:
 
 
 def _most_work(worker: WorkerJobs, takes: Times, t: float, room: float) -> float:
-    """An upper bound on work by time t if no memory is given back, since here jobs may be cut into pieces.
+    """An upper bound on the work by time t while no memory is released: jobs may be cut, as in a fractional knapsack.
 
-    Every job that takes memory makes possible, besides itself, the jobs after it in its stage that take none.
+    Every job that takes memory also enables the jobs after it in its stage that take none.
     """
     left = np.minimum(worker.length * worker.jobs, np.maximum(t - worker.head, 0.0))  # by node, each by itself
     amounts = np.unique(takes[takes > 0])
     if len(amounts) == 1:
         room = float(amounts[0] * np.floor(room / amounts[0] + 1e-9))
-    pieces: list[tuple[float, float, float]] = []  # of work: per unit of memory, in all, and its memory
+    pieces: list[tuple[float, float, float]] = []  # work per unit of memory, work, memory
     total = 0.0
     for stage in np.unique(worker.stage):
         leader, behind = -1, []

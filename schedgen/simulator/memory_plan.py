@@ -1,7 +1,7 @@
-"""Memory plan: a slot for every received buffer of a rank, before the first step.
+"""Memory plan: a slot for every buffer that a rank receives, assigned before the first step.
 
 1. Activations, gradients and partial sums come from free lists, one per size. A buffer takes the slot that was
-   freed last, so a rank has as many slots of a size as it has live buffers of that size at the most.
+   freed last, so a rank has as many slots of a size as it has live buffers of that size at its peak.
 2. All copies of a stage's weights use one slot, because autograd graphs keep pointers to them across FREE and
    FETCH_W. Two stages share a slot if their copies are never live together (first fit, by first fetch). The slot of
    divided weights has room for all parts, the rank's own included, because a job reads them as one block.

@@ -1,12 +1,12 @@
-"""When every instruction of a program happens: the list is executed against a cost model, event by event.
+"""Simulate a program: execute its lists against a cost model, event by event, to find when each instruction runs.
 
 1. An instruction starts when the one before it on its rank has ended and what it uses has arrived. Compute and STEP
    take their durations, everything else takes no time of its own.
 2. A message starts when its SEND and its RECV are both reached and the sender's link out and the receiver's link in
    are free. It takes alpha + beta * bytes. FREE and STEP wait until all messages of their buffer have left.
-3. An ALLREDUCE starts when all members have reached it, and takes what a ring takes. The sum of a tie also waits for
-   the sums that began before it. NORM waits for all ranks and all sums, the STEP of a version for its sum. After an
-   exchange between shards its ranks wait until it is done.
+3. An ALLREDUCE starts when all members have reached it, and takes the time of a ring all-reduce. The sum of a tie also
+   waits for the sums that began before it. NORM waits for all ranks and all sums, the STEP of a version for its sum.
+   After an exchange between shards its ranks wait until it is done.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Simulation:
     sizes: BufferSizes
     start: Times  # when each row starts
     arrival: Times  # of SEND rows: when the message has arrived; 0 for other rows
-    idle: Times  # (workers, len(CAUSES)): time each rank stood still, by cause
-    cause: Small  # of rows that waited: what came last, an index of CAUSES; else -1
+    idle: Times  # (workers, len(CAUSES)): time each rank was idle, by cause
+    cause: Small  # of rows that waited: what they waited for last, an index of CAUSES; else -1
     lasts: Times  # how long each row takes by itself; of SEND rows: how long the message takes
 
     @cached_property
@@ -82,7 +82,7 @@ class Simulation:
 
     @cached_property
     def wait(self) -> Times:
-        """By row: how long its rank stood still before it."""
+        """By row: how long its rank was idle before it."""
         row_offsets = self.program.bounds
         before = np.append(0.0, self.end[:-1])
         before[row_offsets[:-1][np.diff(row_offsets) > 0]] = 0.0  # ranks start at zero
@@ -160,7 +160,7 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine, s
 
 
 def _rings(program: Program, waits: Waits, sizes: BufferSizes, machine: Machine) -> Times:
-    """How long each collective takes. NORM takes no time."""
+    """By collective: the time of its ring all-reduce, which `execute` does not use for NORM."""
     entered, bytes = program.rows_of(Op.ALLREDUCE), np.zeros(len(waits.members))
     bytes[waits.collective[entered]] = summed_bytes(program, sizes)[entered]
     times: Times = 2 * (waits.members - 1) * (machine.alpha + machine.beta * bytes / np.maximum(waits.members, 1))

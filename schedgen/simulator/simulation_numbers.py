@@ -13,7 +13,7 @@ from schedgen.simulator.timeline import CAUSES
 
 
 def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
-    """By name: times in the unit of the costs, bytes in all, by kind, by link and by worker; README has the rest."""
+    """The numbers by name: times in the unit of the costs; bytes in all, by kind, link and worker. See the README."""
     table, workers = program.rows, program.header.workers
     latency, makespan = run.latency, float(run.end.max())
     sends = program.rows_of(Op.SEND)

@@ -1,8 +1,8 @@
 """The numbers of a schedule: Table 1 of Rahimi 2025, and more, per worker and in total.
 
-schedgen/README.md says what they are: "Costs" and, of versions of weights, "Updates without a flush". Times are those
-of `simulate`, in which messages take no time, as Rahimi 2025 assumes ("we assume that transmission latencies can be
-hidden"). `clock_cycles` says which jobs start together.
+schedgen/README.md explains them: "Costs" and, for versions of weights, "Updates without a flush". Times are those of
+`simulate` with messages that take no time, as Rahimi 2025 assumes ("we assume that transmission latencies can be
+hidden"). `clock_cycles` lists the jobs that start together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from schedgen.simulator.simulate import simulate
 def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None) -> dict[str, Any]:
     """All numbers of a checked, projected program by name, in the units of `cost` (default: the file's).
 
-    Bytes come with a `machine`; its links do not count.
+    With a `machine` the numbers include bytes; its links are ignored.
     """
     header, table = program.header, program.rows
     cost = header.cost if cost is None else cost
@@ -156,7 +156,7 @@ def _most_versions(program: Program) -> Numbers:
     pairs = np.concatenate([pair, pair[ends >= 0]])
     order = np.lexsort((rows, pairs))
     held = np.cumsum(np.where(order < len(lives), 1, -1))
-    # Each pair ends with one version, the newest.
+    # Each pair before has left one version in the running sum, the newest.
     number = np.unique(pairs[order], return_inverse=True)[1]
     most = np.zeros(stages, np.int64)
     np.maximum.at(most, pairs[order] % stages, held - number)

@@ -1,4 +1,4 @@
-"""Time breakdown: where every rank's time goes, and why it stands still, in a simulation or a measured run.
+"""Time breakdown: where every rank's time goes, and why it is idle, in a simulation or a measured run.
 
 The time of a rank, from the first instruction of all ranks to the last, is divided into `SHARES`; `MEANING` explains
 them. A wait has up to two parts: until the last SEND that it waits for starts (for NORM: until the last rank arrives),
@@ -32,7 +32,7 @@ BUSY, WARM_UP, DEPENDENCY, COOL_DOWN, TRANSFER, SEND, SUM, STEP, OVERHEAD = rang
 
 
 class TimeBreakdown(NamedTuple):
-    """In the unit of the timeline; arrays by row of the projected program, unless stated otherwise."""
+    """The breakdown, in the unit of the timeline; arrays by row of the projected program unless stated otherwise."""
 
     time: Times  # (workers, len(SHARES)): each row adds up to makespan
     begin: float  # of the first instruction of all
@@ -85,9 +85,9 @@ def _first_part(waits: Waits, timeline: Timeline, awaited: Numbers) -> Times:
 
 
 def _early(program: Program, jobs: Numbers) -> Numbers:
-    """By row: the share of the part of its wait before anything is sent; `jobs`: the rows that compute."""
+    """By row: the share that the first part of its wait counts as; `jobs`: the rows that compute."""
     rank, row = program.rows.rank, np.arange(len(program))
-    first, last = program.bounds[1:].copy(), program.bounds[:-1] - 1  # job of each rank
+    first, last = program.bounds[1:].copy(), program.bounds[:-1] - 1  # rows of each rank's first and last job
     np.minimum.at(first, rank[jobs], jobs)
     np.maximum.at(last, rank[jobs], jobs)
     early = np.where(row <= first[rank], WARM_UP, DEPENDENCY)

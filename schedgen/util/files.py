@@ -1,4 +1,4 @@
-"""Files under the names that users give them, where - is standard input or output.
+"""Open files by the names that users give, where - is standard input or output.
 
 Input that is read whole is limited in size. A regular file that is written appears complete or not at all.
 """
@@ -20,7 +20,7 @@ READ_LIMIT = 2**28  # bytes of a file that is read at once
 
 
 def replace_closed_streams() -> None:
-    """Standard streams that were closed before this process began read and write nothing from now on."""
+    """Connect standard streams that were closed at the start of this process to the null device."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -90,7 +90,7 @@ def open_output(name: str) -> Iterator[BinaryIO]:
 
 
 def is_standard_output(name: str | None) -> bool:
-    """Whether what is written to the file `name` reaches standard output, under any name; not if it is /dev/null."""
+    """Whether the file `name` is where standard output goes, under any name; not if it is /dev/null."""
     return name not in (None, os.devnull) and _standard_stream(str(name)) is sys.stdout
 
 

@@ -30,7 +30,7 @@ _compile_always = False  # set by compiled_always
 
 @contextmanager
 def compiled_always() -> Iterator[None]:
-    """Within it, kernels are compiled for inputs of any size, which pays for loops over many small inputs."""
+    """Compile kernels for inputs of any size in this context, which pays for loops over many small inputs."""
     global _compile_always
     before, _compile_always = _compile_always, True
     try:
@@ -48,14 +48,14 @@ class kernel(Generic[P, T]):
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it as Python. In functions that `sized` returned, kernels are called interpreted or compiled instead."""
+        """Run it as Python. Functions that `sized` returns call kernels interpreted or compiled instead."""
         return self.function(*args, **kwargs)
 
     def sized(self, work: int, ahead: int = 0) -> Callable[..., T]:
         """The function to call on `work` elements, a microsecond of Python each; calls on `ahead` more will follow.
 
-        It is compiled once these and the work of all earlier calls add up to SMALL. So all calls together take less
-        than twice as long as with the better choice from the start.
+        It is compiled once `work`, `ahead` and the work of all earlier calls add up to SMALL. So all calls together
+        take less than twice as long as with the better choice from the start.
         """
         self.done += work
         small = self.done + ahead < SMALL and not _compile_always
@@ -87,7 +87,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def sources() -> bytes:
-    """A digest of all modules: a compiled kernel contains constants of others, while numba checks only its own file."""
+    """A digest of all modules: a compiled kernel contains constants of others, but numba checks only its own module."""
     digest, package = sha256(), Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + file.read_bytes())

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line: the sentence and where to read more."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Options are not abbreviated: a new one would change what others mean."""
+        """Options cannot be abbreviated: a new option could change the meaning of an abbreviation."""
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
@@ -69,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 
 
 def read(options: type[T], values: Mapping[str, Any], not_files: Collection[str] = ()) -> T:
-    """A dataclass of options from the parsed values of its fields; UsageError if they do not go together.
+    """A dataclass of options from the parsed values of its fields; UsageError if they conflict.
 
-    `not_files`: words that name no file where one may be given.
+    `not_files`: words that may be given in place of a file name.
     """
     _check_files(options, values, not_files)
     for name, flag in (("output", "-o"), ("trace", "--trace")):

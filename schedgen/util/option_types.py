@@ -1,4 +1,4 @@
-"""`type=` functions for argparse: an option's text to numbers within limits, or to a list of them.
+"""`type=` functions for argparse, which read numbers within limits, or lists of them, from an option's text.
 
 Each raises argparse.ArgumentTypeError, which argparse prints as the command's error.
 """

@@ -1,4 +1,4 @@
-"""JSON that people write."""
+"""Read JSON that may be written by hand."""
 
 from __future__ import annotations
 

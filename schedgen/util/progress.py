@@ -42,7 +42,7 @@ def counted(label: str, total: int | None, unit: str) -> Iterator[Callable[[int]
 
 
 def over(items: Iterable[T], label: str, total: int) -> Iterable[T]:
-    """The `total` items, each of which is one step of a bar."""
+    """Iterate over the `total` items, with one step of a bar for each."""
     return items if _earliest is None else _counted_items(items, label, total)
 
 
