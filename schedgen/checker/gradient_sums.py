@@ -16,7 +16,7 @@ from schedgen.ir.instructions import Ints, Kind, Numbers, Op
 
 
 def ties_entered_once(proof: Proof) -> None:
-    """Refuse a rank that enters a tie twice; runs before later rules, since accesses leave out the second entry."""
+    """Refuse a rank that enters a tie twice; runs before rules on buffers, as accesses leave out the second entry."""
     rows = _ties(proof)
     entries = proof.rank[rows].astype(np.int64) * len(proof.header.tied) + proof.stage[rows]
     again = np.delete(rows, np.unique(entries, return_index=True)[1])

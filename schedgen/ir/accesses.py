@@ -46,7 +46,7 @@ def numbers_per_size(header: Header) -> Numbers:
 
 
 def numbers_in_all(header: Header) -> Numbers:
-    """By kind of buffer, how many numbers there are: every number is below this."""
+    """By kind of buffer, the exclusive upper bound of its numbers."""
     graph = header.graph
     columns = np.full(len(Buffer), header.stages)
     columns[[Buffer.W, Buffer.DW, Buffer.PARTIAL]] = len(header.weight_shards.units)

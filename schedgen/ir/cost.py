@@ -28,7 +28,7 @@ def is_amount(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < MOST_AMOUNT  # type: ignore[operator]
 
 
-REDO = "R"  # the key of a RECOMPUTE's duration among the costs, where it is not that of F; it may be 0
+REDO = "R"  # the key of a RECOMPUTE's duration among the costs, if it differs from F's; it may be 0
 
 
 def redo_duration(cost: Mapping[str, Any]) -> Any:

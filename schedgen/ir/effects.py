@@ -41,8 +41,8 @@ class Which(IntEnum):
     """Which buffers of a kind are meant, for an instruction at (stage s, microbatch b)."""
 
     NAMED = 0  # the one that `buf`, or `stage` and `shard`, name; for a partial, the one from rank `from`
-    JOB = 1  # that of this job
-    UNREDONE = 2  # that of this job; none if its forward saves nothing, as where a RECOMPUTE redoes it
+    JOB = 1  # the one of this job
+    UNREDONE = 2  # the one of this job; none if its forward saves nothing, as where a RECOMPUTE redoes it
     INPUTS = 3  # for each producer p of s: x.p.b as s reads it, or g.p.b as s gives it
     OUTPUTS = 4  # for each consumer of s: x.s.b as s gives it (only one x if all read the same), or g.s.b as s reads it
     PARTS = 5  # for each part of the weights of s

@@ -22,7 +22,7 @@ class BufferSizes(NamedTuple):
     weight: Numbers  # a copy of w.s with all its parts, and dw.s
     partial: Numbers  # a received dw.s; where weights are divided, a multiple of w.s, of each part the same multiple
     saved: Numbers  # what a forward keeps for its backward
-    half: Numbers  # what BWD_I keeps in addition until BWD_W; below 0 if it gives up part of `saved`
+    half: Numbers  # what BWD_I keeps in addition until BWD_W; below 0 if it frees part of `saved`
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
     owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
     edge_activation: Numbers | None = None  # by edge, x.s.b.c of a stage with outputs per consumer; None: as x.s.b

@@ -31,7 +31,7 @@ class Machine(NamedTuple):
     activation: Amount = 1  # bytes of x.s.b, and of g.s.b
     weight: Amount = 1  # bytes of w.s, and of dw.s
     saved: Amount = 1  # bytes a forward keeps for its backward
-    half: Amount = 0  # bytes a BWD_I keeps in addition for its BWD_W; below 0 if it gives up part of `saved`
+    half: Amount = 0  # bytes a BWD_I keeps in addition for its BWD_W; below 0 if it frees part of `saved`
     workspace: Amount | Mapping[str, Amount] = 0  # bytes a job takes only while it runs; or by direction
     owned: Amount | None = None  # bytes an owner holds for a stage throughout; None: its weights, no optimizer state
     step: Amount = 0  # time a STEP takes

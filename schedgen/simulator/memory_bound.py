@@ -11,12 +11,13 @@ If they overlap, t + u - T of their idle time may be counted twice, and the sum 
 whenever that sum is more than t + u, it is a bound.
 
 T may also be the window of another worker whose jobs precede all jobs of this one. Then jobs that nothing waits for,
-the last of their microbatch, may run after T, no more than memory holds. The last stretch counts them as work whenever
-they run, so its idle time may be negative. The sum remains a bound: a job after T adds to work what idle time lacks.
+the last of their microbatch, may run after T, at most as many as memory holds. The last stretch counts them as work
+whenever they run, so its idle time may be negative. The sum remains a bound, since such a job adds to the work as much
+as it takes from the idle time.
 
 For a chain of p stages with memory for p forwards this gives the bubbles of ZB-H1, (p - 1) (F + I - W), as the least
 that is possible (Qi et al. 2023, section 2), if F is no shorter than W. For a V of 8 workers and 24 microbatches of
-equal jobs it gives 167, 164, ... 149 for memory of 8 to 14 half forwards, what sail-sg/zero-bubble's search finds.
+equal jobs it gives 167, 164, ... 149 for memory of 8 to 14 half forwards, as sail-sg/zero-bubble's search finds.
 
 Memory is reserved: the first job to release memory waits for all forwards of its microbatch on this worker. Forwards
 that cannot have begun by t need memory later, so that other jobs may take only the rest.
