@@ -77,7 +77,7 @@ class Lifetimes:
     number: Ints  # within its kind, as in `Accesses`
     begin: Ints  # the row that defines or receives it; -1: it exists from the start
     end: Ints  # the row that ends it; -1: it stays
-    # One entry per first use of what was received, in the order of the list: the using row and the receiving row.
+    # One entry per first use of a received buffer, in the order of the list: the using row and the receiving row.
     users: Ints
     received: Ints
     # By row that sends, changes or ends a buffer: the last SEND of it in its life and since a change; -1: none.

@@ -83,7 +83,7 @@ def _advance(
 
 
 def _circle(proof: Proof, waits: Waits, at: Numbers) -> list[int]:
-    """A cycle of rows that wait for one another, given the row `at` which each rank is; empty if all have ended."""
+    """A cycle of rows that wait for one another, given `at`, the row of each rank; empty if all have ended."""
     stuck = np.flatnonzero(at < proof.program.bounds[1:])
     if not len(stuck):
         return []

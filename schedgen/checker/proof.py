@@ -40,7 +40,7 @@ class Touches(NamedTuple):
         return Touches(self.rows[chosen], self.rank[chosen], self.number[chosen])
 
     def last(self, shape: tuple[int, int]) -> Ints:
-        """The last row for every (rank, number), as an array of that shape; -1 where there is none."""
+        """The last row for every (rank, number), as an array of this `shape`; -1 where there is none."""
         last = np.full(shape, -1, np.int32)
         last[self.rank, self.number] = self.rows  # rows ascend: the last one stays
         return last

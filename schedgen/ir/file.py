@@ -118,9 +118,9 @@ def line_of(program: Program, row: int, rank: int | None = None) -> int:
 def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     """The program in a canonical file, and an error message if its SHA-256 is wrong, else None.
 
-    Raises RefusedFile, naming the line, at the first line that `write` would
-    not write. The caller reports a wrong hash, after a check that may name the
-    damaged instruction.
+    Raises RefusedFile, naming the line, if a line is not what `write` writes.
+    A wrong hash is left to the caller, who can first check the program, which
+    may name the damaged instruction.
     """
     lines = _Lines(source, name)
     header_text = _header_text(lines)
@@ -252,7 +252,7 @@ class _Lines:
 
 
 def _read_programs(lines: _Lines, limits: Limits) -> Rows:
-    """Every rank's list, up to and including the bracket that ends them all."""
+    """Read every rank's list, up to and including the bracket that ends them all."""
     state = State()
     blocks: list[list[NDArray[Any]]] = [[] for _ in Rows._fields]  # by column
     length = 0

@@ -49,7 +49,7 @@ class Kind(IntEnum):
     """What a buffer holds. Also the message kind: FIFO order holds per kind."""
 
     NONE = 0
-    X = 1  # x.s.b    output activation of stage s; x.s.b.c the part of it that consumer c reads
+    X = 1  # x.s.b    output activation of stage s; x.s.b.c its output for consumer c alone
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
     W = 3  # w.s      weights; w.s@v version v of them, w.s/k part k of divided weights
     DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where the weights are divided

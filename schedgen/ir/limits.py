@@ -16,7 +16,7 @@ MOST_LAYERS = 2**31  # of one of its stages
 MOST_ROWS = 2**30  # instructions of a file
 MOST_PAIRS = 2**25  # pairs of a worker and a stage: tables have an entry for each
 MOST_TIES = 16  # of one stage
-MOST_USES = 64  # of parts of weights, per instruction
+MOST_USES = 64  # per instruction: of parts of weights or, in a list of forwards, of inputs
 MOST_RATIO = 1e6  # of the longest job's duration to the shortest's
 
 

@@ -34,7 +34,7 @@ MOST_NODES = 600  # directions x stages: with more, `ends` is 0, since it takes 
 def lower_bounds(
     header: Header, cost: Mapping[str, Amount], peak_activations: Numbers, redone: Flags | None = None
 ) -> dict[str, float]:
-    """The bounds by name: work, critical_path, way and, unless forwards alone, memory and ends; in the units of `cost`.
+    """The bounds by name: work, critical_path, way and, if there are backwards, memory and ends; in units of `cost`.
 
     Where backwards are split and `cost` also has a B, some backwards may be whole. `peak_activations`: by worker;
     `redone`: (S, B), whether there is a RECOMPUTE; None: only where a backward runs on another worker than its forward.
@@ -82,10 +82,10 @@ def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Num
 
 
 def _way(header: Header, lengths: Mapping[str, Times]) -> float:
-    """The largest, over workers, of the sum of the least time before a job, its jobs, and the least time after a job.
+    """The largest, over workers, of the least time before its jobs, plus its jobs, plus the least time after them.
 
     Also with F, or F and I, as its only jobs. Like `order_bound` without messages, but for any number of stages: each
-    node is visited once. 0 if a backward on another worker than its forward redoes that and need not wait for it.
+    node is visited once. 0 if a backward on another worker than its forward redoes the forward without waiting.
     """
     if (header.compute != header.compute[0]).any():
         return 0.0

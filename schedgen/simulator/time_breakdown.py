@@ -36,7 +36,7 @@ class TimeBreakdown(NamedTuple):
 
     time: Times  # (workers, len(SHARES)): each row adds up to makespan
     begin: float  # of the first instruction of all
-    makespan: float  # from there to the end of the last
+    makespan: float  # from `begin` to the end of the last instruction
     until: Times  # when the first part of the wait before the row ends; the wait is from start - wait to start
     early: Small  # what the first part counts as, an index of SHARES ...
     late: Small  # ... and what the second

@@ -19,7 +19,7 @@ SEND_CAUSE, REDUCTION = CAUSES.index("send"), CAUSES.index("reduction")  # the c
 
 
 class Timeline(NamedTuple):
-    """Microseconds (or units of the costs), one entry a row of the projected program."""
+    """Times in microseconds, or in units of the costs; one entry a row of the projected program."""
 
     start: Times  # of the work
     length: Times  # of the work
