@@ -1,8 +1,8 @@
 """`compile`: a scheme and sizes in, the instruction list of every rank out.
 
 place   evaluates w and n on every job of the scheme's stages
-refine  divides each of these stages into those of the program: substages, and shards of these
-forward keeps the forwards alone, if only these are wanted
+refine  divides each stage of the scheme into stages of the program: substages, and shards of substages
+forward drops everything but the forwards, with `options.forward`
 order   decides when every job starts, on one time axis for all workers
 lower   turns the jobs in that order into instructions, adds messages, sums, STEPs and FREEs, and splits by rank
 """
@@ -20,9 +20,9 @@ from schedgen.schemes.scheme import Scheme, Sizes
 
 
 def compile(scheme: Scheme, sizes: Sizes, options: Options = Options()) -> Program:  # noqa: B008  frozen
-    """The projected program; UsageError if the scheme, the sizes and the options do not fit together.
+    """Compile a scheme to a projected program; UsageError if the scheme, the sizes and the options do not fit together.
 
-    Not every order with weight versions can run: the checker's `check_compiled` tells.
+    The program may still deadlock if weights have versions: the checker's `check_compiled` finds such cases.
     """
     check_options(scheme, sizes, options)
     placed = refine(place(scheme, sizes, options))

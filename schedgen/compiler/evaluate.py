@@ -20,7 +20,7 @@ from schedgen.util.progress import over
 
 
 def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int) -> list[NDArray[Any]]:
-    """What `function` returns, as `values` arrays of `shape`; if it fails on arrays, it is called for every job."""
+    """The `values` arrays of `shape` that `function` returns; if it fails on arrays, it is called for every job."""
     grids = np.ix_(*(np.arange(length) for length in shape))
     try:
         returned = function(*grids)

@@ -25,7 +25,7 @@ _SIZES = ("name", "workers", "stages", "microbatches")
 
 
 def forwards(placed: PlacedScheme) -> PlacedScheme:
-    """The forwards of a refined scheme, in its order, without what bounds or delays them for the sake of backwards."""
+    """A refined scheme reduced to its forwards, in its order, without caps, delayed sends, redone forwards and ties."""
     owned_by_forwards = owners_of(placed.weights[:1]) == owners_of(placed.weights)
     nowhere = np.zeros(placed.compute.shape[1:], bool)
     return replace(
@@ -44,10 +44,10 @@ def forwards(placed: PlacedScheme) -> PlacedScheme:
 
 
 def forward_list(program: Program) -> Program:
-    """The forwards of any checked, projected program as a program of their own; forwards alone are returned as is.
+    """The forwards of a checked, projected program as a program of their own; a program of forwards is returned as is.
 
     Every rank computes the same forwards in the same order as in `program`, and owns the same weights. Messages, copies
-    of weights and sums over shards are inserted anew for these, by the `lowering` of the header.
+    of weights and sums over shards are inserted anew for the forwards, by the `lowering` of the header.
     """
     if program.header.is_forward:
         return program
@@ -56,7 +56,7 @@ def forward_list(program: Program) -> Program:
 
 
 def _placed(program: Program) -> PlacedScheme:
-    """The refined scheme whose strict order is that of a program's forwards."""
+    """A refined scheme whose strict order is the order of the program's forwards."""
     header, table = program.header, program.rows
     place = np.zeros(header.compute.shape, np.int64)
     rows = program.rows_of(Op.FWD)

@@ -1,8 +1,8 @@
 """Greedy: of the jobs that can start earliest, a free worker takes the one with the smallest n.
 
 This is work-conserving, the simulator of Rahimi 2025. A forward that a limit (cap, memory) holds back waits until a
-backward makes room. Redone forwards are saved only during their backwards: unless these are split, all of them share
-one place.
+backward frees memory. A redone forward is saved only during its backward: unless backwards are split, the redone
+forwards of a worker are saved one at a time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def greedy(
     memory: int | None = None,
     redone: Flags | None = None,
 ) -> Times:
-    """When each job starts.
+    """The start time of each job; UsageError if a limit blocks the schedule.
 
     caps    by stage, the most microbatches in flight on a worker
-    memory  the most saved forwards on a worker; `redone`, by forward: saved one at a time, while its backward runs
+    memory  the most saved forwards on a worker
+    redone  by forward, whether it is saved only while its backward runs, and so one at a time on a worker
     """
     jobs = len(worker)
-    # One number that sorts jobs by n and then by job, so that equal n are settled too.
+    # The place of each job when sorted by n; jobs of equal n are sorted by number.
     by_rank = np.argsort(n, kind="stable")
     rank = np.empty(jobs, np.int64)
     rank[by_rank] = np.arange(jobs)
@@ -56,9 +57,9 @@ def greedy(
 class _Queues(NamedTuple):
     """The queues of all workers, one after another: worker v's heaps begin at base[v].
 
-    With limits, forwards that may start are held by kind: by worker, by stage, and redone or not. Of each kind, a limit
-    lets the one with the smallest n through first. Worker v's kinds are first_kind[v] to first_kind[v + 1] - 1, and
-    the heap of kind k begins at kind_base[k].
+    With limits, forwards whose inputs are ready are held in a heap for each kind: a worker, a stage, and redone or not.
+    The forward of a kind with the smallest n starts first. Worker v's kinds are first_kind[v] to first_kind[v + 1] - 1,
+    and the heap of kind k begins at kind_base[k].
     """
 
     limited: bool
@@ -74,15 +75,15 @@ class _Queues(NamedTuple):
     kind_base: Numbers
     held: Numbers  # a heap of forwards, by rank
     held_size: Numbers
-    saved: Numbers  # forwards in flight: (workers, 2), those that are kept and those that are redone ...
+    saved: Numbers  # forwards in flight: (workers, 2), kept and redone ...
     in_flight: Numbers  # ... and by stage, (workers, stages)
-    ready: Times  # by job, and after all jobs by the room that each makes: when it is there
+    ready: Times  # [job]: when the job can start; [jobs + job]: when the memory that it frees is free
     free_at: Times
     tree: Times  # leaf by worker: when it can start a job
 
 
 def _queues(graph: JobGraph, worker: Ints, limited: bool, redone: Flags | None) -> _Queues:
-    """Empty queues; `limited`: they also have room for entries about memory that jobs free."""
+    """Empty queues; if `limited`, with capacity for the entries about memory that jobs free."""
     jobs, workers, forwards = len(worker), int(worker.max()) + 1, graph.stages * graph.microbatches
     most = np.bincount(worker, minlength=workers)
     kind = np.zeros(0, np.int64)
@@ -108,10 +109,10 @@ def _greedy(
     worker: Ints, rank: Numbers, by_rank: Numbers, waits: Numbers, first: Numbers, after: Numbers, length: Times,
     stages: int, batches: int, caps: Numbers, memory: int, queues: _Queues, start: Times,
 ) -> None:  # fmt: skip
-    """Fill in when each job starts; jobs that a limit holds back for ever keep -1.
+    """Fill `start` with the start time of each job; jobs that a limit blocks permanently keep -1.
 
-    A tree over the workers finds the worker v that can start a job first. The room that a backward makes for forwards
-    is an item of its own in `later`, numbered from `jobs` up.
+    A tree over the workers finds the worker v that can start a job first. The memory that a backward frees for forwards
+    is an item of its own in `later`: `jobs` + the backward's number.
     """
     base, now, later, now_size, later_size = queues.base, queues.now, queues.later, queues.now_size, queues.later_size
     saved, in_flight, ready, free_at, tree = queues.saved, queues.in_flight, queues.ready, queues.free_at, queues.tree

@@ -1,4 +1,4 @@
-"""Which jobs wait for which: as arrays for the loops that order them, and in words where some never start."""
+"""Dependencies between jobs: as arrays for the loops that order jobs, and in words for jobs that never start."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from schedgen.ir.job_graph import JobGraph
 
 
 def edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
-    """How many jobs each job waits for; and the successors of node k, after[first[k] : first[k + 1]]."""
+    """(waits, first, after): jobs that each job waits for; the successors of node k, after[first[k] : first[k + 1]]."""
     waits = np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), graph.microbatches)
     first = np.cumsum([0, *(len(nodes) for nodes in graph.succ)])
     return waits, first, np.array([node for nodes in graph.succ for node in nodes], np.int64)
 
 
 def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str:
-    """Jobs that wait for one another, in words, found from a job that never started.
+    """A cycle of jobs that wait for one another, in words; it is reached from a job that never started.
 
-    `previous`: by job, the one that its worker must run before it; -1: none.
+    `previous`: by job, the job that its worker must run directly before it; -1: none.
     """
     job = int(np.flatnonzero(start < 0)[0])
     path: dict[int, int] = {}
@@ -36,7 +36,7 @@ def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str
 
 
 def _in_flight(graph: JobGraph, worker: Ints, start: Times, job: int) -> list[int]:
-    """The last backwards of the forwards that have run on a blocked job's worker, those of its stage first."""
+    """The last backwards of the microbatches in flight on a blocked job's worker, those of the job's stage first."""
     forwards = graph.stages * graph.microbatches
     lasts = np.arange(forwards) + (graph.directions - 1) * forwards
     in_flight = np.flatnonzero((worker[:forwards] == worker[job]) & (start[:forwards] >= 0) & (start[lasts] < 0))

@@ -28,7 +28,7 @@ def lower(placed: PlacedScheme, start: Times) -> Program:
     passes = FORWARDS if header.is_forward else PIPELINE if header.has_flush else WITH_VERSIONS
     for insert in over(passes, "lower", len(passes)):
         program = insert(program, placed)
-    program = program.project()  # a statement of its own, which frees the global program, a third of the memory
+    program = program.project()  # a separate statement: it frees the global program, a third of the memory
     program = free(program)
     if program.header.part_uses() > MOST_USES * len(program):
         parts = sum(map(len, placed.part_owners))

@@ -37,7 +37,7 @@ class Options:
 
 
 def part_counts(sizes: Sizes, options: Options) -> list[int]:
-    """Parts that the weights of each stage of the model are divided into."""
+    """By stage of the model, into how many parts its weights are divided; UsageError if there are too few or many."""
     stages, counts = sizes.stages * options.substages, list(sizes.shards or (1,))
     if len(counts) not in (1, stages):
         raise UsageError(f"--shards has {len(counts)} numbers, but there are {stages} stages")

@@ -19,11 +19,11 @@ from schedgen.ir.instructions import DIRECTIONS, B, Times
 
 
 def order(placed: PlacedScheme) -> Times:
-    """When every job of a refined scheme starts; UsageError if n, caps or the memory limit block the schedule."""
+    """The start time of every job of a refined scheme; UsageError if n, caps or the memory limit block the schedule."""
     graph, (_, stages, batches) = placed.job_graph, placed.compute.shape
     worker, n, length = placed.compute.ravel(), placed.n.ravel(), _lengths(placed)
     if placed.scheme.mode == "greedy":
-        one_by_one = placed.redone.ravel() if len(placed.compute) == 2 else None  # split, they may run I, I, W, W
+        one_by_one = placed.redone.ravel() if len(placed.compute) == 2 else None  # split: may run I, I, W, W
         return greedy(graph, worker, n, length, placed.caps, placed.options.memory_limit, one_by_one)
     delayed = np.zeros(len(length), bool)
     delayed[: stages * batches] = placed.delayed_send.ravel()
@@ -31,7 +31,7 @@ def order(placed: PlacedScheme) -> Times:
 
 
 def _lengths(placed: PlacedScheme) -> Times:
-    """How long each job takes: an unsplit I includes its W, and a backward the forward that it redoes."""
+    """The duration of each job: an unsplit I includes its W, and a backward includes the forward that it redoes."""
     length = np.empty(placed.compute.shape)
     times = [placed.cost[direction] for direction in DIRECTIONS[len(length)]]
     length[:] = np.array(times, np.float64)[:, None, None]

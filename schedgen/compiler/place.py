@@ -38,7 +38,7 @@ class PlacedScheme:
     graph: StageGraph
     part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none are divided
     caps: Numbers | None  # by stage, the most microbatches in flight on a worker
-    unsplit_backward: Flags  # (S, B): whether I and W are one job after all
+    unsplit_backward: Flags  # (S, B): whether the backward is unsplit: I and W are one job
     delayed_send: Flags  # (S, B): whether x.s.b leaves only after the worker's next job
     recompute: Flags  # (S, B): whether the forward keeps nothing and is redone before the backward
     tied: tuple[tuple[int, ...], ...]  # stages that share parameters
@@ -52,7 +52,7 @@ class PlacedScheme:
 
     @property
     def redone(self) -> Flags:
-        """(S, B): whether the forward is redone before the backward, as always if that is on another worker."""
+        """(S, B): whether the forward is redone before the backward, as it always is if that runs on another worker."""
         elsewhere: Flags = self.compute[F] != self.compute[min(B, len(self.compute) - 1)]
         return elsewhere | self.recompute
 
@@ -101,7 +101,7 @@ def place_jobs(
     """Evaluate w on every job; `counts`: parts of each stage's weights, `tensor`: shards of each stage."""
     divided, takes_part = max(counts) > 1, fourth_argument(scheme.w) == "k"
     fourth_axis = [tensor] if scheme.by_shard else [max(counts)] if takes_part else []
-    shards = 1 if scheme.by_shard else tensor  # shards of what w places as one
+    shards = 1 if scheme.by_shard else tensor  # shards of each stage that w places
     shape = (stages, microbatches, directions, *fourth_axis)
     check_jobs(stages, microbatches, directions * shards * (fourth_axis or [1])[0])
     weights, compute = evaluate("w", scheme.w, shape, values=2)

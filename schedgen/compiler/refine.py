@@ -1,4 +1,4 @@
-"""Refine: a scheme placed by its own stages becomes one of the program's: P substages a stage, T shards of these.
+"""Refine: divide each stage of a placed scheme into stages of the program: P substages, and T shards of each.
 
 Substage p of stage s is stage m = s P + p of the model, and shard t of that is stage m T + t of the program. Later
 steps, ordering and lowering, only know stages of the program.
@@ -53,7 +53,7 @@ def _substages(placed: PlacedScheme) -> PlacedScheme:
 
 
 def _shards(placed: PlacedScheme) -> PlacedScheme:
-    """The placed scheme with the program's stages. Shards of a split stage are tied: they share what is not cut."""
+    """The placed scheme with the program's stages. Shards of a split stage are tied: they share uncut parameters."""
     T, stages = placed.options.tensor, placed.graph.stages
     split = ~np.isin(np.arange(stages), [*placed.options.replicated_stages, stages - 1]) & (T > 1)
     for stage in placed.graph.per_consumer:
@@ -101,7 +101,7 @@ def _distinct(ties: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def shard_groups(placed: PlacedScheme) -> set[tuple[int, ...]]:
-    """The groups of ranks, ascending, that add up what the shards of a split stage give."""
+    """The groups of ranks, ascending, that sum the outputs and gradients of the shards of a split stage."""
     T, split = placed.tensor_parallel.degree, placed.tensor_parallel.split
     if T == 1:
         return set()

@@ -16,7 +16,7 @@ from schedgen.util.sort import stable_order
 
 
 def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delayed_send: Flags | None = None) -> Times:
-    """When each job starts. `delayed_send`: by job, whether its output leaves only after the worker's next job."""
+    """Start times of jobs. `delayed_send`: by job, whether its output leaves only after the worker's next job."""
     order = np.argsort(n, kind="stable")
     order = order[stable_order(worker[order])]  # by worker, then by n
     same_worker = worker[order[:-1]] == worker[order[1:]]
@@ -48,13 +48,13 @@ def _strict(
     following: Numbers, previous: Numbers, delayed: Flags, waits: Numbers, first: Numbers, after: Numbers,
     length: Times, batches: int, stack: Numbers, top: int,
 ) -> Times:  # fmt: skip
-    """Longest paths; -1 for jobs that never start. Uses up `waits`; stack[:top] are the jobs that wait for nothing."""
+    """Start times by longest path; -1: never. Overwrites `waits` and `stack`; stack[:top] are jobs that can start."""
     start = np.zeros(len(following))
     while top:
         top -= 1
         job = stack[top]
         end = start[job] + length[job]
-        # Now the output of the job leaves, unless it is delayed, and that of the job before, if it is delayed.
+        # The output of the job leaves now unless it is delayed, and the output of the previous job if it is delayed.
         for sender in (job, previous[job]):
             if sender < 0 or delayed[sender] != (sender != job):
                 continue

@@ -1,8 +1,8 @@
-"""The passes, in the order in which `lower` runs them: each takes a program and the placed scheme, and gives a program.
+"""The passes, in the order in which `lower` runs them: each maps a program and the placed scheme to a program.
 
-Jobs come from `emit_jobs`. Then the passes insert into the global order of time, a SEND and its RECV always together,
-so that executing that order one instruction after another works even if every SEND blocks until it is matched; moving
-a RECV or a FETCH_W to an earlier place (`prefetch`) keeps that true. `free` comes last, on the lists of the ranks.
+Jobs come from `emit_jobs`. Then the passes insert into the global time order. A SEND and its RECV are always inserted
+together, so the order can be executed one instruction at a time even if every SEND blocks until it is matched; moving a
+RECV or a FETCH_W to an earlier place (`prefetch`) keeps that true. `free` comes last, on the lists of the ranks.
 """
 
 from __future__ import annotations
@@ -18,4 +18,4 @@ from schedgen.compiler.passes.weight_versions import weight_versions
 
 PIPELINE = (weight_fetch, shard_allreduce, send_recv, gradient_reduction, tied_gradients, optimizer_step, prefetch)
 FORWARDS = (weight_fetch, shard_allreduce, send_recv, prefetch)  # for forwards alone
-WITH_VERSIONS = (weight_versions, send_recv, prefetch)  # where weights change without a flush; they do not travel
+WITH_VERSIONS = (weight_versions, send_recv, prefetch)  # where weights change without a flush; weights are not sent

@@ -1,6 +1,6 @@
 """Jobs: one FWD and one BWD (or BWD_I and BWD_W, or none) for every stage and microbatch, in time order.
 
-A forward that keeps nothing is redone before its backward: RECOMPUTE. So is one whose backward runs on another worker,
+RECOMPUTE redoes a forward before its backward if the forward keeps nothing, or if its backward runs on another worker,
 which has nothing saved.
 """
 

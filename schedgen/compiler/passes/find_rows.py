@@ -19,14 +19,14 @@ def job_rows(program: Program, *ops: Op) -> Numbers:
 
 
 def serving_owner(program: Program, rank: int, stage: int) -> int:
-    """The owner that serves `rank`, which computes a stage it does not own: the one that its first job names."""
+    """The owner that sends a stage's weights to `rank`, no owner: the one that w names for the rank's first job."""
     header = program.header
     d, b = np.argwhere(header.compute[:, stage] == rank)[0]
     return int(header.weights[d, stage, b])
 
 
 def rows_at_end(program: Program, backward: Numbers) -> Numbers:
-    """The last row that comes before the end of each of these backwards (BWD or BWD_W)."""
+    """By backward (BWD or BWD_W), the last row that starts before the backward ends."""
     assert program.time is not None
     cost = program.header.cost
     last_job = cost.get("W", cost.get("B", 0))
@@ -36,7 +36,7 @@ def rows_at_end(program: Program, backward: Numbers) -> Numbers:
 
 
 def earlier_compute(program: Program, row: Numbers, count: int) -> Numbers:
-    """The `count`-th compute row before a row on its rank; the first if there are fewer; the row if there is none."""
+    """By row, the `count`-th compute row before it on its rank; the first if there are fewer; itself if none."""
     is_compute = program.is_one_of(*COMPUTE)
     count = min(count, int(np.bincount(program.rows.rank[is_compute]).max()))
     return _earlier_compute.sized(len(program))(program.rows.rank, is_compute, row, count, program.header.workers)
@@ -44,7 +44,7 @@ def earlier_compute(program: Program, row: Numbers, count: int) -> Numbers:
 
 @kernel
 def _earlier_compute(rank: Ints, is_compute: Flags, row: Numbers, count: int, workers: int) -> Numbers:
-    """`row` ascends. One walk through the program, keeping the last `count` compute rows of each rank."""
+    """`earlier_compute` for ascending rows, in one pass that keeps the last `count` compute rows of each rank."""
     latest, met = np.zeros((workers, count), np.int64), np.zeros(workers, np.int64)
     earlier, at = row.copy(), 0
     for k in range(len(row)):

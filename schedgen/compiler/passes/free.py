@@ -1,9 +1,9 @@
 """FREE after the last use of every x, g and dw; weight_fetch and weight_versions free weights themselves.
 
-Where the last use is a SEND, the FREE, which waits for it, comes after the second compute instruction that follows on
-the rank, or at the end of its list: the message has that long to leave. MPI may deliver it only when the receiver's job
-ends, which may take longer than the sender's next one. Ranks are independent of one another here, so this pass works on
-the projected program.
+FREE waits for the SENDs of its buffer. So where the last use is a SEND, the FREE comes after the second compute
+instruction that follows on the rank, or at the end of its list: MPI may deliver the message only when the receiver's
+job ends, which may take longer than the sender's next job. Ranks are independent of one another here, so this pass
+works on the projected program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FREED = (Buffer.X, Buffer.G, Buffer.DW)
 
 
 def free(program: Program) -> Program:
-    """Insert the FREEs. Where weights have versions, every dw is freed at its STEP already."""
+    """A projected program with its FREEs inserted; where weights have versions, dw is already freed at its STEP."""
     header, table = program.header, program.rows
     kinds = [buffer for buffer in FREED if buffer != Buffer.DW or header.has_flush]
     done = accesses(program, kinds)
@@ -49,9 +49,9 @@ def _last_uses(
     rank: Ints, is_compute: Flags, of_row: Ints, effect: Small, kind: Small, number: Ints, places: Slots,
     first_use: Ints, next_compute: Ints, buffer: Small, named: Ints, after: Ints,
 ) -> int:  # fmt: skip
-    """Fill the last three: what is freed after which row, rank by rank in the order of first uses; return how many.
+    """Fill the last three arrays: what is freed after which row, by rank and first use; return the number of FREEs.
 
-    `first_use`, zeros, by slot: a rank + 1, and the index in the last three of what that rank has in the slot.
+    `first_use`, zeros at first, by slot: the latest rank that used it, + 1, and that rank's index in the three arrays.
     `next_compute` becomes the row of the next job after each row, or else the rank's last row.
     """
     length, count = len(rank), 0

@@ -1,10 +1,10 @@
 """Reduction: every owner of a stage gets the sum of its weight gradients, in a fixed order.
 
-A worker that does not own the stage sends dw.s once, when its last backward of the stage is done and the sums that it
-passes on have come in. The workers that send to one owner form a tree with at most `fan_out` branches at each node;
-those that are done first are furthest from the owner. A receiver adds sums in order of arrival, each after the next
+A worker that does not own the stage sends dw.s once, after its last backward of the stage and after it has received
+the sums that it relays. The workers that send to one owner form a tree with at most `fan_out` branches at each node;
+workers that finish first are furthest from the owner. A receiver adds sums in order of arrival, each after the next
 receive; an owner adds the last one after its next job, so that the transfer overlaps other work. Several owners then
-sum up among themselves: one ALLREDUCE, as soon as the last of them has its part.
+all-reduce their sums, as soon as the last owner's sum is complete.
 
 Each part of divided weights has an owner, and a tree, of its own. K parts count as one sum, and a worker sends to its
 nearest neighbours upwards first.
@@ -19,8 +19,8 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, rows
 
-# An instruction to be inserted: op, rank, stage, part, peer, the row after which it is inserted, and where weights are
-# divided its order there: by depth and then by distance.
+# An instruction to be inserted: op, rank, stage, part, peer, the row after which it is inserted, and for divided
+# weights its order among the instructions inserted there: by depth and then by distance.
 Fields = tuple[Op, int, int, int, int, int, int, int]
 
 
@@ -29,10 +29,10 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     header, table, shards = program.header, program.rows, program.header.weight_shards
     backwards = program.rows_of(Op.BWD, Op.BWD_W)
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
-    final[table.stage[backwards], table.rank[backwards]] = backwards  # they ascend: the last one stays
+    final[table.stage[backwards], table.rank[backwards]] = backwards  # rows ascend: the last one stays
     ends = np.where(final < 0, -1, rows_at_end(program, final))
     new: list[Fields] = []
-    last_adds: list[int] = []  # owners' last ADDs, whose place, after a job, is still to be found
+    last_adds: list[int] = []  # owners' last ADDs, still to be moved behind the owner's next job
     sums: list[tuple[int, int, slice]] = []  # by ALLREDUCE: index, row that completes owners' own sums, last ADDs
     for stage, owners in enumerate(header.owners):
         first_add, parts, own_ends = len(last_adds), shards.parts(stage), ends[stage].tolist()
@@ -54,7 +54,7 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
                 new.append((Op.ALLREDUCE, owner, stage, -1, header.group_numbers[owners], -1, 0, 0))
     op, rank_, stage_, part_, peer, after, depth, distance = np.array(new, np.int64).reshape(-1, 8).T
     last = np.array(last_adds, np.int64)
-    # An owner has time for a job first; a worker that passes a sum on has not.
+    # An owner runs its next job before its last ADD; a worker that relays its sum does not.
     after[last] = next_compute(program, after[last], rank_[last].astype(np.int32))
     for index, own, adds in sums:
         after[index] = max(own, after[last[adds]].max(initial=-1))
@@ -68,11 +68,11 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
 def _gather(
     new: list[Fields], stage: int, part: int, owner: int, ranks: list[int], ends: list[int], fan_out: int
 ) -> None:
-    """Sums of `ranks` to `owner` through a tree; ends[rank]: the row after which the rank's own gradient is complete.
+    """Append to `new` the instructions that sum `ranks` through a tree to `owner`; the last is the owner's last ADD.
 
-    The last instruction is the owner's last ADD.
+    ends[rank]: the row after which the rank's own gradient is complete.
 
-    After one row, senders far from the owner come first, so that sums are complete when they are passed on, and
+    After one row, senders far from the owner come first, so that sums are complete when they are relayed, and
     among senders at one distance the nearest neighbours.
     """
     # As in a heap, the branches of node i are fan_out * i + 1 and the following ones.

@@ -1,4 +1,4 @@
-"""Prefetch: every RECV moves to `prefetch` jobs earlier, so that it is posted before the message leaves.
+"""Prefetch: every RECV moves `prefetch` jobs earlier, so that it is posted before the message leaves.
 
 All RECVs of a rank move by the same number of its jobs, so they stay in order. Weight fetches are early enough
 already: `weight_fetch` places them as early as its slots allow.
@@ -15,7 +15,7 @@ from schedgen.ir.program import Program
 
 
 def prefetch(program: Program, placed: PlacedScheme) -> Program:
-    """The program with every RECV directly before the compute instruction that many jobs back."""
+    """The program with every RECV moved directly before the rank's compute instruction `prefetch` jobs earlier."""
     if not placed.options.prefetch:
         return program
     receives = program.rows_of(Op.RECV)
@@ -28,6 +28,6 @@ def prefetch(program: Program, placed: PlacedScheme) -> Program:
     places = after[order] + np.arange(len(receives))
     is_moved = np.zeros(len(program), bool)
     is_moved[places] = True
-    source = np.empty(len(program), np.int64)  # by row: the row that it was
+    source = np.empty(len(program), np.int64)  # by new row: its old row
     source[places], source[~is_moved] = receives[order], np.flatnonzero(stays)
     return Program(program.header, program.rows.take(source))

@@ -1,8 +1,8 @@
 """Transfers: activations travel forwards and gradients backwards along the edges of the stage graph.
 
 x.p.b goes once to every other worker that computes a consumer of stage p, after its FWD; where outputs are per
-consumer, x.p.b.c goes to the worker of consumer c. g.p.b goes from the worker of the consumer's backward to that of
-p's, after the consumer's backward. SEND and RECV are inserted side by side.
+consumer, x.p.b.c goes to the worker of consumer c. g.p.b goes from the worker of the consumer's backward to the
+worker of p's backward, after the consumer's backward. SEND and RECV are inserted side by side.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, Numbers]:
 
 def _receivers(header: Header, output: tuple[int, int], readers: list[int]) -> Ints:
     """(microbatch, worker) of all messages of one output of a stage, in this order; shape (2, messages)."""
-    # Of the readers' forwards and, if there are any, backwards: workers by microbatch, ascending.
+    # The workers of the readers' forwards and, if there are any, backwards: by microbatch, ascending.
     places = np.sort(header.compute[: B + 1, readers].reshape(-1, header.microbatches), axis=0)
     far = places != header.compute[F, output[0]]
     far[1:] &= places[1:] != places[:-1]  # once to each

@@ -1,7 +1,7 @@
-"""Sums over shards: what the shards of a split stage give is added up before anything else is done with it.
+"""Sums over shards: the outputs and gradients of a split stage's shards are summed before any other use of them.
 
 Each of the T workers enters the ALLREDUCE of x.s.b after its FWD of a shard s, and of g.p.b after its BWD or BWD_I
-for every producer p. All T come after the last of the T jobs, so that the global order stays executable.
+for every producer p. All T ALLREDUCEs come after the last of the T jobs, so that the global order stays executable.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: I
 
 
 def _sums(program: Program, kind: Kind, d: int, buffers: Numbers, job: Numbers) -> tuple[Rows, Numbers]:
-    """The ALLREDUCEs of what jobs of direction d give, and the rows after which they are inserted.
+    """The ALLREDUCEs over the results of jobs of direction d, and the rows after which they are inserted.
 
-    `buffers`: the stage that gives each, and its name's stage and consumer, shape (3, n); `job`: the row of each job,
-    (S, B). The T members of a sum are adjacent.
+    `buffers`, shape (3, n): the stage that computes each, and the stage and consumer in its name; `job`: the row of
+    each job, (S, B). The T members of a sum are adjacent.
     """
     header, T = program.header, program.header.tensor_parallel.degree
     # Shards of one sum side by side: n is T times the number of sums of a microbatch.

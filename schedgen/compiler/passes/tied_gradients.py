@@ -1,7 +1,7 @@
 """Ties: stages that share parameters get the sum of their gradients, so that their copies stay the same.
 
 Every owner of a stage of tie k enters one ALLREDUCE of t.k, as soon as the weight gradients of all these stages, and
-of those of earlier ties, are summed up.
+of the stages of earlier ties, are summed up.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Weights: a worker that computes a stage it does not own fetches w.s from a worker that has it.
 
 Of divided weights it fetches the parts that it does not own, those of its nearest neighbours upwards first, so that
-workers that begin together ask different ones. K parts count as one fetch.
+workers that begin together fetch from different owners. K parts count as one fetch.
 
 1. At most `weight_slots` foreign copies are held at a time. The future is known, so the copy whose next use is furthest
    away is dropped, which gives the fewest fetches possible [Belady, "A study of replacement algorithms", 1966].
-2. A fetch comes `prefetch` jobs before the one that needs the copy or, if its server is busy at that time, before the
-   server's job, so that the server can still send in time. It never comes before its slot is empty.
-3. The owner and every copy serve at most `fan_out` fetches at a time. A later one asks a copy, so that the copies form
-   a tree.
+2. A fetch comes `prefetch` jobs before the job that needs the copy or, if its server is busy at that time, before the
+   job that the server is running then, so that the server can still send in time. It never comes before its slot is
+   empty.
+3. The owner and every copy serve at most `fan_out` fetches at a time. Further fetches go to a copy, so that the copies
+   form a tree.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Copy(NamedTuple):
     rank: int
     stage: int
     room: int  # its slot is empty after this row
-    wanted: int  # the job before which it should be on its way
+    wanted: int  # the job before which its transfer should start
     end: int  # its last use
 
 
@@ -47,7 +48,7 @@ class Server:
     """A copy on a worker that may serve others."""
 
     rank: int
-    begin: int  # it is there after this row ...
+    begin: int  # it is available after this row ...
     end: int  # ... and up to this
     depth: int  # copies between it and the owner
     served: int = 0  # copies it has sent out
@@ -58,8 +59,8 @@ class Servers:
     """The live copies of one part of one stage that come from one owner."""
 
     count: int = 0  # how many there have ever been
-    direct: int = 0  # of those alive, how many the owner has sent
-    able: dict[int, Server] = field(default_factory=dict)  # by number, those that may serve more, the oldest first
+    direct: int = 0  # how many of the live copies the owner has sent
+    able: dict[int, Server] = field(default_factory=dict)  # by number, those that may serve more fetches, oldest first
     ends: list[tuple[int, int, bool]] = field(default_factory=list)  # heap: last row, number, whether from the owner
 
     def add(self, copy: Server) -> None:
@@ -130,7 +131,7 @@ def _copies(program: Program, rank: int, foreign: Numbers, jobs: Numbers, option
     next_use = _next_uses(uses)
     places = np.searchsorted(jobs, foreign)
     wanted = jobs[np.maximum(places - options.prefetch, 0)].tolist()
-    begun: dict[int, tuple[int, int]] = {}  # by held stage: index of its first use, row after which there is room
+    begun: dict[int, tuple[int, int]] = {}  # by held stage: index of its first use, row after which its slot is empty
     last: dict[int, int] = {}  # by held stage: index of its last use so far
     empty = [-1] * min(options.weight_slots, len(set(uses)))  # rows after which the free slots are empty
     left: dict[int, int] = {}  # stage -> row after which its last copy was dropped
@@ -157,9 +158,9 @@ def _fetches(
     program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]],
     jobs: list[Numbers], fan_out: int,
 ) -> list[tuple[int, ...]]:  # fmt: skip
-    """(rank and stage of a copy, part, who sends that part, after which row, copies it has gone through).
+    """The fetches: (rank and stage of a copy, part, sender of the part, row after which it is sent, number of relays).
 
-    The owner sends or, if it serves enough already, the oldest copy that can send in time. `jobs`: by rank.
+    The owner sends or, if it already serves `fan_out` fetches, the oldest copy that can send in time. `jobs`: by rank.
     """
     time = program.time
     assert time is not None

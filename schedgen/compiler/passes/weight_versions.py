@@ -1,12 +1,12 @@
 """Updates without a flush: the gradients of a few microbatches change the weights as soon as they are complete.
 
 The backward of a microbatch is followed by STEP, which makes the next version of the stage's weights [PipeDream,
-section 3.3]. A stage with m owners takes m microbatches, one for each owner, to an update (a round); with two buffers
-the scheme gives m. Each owner enters ALLREDUCE after its own backwards and steps when the last owner is done, but
+section 3.3]. An update of a stage with m owners takes m microbatches (a round), one for each owner; with two buffers
+the scheme sets m. Each owner enters ALLREDUCE after its own backwards and steps when the last owner is done, but
 before its next backward of the stage. A version that jobs after the next STEP still use is freed after the last of
-them; any other ends with that STEP.
+those jobs; any other ends with that STEP.
 
-In the order of time nothing here waits for anything later, so that the order stays executable.
+In the time order no instruction inserted here waits for a later one, so the order stays executable.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Fields = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, aft
 class Updates(NamedTuple):
     """The updates of one owner of a stage, by round."""
 
-    sums: Numbers  # the row after which it enters the sum
-    steps: Numbers  # the row after which it steps
+    sums: Numbers  # the row after which the owner enters the sum
+    steps: Numbers  # the row after which the owner steps
 
 
 def weight_versions(program: Program, _: PlacedScheme) -> Program:
@@ -99,7 +99,7 @@ def _last_uses(program: Program, updates: Mapping[tuple[int, int], Updates]) -> 
 
 
 def _updates(header: Header, rank: int, stage: int, backward: Numbers, ended: Numbers) -> Updates:
-    """`backward`, `ended`: by microbatch, the row of its backward, and the row after which that has ended."""
+    """The updates of one owner of a stage; by microbatch, `backward`: its row, `ended`: the row after which it ends."""
     size = header.weight_versions.round(stage)
     count = -(-header.microbatches // size)
     own = header.compute[B, stage] == rank
@@ -124,14 +124,14 @@ def _updates(header: Header, rank: int, stage: int, backward: Numbers, ended: Nu
 
 
 def _entered(header: Header, newest: Numbers) -> Numbers:
-    """The versions used with vertical sync: at each stage the newest with no microbatch that the first stage's lacks.
+    """The versions used with vertical sync: at each stage the newest without microbatches that the first stage's lacks.
 
-    `newest`: the newest version when each forward starts, (S, B). Of several stages that read the input, the one
+    `newest`: the newest version when each forward starts, (S, B). If several stages read the input, the one
     furthest behind counts.
     """
     sizes = np.array(header.weight_versions.rounds)
     first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
-    microbatches = (newest[first] * sizes[first, None]).min(axis=0)  # whose updates all stages may use
+    microbatches = (newest[first] * sizes[first, None]).min(axis=0)  # all stages may use the updates of so many
     entered: Numbers = np.minimum(microbatches // sizes[:, None], -(-header.microbatches // sizes)[:, None])
     for s, b in np.argwhere(entered > newest)[:1].tolist():
         raise UsageError(
@@ -142,7 +142,7 @@ def _entered(header: Header, newest: Numbers) -> Numbers:
 
 
 def _delayed(header: Header, newest: Numbers) -> Numbers:
-    """The versions used with two buffers: at all stages the one that the update before the last made, (S, B).
+    """The versions used with two buffers, (S, B): at all stages the version made by the update before the last.
 
     `newest`: the newest version when each forward starts, (S, B).
     """
