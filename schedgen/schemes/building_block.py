@@ -1,10 +1,10 @@
 """A building block, repeated and squeezed: the order of schedules in which every worker has two stages, down and up.
 
-A block says in which slots a worker runs F and I of a microbatch on its two stages, the jobs that others wait for. It
-is repeated every six slots, once for each microbatch, and W jobs fill the two slots that are left [Qi et al. 2024,
-"Pipeline parallelism with controllable memory", sections 3 and 4]. At the beginning and end of a schedule more slots
-are empty. So jobs move, in the order of their slots, to the first free slot in which their input is there, as long as
-the worker never saves more forwards than it may: the paper calls this squeezing.
+A block gives the slots in which a worker runs F and I of a microbatch, the jobs that others wait for, on its two
+stages. It is repeated every six slots, once for each microbatch, and W jobs fill the two slots that are left [Qi et al.
+2024, "Pipeline parallelism with controllable memory", sections 3 and 4]. At the beginning and end of a schedule more
+slots are empty. So jobs move, in the order of their slots, to the first free slot in which their input is available, as
+long as the worker never exceeds its limit of saved forwards: the paper calls this squeezing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from schedgen.util.jit import kernel
 
 PERIOD = 6  # slots from one microbatch to the next
 
-# When worker r of p runs F and then I of a microbatch, on its first stage going down and its second going up: the time
-# slots of (F first, F second, I second, I first).
+# The time slots in which worker r of p runs a microbatch on its first stage, going down, and its second, going up:
+# those of (F first, F second, I second, I first).
 Block = Callable[[int, int], tuple[int, int, int, int]]
 
 
@@ -30,9 +30,10 @@ def half(r: int, p: int) -> tuple[int, int, int, int]:
 
 
 def third(r: int, p: int) -> tuple[int, int, int, int]:
-    """The block of V-Min, with a third of it. Its gap is the one of 0, 2 and 4 that keeps slots apart and that memory.
+    """The block of V-Min, with a third of 1F1B's activation memory.
 
-    The authors' code has no gap where p mod 3 = 2. A gap of 4 has the same memory there, and a bubble shorter by two.
+    The gap is the one of 0, 2 and 4 that keeps slots apart and the memory at a third. The authors' code has no gap
+    where p mod 3 = 2. A gap of 4 has the same memory there, and a bubble shorter by two.
     """
     gap = 2 * ((1 - p) % 3)
     return r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1
@@ -56,7 +57,7 @@ def repeated(block: Numbers, batches: int) -> Numbers:
 
 
 def squeeze(slots: Numbers, memory: int, fixed: tuple[int, int] = (0, 0)) -> Numbers:
-    """New slots, none later, with jobs moved into free ones; jobs in slots fixed[0] to fixed[1] - 1 stay."""
+    """Move jobs into earlier free slots and return the new slots; jobs in slots fixed[0] to fixed[1] - 1 stay."""
     order = np.argsort(slots.ravel(), kind="stable")
     at = slots.ravel()[order]
     order = order[(at < fixed[0]) | (at >= fixed[1])]

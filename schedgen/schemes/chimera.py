@@ -17,7 +17,7 @@ PARAMETERS = ("workers",)
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """W = S, which must be even."""
+    """Chimera on W = S workers; S must be even."""
     S = sizes.stages
     if S % 2 or sizes.workers not in (None, S):
         raise UsageError(f"{name} needs an even number of stages and as many workers, not {S} and {sizes.workers or S}")

@@ -17,7 +17,7 @@ PARAMETERS = ("workers",)
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """S = 2 W, and B >= 2 W."""
+    """DualPipeV for S = 2 W and B >= 2 W."""
     W, _ = chunked(name, sizes, chunks=2)
     if sizes.microbatches < 2 * W:
         raise UsageError(f"{name} needs at least 2W microbatches: {sizes.microbatches} are too few for {W} workers")

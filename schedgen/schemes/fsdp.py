@@ -12,6 +12,6 @@ PARAMETERS = ("workers",)
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """W <= B; W = B if it is not given."""
+    """FSDP on W <= B workers; W = B if `sizes` gives none."""
     W = sizes.spread(name, "microbatches")
     return Scheme(name, W, lambda s, b, d: (s % W, b % W), depth_first(sizes), "depth-first", "greedy")

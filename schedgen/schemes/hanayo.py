@@ -19,7 +19,7 @@ PARAMETERS = ("workers", "chunks")
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """S = 2 w W: every wave has two stages on each worker."""
+    """Hanayo for S = 2 w W: every wave has two stages on each worker."""
     W, v = chunked(name, sizes)
     if v % 2:
         raise UsageError(f"{name} goes down and up the workers: {v} stages a worker are no whole number of waves")

@@ -18,7 +18,7 @@ PARAMETERS = ("workers", "chunks", "group")
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """S = v W; microbatches form equal groups, or groups of `sizes.group`, the last of them with the rest."""
+    """Interleaved 1F1B for S = v W; microbatches form equal groups, or groups of `sizes.group` and a rest."""
     W, v = chunked(name, sizes)
     parameters = {"chunks": v}
     if sizes.group is not None:
@@ -36,7 +36,7 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
 
 
 def group_size(name: str, W: int, sizes: Sizes) -> int:
-    """How many microbatches pass a stage before they go on to the worker's next: W, or B / (B div W), or as given.
+    """How many microbatches a worker runs on a stage before its next stage: W, or B / (B div W), or as given.
 
     A group of fewer than W leaves workers without input. So Megatron-LM refuses a microbatch-group-size-per-vp-stage
     below W, or one that leaves fewer than W for the last group.
@@ -55,7 +55,7 @@ def group_size(name: str, W: int, sizes: Sizes) -> int:
 
 
 def turn(s: Any, b: Any, d: Any, W: int, v: int, batches: int, group: int) -> Any:
-    """The k of a job that is the k-th of its direction on its worker: groups of microbatches pass stage after stage."""
+    """The index of a job among its worker's jobs of that direction: groups of microbatches pass stage after stage."""
     begin = b // group * group
     chunk = np.where(d == F, s // W, v - 1 - s // W)
     return begin * v + chunk * np.minimum(group, batches - begin) + b - begin

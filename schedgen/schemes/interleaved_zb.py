@@ -18,7 +18,7 @@ PARAMETERS = ("workers", "chunks")
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """S = v W; microbatches form rounds of equal size."""
+    """Interleaved ZB-H1 for S = v W; microbatches form rounds of equal size."""
     W, v = chunked(name, sizes)
     batches, group = sizes.microbatches, group_size(name, W, sizes)
 

@@ -39,20 +39,20 @@ class JobList:
         self.unsplit: list[tuple[int, int]] = []  # (stage, microbatch) of backwards that are not split
 
     def f(self, chunk: int) -> None:
-        """A forward."""
+        """Append a forward."""
         self._next(F, chunk)
 
     def i(self, chunk: int) -> None:
-        """The gradient of the input."""
+        """Append an I job, the gradient of the input, and queue its W job."""
         self.waiting.append((self.stages[chunk], self._next(B, chunk)))
 
     def b(self, chunk: int) -> None:
-        """An unsplit backward: I and, immediately after it, W."""
+        """Append an unsplit backward: I and, immediately after it, W."""
         self.unsplit.append((self.stages[chunk], self._next(B, chunk)))
         self.jobs.append((W, *self.unsplit[-1]))
 
     def w(self, chunk: int | None = None) -> None:
-        """The oldest queued W (of one stage, if `chunk` is given), if there is one."""
+        """Append the oldest queued W (of one stage, if `chunk` is given), if there is one."""
         for place, (stage, mb) in enumerate(self.waiting):
             if chunk is None or stage == self.stages[chunk]:
                 del self.waiting[place]

@@ -13,7 +13,7 @@ PARAMETERS = ("workers", "chunks")
 
 
 def scheme(sizes: Sizes, name: str, order: str = "breadth-first", mode: str = "strict") -> Scheme:
-    """S = v W, in any of ORDERS."""
+    """A looped pipeline for S = v W, in any of ORDERS."""
     W, v = chunked(name, sizes)
     n = ORDERS[order](sizes)
     return Scheme(name, W, lambda s, b, d: (s % W, s % W), n, order, mode, parameters={"chunks": v})

@@ -16,7 +16,7 @@ PARAMETERS = ("workers", "groups")
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """W = G R must be given, with R <= S and G <= B."""
+    """The scheme for W = G R workers, which `sizes` must give, with R <= S and G <= B."""
     W, G, h = grouped(name, sizes)
     n = depth_first(sizes)
     return Scheme(name, W, lambda s, b, d: (h(s, b), h(s, b)), n, "depth-first", "greedy", parameters={"groups": G})

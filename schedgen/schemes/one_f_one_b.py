@@ -12,6 +12,6 @@ PARAMETERS = ("workers",)
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """W <= S; W = S if it is not given."""
+    """1F1B on W <= S workers; W = S if `sizes` gives none."""
     W = sizes.spread(name, "stages")
     return Scheme(name, W, lambda s, b, d: (s % W, s % W), one_f_one_b(sizes), "1f1b", "strict")

@@ -1,8 +1,8 @@
 """The orders n that more than one scheme uses, each made for given sizes.
 
 All are built on a job's position on the way of a microbatch through the
-pipeline, pos(s, F) = s and pos(s, B) = 2S - 1 - s. So that W comes directly
-after its I where the backward is split, n is doubled, plus one for W.
+pipeline, pos(s, F) = s and pos(s, B) = 2S - 1 - s. n is doubled, plus one for W,
+so that W comes directly after its I where the backward is split.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from schedgen.schemes.scheme import Function, Sizes
 
 
 def position(s: Any, d: Any, S: int) -> Any:
-    """pos(s, d); for I and W that of B."""
+    """pos(s, d); I and W have the position of B."""
     return np.where(d == F, s, 2 * S - 1 - s)
 
 
@@ -36,8 +36,8 @@ def depth_first(sizes: Sizes) -> Function:
 def one_f_one_b(sizes: Sizes) -> Function:
     """One forward, one backward [PipeDream, section 3.2]: n(F) = s + 2b, n(B) = 2S - 1 - s + 2b.
 
-    Times B, plus b: where a worker holds several stages, the older microbatch
-    goes first among jobs of equal n.
+    These are multiplied by B, and b is added: where a worker holds several stages,
+    the older microbatch goes first among jobs of equal n.
     """
     S, batches = sizes.stages, sizes.microbatches
     return lambda s, b, d: 2 * ((position(s, d, S) + 2 * b) * batches + b) + (d == W)

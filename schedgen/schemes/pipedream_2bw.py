@@ -14,7 +14,7 @@ PARAMETERS = ("replicas", "group")
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """Every stage has equally many replicas, one by default; m is at least the number of microbatches in flight."""
+    """PipeDream-2BW with equally many replicas of all stages, one by default; m >= the microbatches in flight."""
     plain = round_robin.scheme(sizes, name, TWO_BUFFERS)
     replicas = sizes.replicas or (1,)
     if len(set(replicas)) > 1:

@@ -19,7 +19,7 @@ PARAMETERS = ("replicas",)
 
 
 def scheme(sizes: Sizes, name: str, updates: str = "flush") -> Scheme:
-    """The replicas r(s) of all stages, 1 by default, sum up to W; no stage has more of them than microbatches."""
+    """1F1B-RR with r(s) replicas of stage s, 1 by default, W in all; no stage has more replicas than microbatches."""
     check_workers(sizes.stages, sizes.stages)  # every stage has one or more
     replicas = np.array(sizes.replicas or [1] * sizes.stages)
     if len(replicas) != sizes.stages or replicas.min() < 1:

@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     shards: tuple[int, ...] | None = None  # parts that weights are divided into: for all stages, or for each
 
     def spread(self, name: str, what: str) -> int:
-        """W of a scheme that spreads its "stages" or "microbatches": as many if it is not given, and never more."""
+        """W of a scheme that spreads its "stages" or "microbatches": by default as many; UsageError for more."""
         count = int(getattr(self, what))
         workers = count if self.workers is None else self.workers
         if workers > count:
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
         return workers
 
     def check(self) -> None:
-        """UsageError if one is no whole number, or below 1."""
+        """Raise UsageError if a size is no whole number, or below 1."""
         for name, value in self._asdict().items():
             for each in value if isinstance(value, (list, tuple)) else (value,):
                 if value is not None or name in ("stages", "microbatches"):
@@ -58,8 +58,8 @@ class Sizes(NamedTuple):
 class Scheme(NamedTuple):
     """A placement and an order.
 
-    w(s, b, d) -> (weights_worker, compute_worker). Part k of divided weights is k workers after w's, unless w is
-    w(s, b, d, k). Shard t of a stage that has T is on worker w T + t, unless w is w(s, b, d, t).
+    w(s, b, d) -> (weights_worker, compute_worker). Part k of divided weights is k workers after the one that
+    w names, unless w is w(s, b, d, k). Shard t of T is on worker r T + t, where w names r, unless w is w(s, b, d, t).
     n(s, b, d) -> number, the smaller the sooner.
     """
 
@@ -70,7 +70,7 @@ class Scheme(NamedTuple):
     order: str  # what n is called
     mode: str  # what n means: "greedy" or "strict"
     split: bool = False  # whether the backward is two jobs: I, gradient of the input, and W, of the weights
-    unsplit_backward: Function | None = None  # (s, b) -> whether I and W are one job after all
+    unsplit_backward: Function | None = None  # (s, b) -> whether the backward is unsplit: I and W are one job
     delayed_send: Function | None = None  # (s, b) -> whether x.s.b leaves only after the worker's next job (strict)
     parameters: Mapping[str, int | Sequence[int]] = {}  # the scheme's own, for the file's header
     cap: Function | None = None  # s -> the most microbatches in flight on a stage and worker (greedy)
@@ -82,13 +82,13 @@ class Scheme(NamedTuple):
 
 
 def check_whole(name: str, value: object, least: int) -> None:
-    """UsageError if a value is no whole number of at least so much."""
+    """Raise UsageError if a value is no whole number of at least `least`."""
     if type(value) is not int or value < least:
         raise UsageError(f"{name} {value!r} is not a whole number of at least {least}")
 
 
 def no_order(s: Any, b: Any, d: Any) -> Any:
-    """The n of a scheme that has none, so that --n is needed."""
+    """A placeholder for the n of a scheme that defines none, so that --n is needed."""
     raise NotImplementedError
 
 

@@ -67,7 +67,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
 
 
 def _executed(path: Path) -> ModuleType:
-    """The file as a module; no bytecode is written for it."""
+    """Execute the file and return it as a module; no bytecode is written for it."""
     spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{os.path.realpath(path)}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -86,7 +86,7 @@ def _executed(path: Path) -> ModuleType:
 
 
 def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with what it prints sent to stderr, since the schedule may go to stdout."""
+    """The function with its standard output sent to stderr, since the schedule may go to stdout."""
     if not callable(function):
         return function
 

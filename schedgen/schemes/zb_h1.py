@@ -17,10 +17,10 @@ PARAMETERS = ("workers",)
 
 
 def scheme(sizes: Sizes, name: str, h: int = 1) -> Scheme:
-    """W = S. The paper's hand-made schedules: h = 1 keeps 1F1B's memory, h = 2 fills the bubbles at twice that.
+    """The paper's handcrafted schedules, for W = S: h = 1 keeps 1F1B's memory, h = 2 fills the bubbles at twice that.
 
-    n(I) = b + h (W-1-s) and n(W) = b + h (W-1), if there are enough microbatches: H2 warms up with more forwards than
-    H1, so its backwards wait for as many of these as there are.
+    n(I) = b + h (W-1-s) and n(W) = b + h (W-1), if there are enough microbatches. H2 warms up with more forwards than
+    H1; if there are fewer microbatches, its backwards wait only for the forwards that exist.
     """
     p = sizes.stages
     if sizes.workers not in (None, p):

@@ -15,7 +15,7 @@ PARAMETERS = ("workers",)
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """S = 2 W."""
+    """ZB-V for S = 2 W."""
     W, _ = chunked(name, sizes, chunks=2)
     S, batches = sizes.stages, sizes.microbatches
     if 2 * batches <= 3 * W:  # too few for the steady state: squeezed blocks end sooner
@@ -27,7 +27,7 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
 
 
 def _list(r: int, p: int, batches: int) -> list[Job]:
-    """Worker r of p: warm-up, a steady state of F0 I0 W0 F1 I1 W1, and W jobs held back to fill the end."""
+    """The jobs of worker r of p: warm-up, a steady state of F0 I0 W0 F1 I1 W1, and W jobs held back to fill the end."""
     total = max(batches, 2 * p - 1)  # the pattern needs at least this many; those beyond B are skipped
     jobs = JobList(r, 2 * p - 1 - r)
     for _ in range(2 * (p - r) - 1):
