@@ -20,11 +20,11 @@ class CandidateBound(NamedTuple):
 
     seconds: float
     bytes: float
-    least: float  # bytes, however its layers are gathered into so many stages
+    least: float  # bytes, for any way to gather the layers into as many stages
 
 
 def candidate_bound(candidate: Candidate) -> CandidateBound:
-    """The bound for all its stage costs."""
+    """The bound over all stage costs of a candidate."""
     scheme, sizes = candidate.scheme, candidate.sizes
     shape = (sizes.stages, sizes.microbatches, 3 if scheme.split else 2)
     weights, compute, *_ = place_jobs(scheme, *shape)
@@ -34,7 +34,7 @@ def candidate_bound(candidate: Candidate) -> CandidateBound:
 
 
 def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints, n: Any) -> CandidateBound:
-    """`weights` and `compute`: each job's workers, shape (D, S, B); `n`: its priority, None if it fixes no order."""
+    """The bound for one of the stage costs; `weights`, `compute`: workers, (D, S, B); `n`: None if greedy."""
     S, workers, machine = candidate.sizes.stages, candidate.sizes.workers or 1, costs.machine
     times = costs.durations(candidate.scheme.split)
     if candidate.scheme.unsplit_backward is not None and has_both(costs.times):
@@ -66,14 +66,14 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     kept = np.concatenate([[0.0], costs.passed_on]) + (0 if candidate.recompute else saved)
     latency = window_bound(compute, lengths, recompute, message, workers) + steps.max()
     seconds = float(max(latency, sends.max(), receives.max()))
-    # Less 2: the bytes of a stage, two amounts, are rounded, here and with other cuts.
+    # Minus 2: the two amounts of a stage are rounded to bytes, here and with other cuts.
     least = counts.min() * (owned + weight - 2).sum() / len(np.unique(weights))
     peak = owns + copies + _saved(kept, compute, workers, n)
     return CandidateBound((1 - 1e-9) * seconds, float(peak.max()), float(least))
 
 
 def _saved(kept: Floats, compute: Ints, workers: int, n: Any) -> Floats:
-    """Bytes that each worker saves for backwards at its peak, `kept` for a job by stage; if n is None, for one job."""
+    """The peak bytes that each worker saves for backwards; `kept`: bytes of a job, by stage; n is None: of one job."""
     peak = np.zeros(workers)
     bytes = np.broadcast_to(kept[:, None], compute.shape[1:])
     if n is None:

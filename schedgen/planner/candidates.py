@@ -41,11 +41,11 @@ class Candidate(NamedTuple):
     scheme: Scheme
     sizes: Sizes
     costs: Sequence[StageCosts]
-    small: StageCosts | None = None  # under a memory limit another way, whose largest stage needs few bytes
+    small: StageCosts | None = None  # with a memory limit, another way whose largest stage needs few bytes
 
 
 def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
-    """The scheme of stages that join layers: how many each has, which is how mpirun cuts the model, and their edges."""
+    """The scheme with the number of layers in each stage, by which mpirun cuts the model, and the stages' edges."""
     scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(costs.layer_counts)})
     graph = costs.graph
     return scheme if graph is None else scheme._replace(edges=graph.edges, per_consumer=graph.per_consumer)
@@ -71,7 +71,7 @@ def candidates(layers: Layers, levels: Hierarchy, microbatches: int, memory: flo
             continue
         if replicas > 1 and pipeline.groups is None and name not in GROUPED.values():
             scheme = replicated(scheme, replicas, workers // replicas)
-        scheme = scheme._replace(workers=workers)  # some may have nothing to do
+        scheme = scheme._replace(workers=workers)  # some workers may have no stage
         sizes = pipeline._replace(microbatches=microbatches, workers=workers)
         for recompute in (False, True):
             k = sizes.stages - 1

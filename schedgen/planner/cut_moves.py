@@ -1,7 +1,7 @@
-"""Local search on the cuts between stages: balanced stages are not always what ends first.
+"""Local search on the cuts between stages: balanced stages do not always end first.
 
-The slowest stage sets the pace of a long pipeline. With few microbatches the way through the pipeline counts as much,
-and if workers have several stages, the pace is set by the sum of their times.
+The slowest stage sets the pace of a long pipeline. With few microbatches the latency of one microbatch counts as much,
+and if workers have several stages, the sum of their times sets the pace.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PATIENCE = 8  # expansions without an improvement before a search ends
 
 
 def best_cuts(start: Cuts, seconds: Callable[[Cuts], float], evaluations: int) -> Cuts:
-    """Best-first search: the fastest cuts seen. `seconds` is called for `start`, and `evaluations` times at the most.
+    """The fastest cuts that best-first search finds; `seconds` is called for `start`, and at most `evaluations` times.
 
-    The neighbours of the fastest cuts not yet expanded come next, until PATIENCE expansions in a row find nothing
-    faster than the best.
+    Each expansion evaluates the neighbours of the fastest cuts not yet expanded. The search ends when PATIENCE
+    expansions in a row find nothing faster than the best.
     """
     best = (seconds(start), start)
     seen, open_cuts, patience = {start}, [best], PATIENCE

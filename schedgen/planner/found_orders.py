@@ -1,4 +1,4 @@
-"""Searches of orders for `plan`: one for each of the candidates' placements that may beat what is known."""
+"""Order searches for `plan`: one for each placement of the candidates that may beat the fastest known schedule."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Placement(NamedTuple):
 
 
 def placements(candidates: Iterable[Candidate], moved: Sequence[StageCosts], fastest: float) -> list[Placement]:
-    """The placements that may be faster than `fastest`, the most hopeful first.
+    """The placements that may be faster than `fastest`, those with the least lower bound first.
 
-    A placement is tried with its own cuts and with those of `moved`; schemes often share one. Where halves of backwards
-    are measured, too, one search decides which are split, whatever the scheme does.
+    Each has its own cuts or those of `moved`; a placement that several schemes share is listed once. Where the halves
+    of backwards are measured, too, one search decides which backwards are split, whatever the scheme does.
     """
     distinct: dict[tuple[bool, tuple[int, ...], bytes], Placement] = {}
     for candidate in candidates:
@@ -52,7 +52,7 @@ def placements(candidates: Iterable[Candidate], moved: Sequence[StageCosts], fas
 
 
 def found_order(placement: Placement, memory: float, budget: int, redo: bool) -> Program | None:
-    """The program of the best order; None if a built-in one is as good, none fits, or weights move.
+    """The program of the best order; None if a built-in order is as good, no order fits, or weights move.
 
     memory  bytes a worker
     budget  as for `search_order`

@@ -1,8 +1,8 @@
 """Where a graph of layers can be cut in two: its downsets, and what the layers of each cost together.
 
 A downset is a set of layers that contains, with a layer, all layers whose outputs that layer reads; a cut lies between
-a downset and the rest. Downsets are the states of PipeDream's antichain DAG, which names each by those of its layers
-that no other in it reads [Narayanan et al. 2019, PipeDream, section 3.1; optimizer]. A chain of N layers has N + 1.
+a downset and the rest. Downsets are the states of PipeDream's antichain DAG, which names each by its layers that no
+other layer in it reads [Narayanan et al. 2019, PipeDream, section 3.1; optimizer]. A chain of N layers has N + 1.
 
 Layers that cost nothing make no cut of their own: a source goes with the first stage, a sink with the only layer that
 it reads.
@@ -37,7 +37,7 @@ class Downsets(NamedTuple):
 def all_downsets(layers: Layers) -> Downsets:
     """All downsets, or the prefixes of one order if there are more than MOST_DOWNSETS."""
     heads = _heads(layers)
-    units = [unit for unit, head in enumerate(heads) if head == unit]  # what can be cut apart: heads of groups
+    units = [unit for unit, head in enumerate(heads) if head == unit]  # heads of groups: what cuts can separate
     number = {unit: k for k, unit in enumerate(units)}
     edges = {(number[heads[a]], number[heads[b]]) for a, b in layers.edges if heads[a] >= 0 and heads[a] != heads[b]}
     masks = _closed_sets(len(units), sorted(edges))
@@ -76,7 +76,7 @@ def _with_costs(layers: Layers, members: Flags, complete: bool) -> Downsets:
 
 
 def _heads(layers: Layers) -> list[int]:
-    """By layer: the layer that is on the same side of every cut; itself, or -1 if it goes with the first stage."""
+    """By layer, the head of its group, which is on one side of every cut; -1: the group goes with the first stage."""
     producers: list[list[int]] = [[] for _ in layers.names]
     consumed = {producer for producer, _ in layers.edges}
     for producer, consumer in layers.edges:

@@ -9,8 +9,8 @@ Times are milliseconds and sizes are bytes. An activation_size may be a list in 
 As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that no layer reads, because it is a part of
 its layer's output.
 
-In the JSON stages are the layers, so a model is profiled with as many stages as it may be cut into. They are a chain,
-unless a graph file of the same stages says which of them read others besides the one before, and which are tied.
+In the JSON each stage is a layer, so a model is profiled with as many stages as it may be cut into. They are a chain,
+unless a graph file of the same stages says which stages read others besides the one before, and which are tied.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Layers(NamedTuple):
     edges: tuple[Edge, ...]  # (producer, consumer)
     times: Mapping[str, Floats]  # direction (F and B, or F, I and W, or all) -> seconds by layer
     machine: Machine  # bytes by layer; alpha and beta are 0 if the file does not give them
-    graph: ModelGraph | None = None  # what a schedule must know of them; None: that stages are a chain
+    graph: ModelGraph | None = None  # the graph of the profiled stages; None: a chain
 
     @property
     def seconds(self) -> Floats:
@@ -89,7 +89,7 @@ class Layers(NamedTuple):
 def read_layers(name: str, graph: ModelGraph | None = None) -> Layers:
     """The layers in the file `name`; RefusedFile, with the line, if it has neither of the two formats.
 
-    `graph`: of the stages that were profiled; UsageError if it does not fit.
+    `graph`: the graph of the profiled stages; UsageError if it does not fit the file.
     """
     text = read_text(name, MOST_BYTES)
     name = display_name(name)

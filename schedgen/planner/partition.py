@@ -63,7 +63,7 @@ class ReplicatedStage(NamedTuple):
     replicas: int
     in_flight: int  # minibatches that a replica keeps
     seconds: float  # per minibatch: computing and exchanging gradients
-    transfer: float  # seconds per minibatch: what enters and what leaves, as far as it counts
+    transfer: float  # seconds per minibatch: receiving and sending, as far as they count
 
 
 class Partition(NamedTuple):
@@ -148,7 +148,7 @@ class _Pipelines(NamedTuple):
     tail: int
     best: Floats  # A_k
     last_cut: Ints  # where the last stage begins
-    last_copies: Ints  # on how many components that stage is
+    last_copies: Ints  # on how many components the last stage is
 
 
 class _Solver:
@@ -190,7 +190,7 @@ class _Solver:
         return table
 
     def _inner_tails(self, k: int, tail: int) -> Ints:
-        """In a component of level k, [m, q]: the tail of q copies after which come all but m components (q <= m)."""
+        """[m, q]: in a component of level k, the tail of a stage's q copies if all but m components follow (q <= m)."""
         M = self.levels[k - 1].components
         m, q = np.arange(M + 1)[:, None], np.maximum(np.arange(M + 1), 1)
         workers = tail + (M - m) * self.workers[k - 1]
@@ -227,7 +227,7 @@ class _Solver:
                 )
                 for stage in self._on_component(pipelines.level - 1, i, j, int(tails[m, q]))
             ]
-            if m > q:  # not the first stage: PipeDream's optimizer leaves out what that sends
+            if m > q:  # PipeDream's optimizer leaves out what the first stage sends
                 copies[0] = copies[0]._replace(transfer=max(copies[0].transfer, enters))
                 copies[-1] = copies[-1]._replace(transfer=max(copies[-1].transfer, leaves))
             stages[:0] = copies

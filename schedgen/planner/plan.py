@@ -1,8 +1,8 @@
-"""Of the schedules that a profile's layers allow, those that no other beats in both time and memory.
+"""The Pareto front, in time and memory, of the schedules that a profile's layers allow.
 
-schedgen/README.md, "The search", says how they are found. Under a memory limit candidates are tried and their cuts move
-as without it, because moved cuts may fit where those that they began with do not; beside that, cuts are tried, and
-move, that keep to the limit. `pipedream` searches nothing: it is PipeDream's own schedule.
+schedgen/README.md, "The search", says how it is found. With a memory limit, candidates are tried and their cuts moved
+as without one, because moved cuts may fit where the cuts that they began with do not; in addition, cuts that keep to
+the limit are tried and moved. `pipedream` searches nothing: it is PipeDream's own schedule.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from schedgen.util.progress import over
 
 
 class PlannedSchedule(NamedTuple):
-    """A schedule and what it takes in the simulator."""
+    """A schedule, and its time and memory in the simulator."""
 
     scheme: str
     stages: int
@@ -49,7 +49,7 @@ class PlannedSchedule(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The schedules that no other beats, and how many were considered."""
+    """The Pareto front of schedules, and how many were considered."""
 
     front: list[PlannedSchedule]  # the fastest first: each takes less memory than those before it
     program: Program  # of the first
@@ -66,7 +66,7 @@ class _Entry(NamedTuple):
     schedule: PlannedSchedule
     candidate: Candidate
     costs: StageCosts
-    ordered_by: StageCosts  # whose ratios greedy used to order it: those of its cuts before they moved
+    ordered_by: StageCosts  # the costs that greedy ordered it by: those of its cuts before they moved
     program: Program | None = None  # if its order was searched
 
 
@@ -93,8 +93,8 @@ def plan(
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
-    free: _Front = []  # what no other of the usual cuts beats, whatever the limit
-    front: _Front = []  # of all that fit
+    free: _Front = []  # Pareto front of the usual cuts, whatever the limit
+    front: _Front = []  # Pareto front of all that fit
     simulated = 0
     with compiled_always():
         for bound, candidate in over(bounded, "search", len(bounded)):
@@ -173,7 +173,7 @@ def _ruled_out(candidate: Candidate, costs: StageCosts, front: _Front, memory: f
 
 
 def _simulated(candidate: Candidate, tried: Sequence[StageCosts]) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
-    """The candidate with each of the stage costs `tried` of which a schedule can be made."""
+    """The candidate simulated with each of the stage costs `tried` for which it compiles."""
     program = _programs(candidate, candidate.costs[0])
     for costs in tried:
         if (compiled := program(costs)) is not None:
@@ -189,9 +189,9 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
 
 
 def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
-    """All cuts that the simulator tried near those of an entry, each as the entry's candidate with them.
+    """An entry for each of the cuts near those of an entry that were simulated.
 
-    They move without the limit and, from an entry that fits, also within it; only so where its stages are small.
+    Cuts move without the limit and, from an entry that fits, also within it; from a candidate's `small`, only within.
     """
     candidate, order = entry.candidate, prefixes(layers)
     tried: dict[Cuts, _Entry | None] = {}
@@ -221,8 +221,8 @@ def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> li
 def _searched(
     candidates: Sequence[Candidate], moved: Sequence[StageCosts], fastest: float, memory: float, budget: int
 ) -> Iterator[_Entry]:
-    """The best order found for each placement that may be faster than `fastest`; under a memory limit the most hopeful
-    placements may also redo forwards."""
+    """The best order found for each placement that may be faster than `fastest`; with a memory limit, the placements
+    of least bound may also redo forwards."""
     hopeful = placements(candidates, moved, fastest)
     tries = [(placement, False) for placement in hopeful]
     if math.isfinite(memory):
@@ -235,9 +235,9 @@ def _searched(
 
 
 def _programs(candidate: Candidate, ordered_by: StageCosts) -> Callable[[StageCosts], Program | None]:
-    """`_compiled`, once for all cuts whose stages have the same graph: only the header differs.
+    """`_compiled` with a cache: one program for all cuts whose stages have the same graph, as only the header differs.
 
-    None if a cap blocks the schedule, or a stage of this graph has too many ties.
+    It returns None if a cap blocks the schedule, or a stage of this graph has too many ties.
     """
     programs: dict[ModelGraph | None, Program | None] = {}
 

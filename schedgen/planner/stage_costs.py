@@ -17,7 +17,7 @@ from schedgen.planner.layer_profile import Edge, Floats, Layers
 from schedgen.planner.partition import unreplicated
 from schedgen.simulator.machine import Machine, by_direction
 
-SHORTEST = 1e-5  # of the longest job: the least time of a job of a stage
+SHORTEST = 1e-5  # the least time of a stage's job, as a share of the longest job's
 
 
 class StageCosts(NamedTuple):
@@ -49,7 +49,7 @@ class StageCosts(NamedTuple):
 
 def balanced(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[list[StageCosts]]:
     """For 1, 2, ... `most` stages: the costs of the cuts with the fastest slowest stage, and of those with the fastest
-    slowest stage or transfer; one entry if these agree. `prefixes`: of the layers' order.
+    slowest stage or transfer; one entry if these agree. `prefixes`: those of the layers' order.
     """
     ways = [unreplicated(prefixes, math.inf, most), unreplicated(prefixes, bandwidth, most)]
     ends = [dict.fromkeys(partition.ends for partition in partitions) for partitions in zip(*ways, strict=True)]
@@ -66,8 +66,8 @@ def smallest(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) ->
 def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwidth: float) -> StageCosts:
     """The costs of stages that end at cuts `ends`, with links of `bandwidth` bytes a second.
 
-    What layers hand on inside a stage is saved between forward and backward, and its gradient is alive while the
-    backward runs. A stage has the overhead of one of its layers, the one with the most.
+    Activations between layers inside a stage are saved from forward to backward, and their gradients are alive while
+    the backward runs. A stage has the overhead of one of its layers, the one with the most.
     """
     begins = [0, *ends[:-1]]
     spans = list(zip(begins, ends, strict=True))
@@ -128,8 +128,8 @@ def joined_graph(
 ) -> tuple[ModelGraph, dict[Edge, float], list[float]]:
     """The graph of stages that end at cuts `ends`, from that of the layers; and the bytes that stages send.
 
-    These are, by edge of the graph and in its order, what goes along it; and by stage, all that later stages read of
-    it. Where a layer is apart, its consumers are taken to read nothing in common.
+    The bytes are, by edge of the graph and in its order, of what is sent along it; and by stage, of all its outputs
+    that later stages read. Where a layer is apart, its consumers are taken to read nothing in common.
     """
     stage_of = [bisect(ends, layer) for layer in range(graph.stages)]
     sizes = layers.machine.edge_bytes(StageGraph(graph.stages, layers.edges, graph.per_consumer))

@@ -1,4 +1,4 @@
-"""A partition, a plan and an order that was found as JSON, and as lines of text."""
+"""A partition, a plan and a found order, as JSON and as lines of text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def partition_as_json(layers: Layers, downsets: Downsets, levels: Hierarchy, par
 
 
 def partition_as_text(numbers: dict[str, Any]) -> Iterator[str]:
-    """What `partition_as_json` returns as lines: one for each stage, then those of the whole pipeline."""
+    """The numbers of `partition_as_json` as lines: one for each stage, then those of the whole pipeline."""
     rows = [("stage", "layers", "replicas", "compute s", "weights", "in flight", "memory", "time s", "transfer s")]
     for number, stage in enumerate(numbers["stages"]):
         weight, memory = (_bytes(stage[key]) for key in ("weight", "memory"))
@@ -92,7 +92,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_as_text(plan: Plan) -> Iterator[str]:
-    """What `plan_as_json` returns as lines: one for each schedule of the front, then the counts."""
+    """The lines of a plan: one for each schedule of the front, then the counts."""
     rows = [("scheme", "stages", "replicas", "redone", "order", "step s", "memory")]
     for schedule in plan.front:
         replicas = (

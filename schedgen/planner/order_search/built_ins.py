@@ -1,4 +1,4 @@
-"""Where the search begins: the orders of all built-in schemes that place every job as the searched scheme does."""
+"""Starting orders of the search: those of all built-in schemes that place every job as the searched scheme does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schedgen.util.errors import UsageError
 class Start(NamedTuple):
     """An order from which to start."""
 
-    scheme: Scheme  # whose order it is
+    scheme: Scheme  # the scheme that has this order
     order: Numbers
 
 

@@ -1,8 +1,8 @@
 """The order problem for OR-Tools' CP-SAT: for small problems a proof, and sometimes a better order.
 
-Starts are integers. Jobs of a worker do not overlap, those of a class follow one another, and the memory that a forward
-takes is held until the job that gives it back has ended. Times that are no multiples of a common unit are rounded down,
-so that a bound stays valid. Where backwards may be whole, that is a choice for each: the I of a whole one takes all of
+Starts are integers. Jobs of a worker do not overlap, jobs of a class follow one another, and the memory that a forward
+takes is held until the job that frees it has ended. Times that are no multiples of a common unit are rounded down, so
+that a bound stays valid. If backwards may be whole, each has a variable for it: the I of a whole backward takes all of
 its time, and its W, directly after it, none.
 """
 
@@ -43,9 +43,9 @@ def solve(
     problem: OrderProblem, start: Times, value: float, floor: float, seconds: float, whole: Times | None = None,
     is_whole: Flags | None = None,
 ) -> Proof:  # fmt: skip
-    """Begin with an order whose jobs start at `start`, with the longest window `value`; `seconds` are CP-SAT's own.
+    """Improve an order with starts `start` and longest window `value`; `seconds`: CP-SAT's deterministic time.
 
-    whole     by job: for an I, what the whole backward takes; None: backwards are not whole
+    whole     by job: for an I, the duration of the whole backward; None: backwards are not whole
     is_whole  by job: whether it is the I of a whole backward in that order
     """
     from ortools.sat.python import cp_model
@@ -84,7 +84,7 @@ def solve(
 
 
 def _add_waits(model: Any, problem: OrderProblem, begin: list[Any], end: list[Any], hop: Numbers) -> None:
-    """A job begins after those that it waits for, and their messages; `hop`: `before_hop` in units."""
+    """Add that a job begins after the jobs it waits for, and their messages; `hop`: `before_hop` in units."""
     batches = problem.microbatches
     for node in range(len(problem.before_first) - 1):
         for k in range(problem.before_first[node], problem.before_first[node + 1]):
@@ -98,7 +98,7 @@ def _add_worker(
     model: Any, problem: OrderProblem, w: int, begin: list[Any], size: list[Any], end: list[Any], longest: Any,
     horizon: int, any_turn: bool,
 ) -> None:  # fmt: skip
-    """Worker w does one job at a time, those of a class in the order of the microbatches, and its window ends by
+    """Add worker w: one job at a time, jobs of a class in the order of the microbatches, a window of at most
     `longest`. With `any_turn`, W jobs may come in any order, since some belong to whole backwards."""
     first_w = 2 * problem.stages * problem.microbatches
     classes = range(problem.worker_class[w], problem.worker_class[w + 1])
@@ -138,7 +138,7 @@ def _end(model: Any, begin: Any, size: Any, horizon: int) -> Any:
 def _add_choices(
     model: Any, problem: OrderProblem, begin: list[Any], size: list[Any], whole: Numbers
 ) -> dict[int, Any]:  # fmt: skip
-    """By I job: whether its backward is whole; `size` of it and of its W become what they then take."""
+    """By I job, the variable whether its backward is whole; `size` of the I and its W become expressions of it."""
     shift, chosen = problem.stages * problem.microbatches, {}
     for job in range(shift, 2 * shift):
         choice = chosen[job] = model.new_bool_var("")
@@ -151,8 +151,8 @@ def _add_choices(
 def _add_memory(
     model: Any, problem: OrderProblem, w: int, begin: list[Any], end: list[Any], horizon: int
 ) -> None:  # fmt: skip
-    """What a job of worker w takes is held until the last job of its stage and microbatch ends; if the first half of a
-    backward gives a part of it back, that part until then."""
+    """Add the memory of worker w: what a job takes is held until the last job of its stage and microbatch ends, but a
+    part that the first half of a backward frees only until that half ends."""
     per_direction = problem.stages * problem.microbatches
     last = len(problem.worker) - per_direction
     takes = np.empty(len(problem.worker))
@@ -175,7 +175,7 @@ def _add_memory(
 
 
 def _unit(problem: OrderProblem, whole: Times | None) -> float:
-    """The time that counts as 1: the greatest common divisor of all times, or else a small one."""
+    """The length of a unit of time: the greatest common divisor of all times, or a small time if one is no integer."""
     times = np.concatenate([problem.length, problem.before_hop, () if whole is None else whole])
     if (times == np.round(times)).all() and times.max() < 1e9:
         return float(np.gcd.reduce(times.astype(np.int64)))

@@ -1,4 +1,4 @@
-"""When the jobs of an order run, each as early as it can: the kernel that evaluates every candidate of the search."""
+"""Start times of an order's jobs, each as early as possible: the kernel that evaluates all candidates of the search."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from schedgen.util.jit import kernel
 
 
 class Run(NamedTuple):
-    """The result of running an order, and working arrays; a Run is used again and again."""
+    """The result of running an order, and working arrays; a Run is reused."""
 
     start: Times  # by job
     job: Numbers  # by place in the order: the job there
     window: Times  # by worker: from its first job, or from time 0, to the end of its last
-    ready: Times  # by job: when what it waits for is there
-    waits: Numbers  # by job: how many of those are still to come
+    ready: Times  # by job: when its inputs so far are available
+    waits: Numbers  # by job: how many inputs are still missing
     begun: Numbers  # by class: jobs begun
     at: Numbers  # by worker: its next place
     clock: Times  # by worker
-    stack: Numbers  # workers that may be able to go on
+    stack: Numbers  # workers that may be able to continue
     stacked: Flags  # by worker
 
 
@@ -59,7 +59,7 @@ def begin_run(problem: OrderProblem, run: Run) -> None:
 
 @kernel
 def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> float:
-    """The longest window; infinity if it is above `limit`, or if jobs wait for one another for ever."""
+    """Run an order and return its longest window; infinity if that is above `limit`, or if the jobs deadlock."""
     batches, worker, length = problem.microbatches, problem.worker, problem.length
     first, after, hop, row = problem.first, problem.after, problem.hop, problem.row
     class_jobs, class_first = problem.class_jobs, problem.class_first

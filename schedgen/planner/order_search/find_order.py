@@ -17,7 +17,7 @@ from schedgen.planner.order_search.problem import OrderProblem, fits
 from schedgen.util.progress import counted
 
 HOT = (0.03, 0.3, 2.0)  # initial temperatures, in mean durations of a job
-RULE_JOBS = 4  # a rule takes this many times as long to give a job its time
+RULE_JOBS = 4  # a rule takes this many times as long as `run_order` for each job
 ROUNDS = (100, 6000)  # of rules, at least and at the most
 BEST = 4  # orders that are returned
 LEAST_MOVES = 20_000  # with fewer moves in all annealing finds nothing: the work is left to rules
@@ -26,7 +26,7 @@ LEAST_MOVES = 20_000  # with fewer moves in all annealing finds nothing: the wor
 def find_order(
     problem: OrderProblem, begin: list[Numbers], bound: float, budget: int, turn: int = 0
 ) -> tuple[list[Numbers], int]:
-    """The best orders, empty if none keeps to the memory, and the work they took: jobs that were given a time.
+    """The best orders, empty if none keeps to the memory, and the work they took, in job start times computed.
 
     The search starts from the orders of `begin` and ends when `bound` is reached, or after about `budget`. Each `turn`
     draws different random numbers.

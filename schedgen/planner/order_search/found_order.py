@@ -1,4 +1,4 @@
-"""What a search is asked, and what it gives."""
+"""The input of an order search, `Question`, and its result, `FoundOrder`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schedgen.simulator.machine import Machine
 from schedgen.util.errors import UsageError
 
 OBJECTIVES = ("window", "latency")
-BUDGET = 1000  # millions of jobs that are given a time
+BUDGET = 1000  # millions of job start times computed
 Ties = Collection[Sequence[int]]  # lists of stages that share parameters
 
 
@@ -45,15 +45,15 @@ class FoundOrder(NamedTuple):
     program: Program
     value: float  # by the simulator, in the unit of the costs
     bound: float = 0.0  # no order of this placement within the limits takes less
-    work: float = 0.0  # millions of jobs that were given a time
+    work: float = 0.0  # millions of job start times computed
     source: str = "search"  # or the built-in scheme that was not improved on
 
     @property
     def optimal(self) -> bool:
-        """Whether it is proved that nothing takes less."""
+        """Whether the value is proved optimal, since it reaches the bound."""
         return reached(self.value, self.bound)
 
 
 def reached(value: float, bound: float) -> bool:
-    """Whether a value is no more than a bound, but for rounding."""
+    """Whether a value is no more than a bound, up to rounding."""
     return value <= bound * (1 + 1e-9)

@@ -1,9 +1,9 @@
 """The forwards and backwards of an order with its W jobs placed anew: in gaps, and no sooner than necessary.
 
-A W goes into a gap that is long enough. Before a shorter gap the question is whether the worker can afford to wait: it
-can as long as its window may still end by a target, that is, if the time left until then is no less than all jobs to
-come. Otherwise a W goes first, and the jobs after it are delayed. So W jobs are kept for the end, where backwards are
-rare, and every worker waits about equally long. The greedy search for ZB-V does the same with the largest idle time so
+A W goes into a gap that is long enough. At a shorter gap the worker waits if its window can still end by a target, that
+is, if the time left until then is no less than the duration of its remaining jobs. Otherwise a W goes first, and the
+jobs after it are delayed. So W jobs are kept for the end, where backwards are rare, and every worker waits about
+equally long. The greedy search for ZB-V does the same with the largest idle time so
 far in place of a target [Qi et al. 2023, "Zero bubble pipeline parallelism", section 6]. If memory is full, the oldest
 W goes first.
 """
@@ -21,8 +21,8 @@ TARGETS = 9  # target windows, evenly spaced from the bound to the order's own
 
 
 def with_late_weights(problem: OrderProblem, order: Numbers, bound: float, value: float) -> list[Numbers]:
-    """An order for each of some targets from a lower bound to the order's own `value`; none where backwards are whole
-    or the order breaks off."""
+    """Orders for target windows from a lower bound to the order's own `value`; none if backwards are whole or the order
+    cannot run."""
     node, mb = np.divmod(problem.class_jobs[problem.class_first[:-1]], problem.microbatches)
     direction, routes = node // problem.stages, problem.route.max() + 1
     if not (direction == W).any() or not np.isfinite(value):
@@ -52,7 +52,7 @@ def place_weights(
 
     order, row      F and I of all workers, as classes; worker w's are order[row[w] : row[w + 1]]
     weight          by class of I: the class of its W
-    slack           by worker: how long it may wait in all
+    slack           by worker: how long it may idle in all
     at, queue, held  zeros, working arrays: (4, workers), by place, by worker
     """
     batches, capacity = problem.microbatches, problem.capacity * (1 + 1e-12)
@@ -106,7 +106,7 @@ def place_weights(
 
 @kernel
 def _let_others_go(problem: OrderProblem, job: int, c: int, w: int, run: Run, top: int) -> int:
-    """A job has ended at its worker's clock; return how many workers are now on the stack of those that may go on."""
+    """Propagate the end of a job, at its worker's clock; return the size of the stack of workers that may continue."""
     batches, time = problem.microbatches, run.clock[w]
     node = job // batches
     run.begun[c] += 1

@@ -1,6 +1,6 @@
 """`least_memory`: the fewest saved forwards on a worker for which a step takes no longer than in the scheme's order.
 
-It bisects over limits between what a lower bound on the latency excludes and what the scheme's own order takes.
+It bisects between the limits that a lower bound on the latency excludes and the memory of the scheme's own order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from schedgen.simulator.simulate import simulate
 
 
 def least_memory(question: Question, budget: int = BUDGET) -> FoundOrder:
-    """The schedule; its saved forwards as `value`; as `bound` the number with less than which no order is in time.
+    """The schedule: `value` is the saved forwards that it holds; with fewer than `bound`, no order is in time.
 
     Arguments and errors as for `search_order`, which gets a part of the budget for every limit. The question has no
     limits of its own.

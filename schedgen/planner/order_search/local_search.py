@@ -1,11 +1,11 @@
 """Simulated annealing on an order: a job moves to another place of its worker's sequence.
 
-Most moves are of jobs on the critical path of the worker with the longest window, since no other can shorten it. Orders
+Most moves are of jobs on the critical path of the worker with the longest window, since only these shorten it. Orders
 are compared by the longest window plus the mean of all windows: of two orders with the same longest window, the one
 with the smaller mean is nearer to a shorter one.
 
-Where backwards may be whole, some moves make one whole or split it: the I of a whole one takes all of its time and
-its W none; otherwise each takes its own. A W that takes no time may be at any place.
+Where backwards may be whole, some moves make one whole or split it: the I of a whole backward takes all of its
+time and its W none; otherwise I and W take their own. A W that takes no time may be at any place.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CHOICES = 20  # percent of moves that make a backward whole or split it, if that
 class Choice(NamedTuple):
     """Which backwards are whole, by job; empty arrays if none may be. `OrderProblem.length` is kept in step with it."""
 
-    whole: Flags  # both the I and the W
+    whole: Flags  # true for both the I and the W of a whole backward
     joined: Times  # the job's duration in a whole backward: of the I all the time, of the W none
     split: Times  # the job's duration otherwise
 
 
-NO_CHOICE = Choice(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))  # backwards are as the problem's lengths have them
+NO_CHOICE = Choice(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))  # no backward changes
 
 
 @kernel
@@ -40,7 +40,7 @@ def anneal(
     problem: OrderProblem, order: Numbers, seed: int, moves: int, hot: float, cold: float, floor: float,
     run: Run, trial: Run, choice: Choice,
 ) -> tuple[float, Numbers, int]:  # fmt: skip
-    """(longest window, order, moves judged) of the best order on the way from `order`, which is changed in place.
+    """Anneal `order` in place; return (longest window, order, moves judged) of the best order on the way.
 
     On return `choice.whole` and `problem.length` are those of the best order.
 

@@ -31,9 +31,9 @@ from schedgen.simulator.simulate import Simulation
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
-BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work, by round, for a limit in bytes: schedules tell what orders leave out
+BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work, by round, for a limit in bytes: schedules show what orders leave out
 SMALL_SHARES = (0.2, 0.4)  # for problems small enough for CP-SAT, which runs before the last round and takes most time
-STEADY_SHARE = 0.02  # in addition to the work: for steady states
+STEADY_SHARE = 0.02  # for steady states, in addition to the budget
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
 
@@ -43,9 +43,9 @@ def search_order(
     """The best order of a scheme's jobs, or the first that takes no more than `enough`; NoOrder if none keeps to the
     limits, UsageError for what the search cannot handle.
 
-    Of costs of all four directions, those that the scheme has are used; there is no R. `budget`: millions of jobs that
-    are given a time. `only_halves`: no schedule may have whole backwards, whose cost is left out; otherwise one takes
-    I + W.
+    Given costs of all four directions, those of the scheme's directions are used; there is no R. `budget`: millions of
+    job start times computed. `only_halves`: no schedule may have whole backwards, since the costs leave theirs out;
+    otherwise a whole backward takes I + W.
     """
     scheme, limits = question.scheme, question.limits
     if scheme.updates != "flush":
@@ -90,7 +90,7 @@ class _Tried(NamedTuple):
 
 
 class _Rounds:
-    """The orders so far; if the limit is in bytes, what is left of it for what forwards save."""
+    """The orders judged so far and, if the limit is in bytes, the memory that is left for saved forwards."""
 
     def __init__(self, question: Question, problem: OrderProblem) -> None:
         self.question, self.limits, self.problem = question, question.limits, problem
@@ -108,13 +108,13 @@ class _Rounds:
         self._judge(start.scheme.name, True, start.order, program)
 
     def add_orders(self, orders: Sequence[Numbers]) -> None:
-        """Judge those of these orders, which are of no built-in scheme, that fit."""
+        """Judge the orders that fit; they are of no built-in scheme."""
         for order in orders:
             if fits(self.problem, order):
                 self._add(order)
 
     def search(self, bound: float, work: int, turn: int) -> None:
-        """Find orders with so much work; each turn draws different random numbers."""
+        """Search for orders with this much work; each turn draws different random numbers."""
         problem = self._within()
         best = self.best()
         if best is not None and reached(best.value, bound):
@@ -127,7 +127,7 @@ class _Rounds:
 
     def prove(self, problem: OrderProblem, best: _Tried, bound: float, seconds: float) -> float:
         """A lower bound by CP-SAT on a problem that takes no more memory, or 0; the order that it finds is added."""
-        if self.limits.bytes is not None:  # any order takes what workers own besides what forwards save
+        if self.limits.bytes is not None:  # besides saved forwards, any order holds what workers own
             owned = self.tried[0].run.footprint.owned.astype(np.float64)
             problem = problem._replace(capacity=self.limits.bytes - owned)
         run = new_run(problem)
@@ -149,10 +149,10 @@ class _Rounds:
         self.tried.append(_Tried(source, built_in, order, *judge(self.question, program)))
 
     def _within(self) -> OrderProblem:
-        """The problem with what a limit in bytes leaves for what forwards save.
+        """The problem with the capacity that a limit in bytes leaves for saved forwards.
 
-        The rest is that of the leanest built-in scheme, but at least of orders found. An order found with too little
-        room for the rest exceeds the limit; the next round leaves more room.
+        The rest of the memory is taken to be that of the leanest built-in scheme, and no less than that of any order
+        found. If this leaves too little for the rest, an order exceeds the limit, and the next round leaves more.
         """
         if self.limits.bytes is None:
             return self.problem

@@ -19,7 +19,7 @@ from schedgen.simulator.lower_bounds import order_bound
 
 
 def as_placement(scheme: Scheme, split: bool) -> Scheme:
-    """The scheme without its order; if it does not split a backward, both halves are in one place."""
+    """The scheme without its order, with split backwards if `split`; halves of a whole backward have its worker."""
     w = scheme.w
     return scheme._replace(
         w=w if scheme.split or not split else lambda s, b, d: w(s, b, np.minimum(d, B)),
@@ -54,9 +54,9 @@ def problem_of(placed: PlacedScheme, question: Question) -> OrderProblem:
 
 
 def kept_by_stage(placed: PlacedScheme, question: Question) -> tuple[Times, Times, Times]:
-    """What a forward receives, which its backward reads, too; what it saves; and what a BWD_I keeps besides.
+    """By stage, what a forward receives, which its backward also reads; what it saves; and what a BWD_I keeps besides.
 
-    In bytes or, under no limit in bytes, 1 for what a forward saves and 0 for the rest. An input that several stages
+    In bytes; without a limit in bytes, 1 for what a forward saves and 0 for the rest. An input that several stages
     read is left out: two of them may be on one worker, which then holds it once.
     """
     stages, machine = placed.compute.shape[1], question.machine
@@ -71,12 +71,12 @@ def kept_by_stage(placed: PlacedScheme, question: Question) -> tuple[Times, Time
 
 
 class Nodes(NamedTuple):
-    """What a bound knows about the jobs of a placement, by node: direction d of stage s is node d S + s."""
+    """What a bound uses about the jobs of a placement, by node: direction d of stage s is node d S + s."""
 
     before: Sequence[Sequence[int]]  # the nodes that it waits for
     lengths: Times
-    hops: Mapping[tuple[int, int], float]  # of messages between two nodes that are on different workers
-    takes: Times  # memory that a job takes when it begins, or gives back (below 0) when it ends
+    hops: Mapping[tuple[int, int], float]  # times of messages between nodes that are always on different workers
+    takes: Times  # memory that a job takes when it begins, or frees (below 0) when it ends
 
 
 def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
@@ -95,12 +95,12 @@ def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
 
 
 def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
-    """A lower bound on what any order takes."""
+    """A lower bound on the time of any order."""
     before, lengths, hops, takes = nodes_of(problem, placed)
     return order_bound(before, placed.compute, lengths, hops, problem.own_window, takes, problem.capacity)
 
 
 def least_time(question: Question) -> float:
-    """A lower bound on what any order takes, by `order_bound` alone."""
+    """A lower bound on the time of any order, by `order_bound` alone."""
     placed = placed_jobs(question)
     return lower_bound(problem_of(placed, lenient(question)), placed)

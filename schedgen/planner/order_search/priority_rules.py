@@ -1,9 +1,9 @@
 """List scheduling: every worker takes the job that could start earliest, with a handicap by class.
 
-With no handicaps this is the work-conserving greedy. A handicap of W says how long a gap may be before a W fills it,
-one of F against I how far a worker runs ahead; limits hold back the forwards of a class before the memory is full.
+With no handicaps this is the work-conserving greedy. A handicap of W sets how long a gap may be before a W fills it, a
+handicap of F against I how far a worker runs ahead; limits hold back the forwards of a class before the memory is full.
 Until a worker's first I its forwards have a patience instead: there is no W yet to fill the gap before that I, and the
-question is whether the worker waits or puts one more F there, which delays all workers before it. This covers the
+patience decides whether the worker waits or runs one more F, which delays all workers before it. This covers the
 heuristics of Qi et al. 2023 ("Zero bubble pipeline parallelism", section 3.1). `find_rules` tries random rules, and
 random changes of the best.
 """
@@ -78,8 +78,8 @@ def list_schedule(
     return True
 
 
-ALIKE = 0.5  # of the random rules: those whose forwards have the same handicap from the beginning
-KEPT = 8  # best rules that are changed further
+ALIKE = 0.5  # share of the random rules whose forwards have the same handicap from the beginning
+KEPT = 8  # how many of the best rules are changed further
 
 
 class Rules(NamedTuple):
@@ -87,7 +87,7 @@ class Rules(NamedTuple):
 
     patience: Times  # (2, columns): at the first and at the last worker, in mean durations of a job
     handicap: Times
-    limit: Times  # (2, columns): in parts of the capacity
+    limit: Times  # (2, columns): as fractions of the capacity
 
 
 def find_rules(
@@ -128,7 +128,7 @@ def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
 
 
 def _random_rules(rng: np.random.Generator, direction: Numbers) -> Rules:
-    """Forwards up to a job before or after I, gaps up to 1.5 jobs, limits from half of the memory to all of it."""
+    """Random rules: forwards up to a job before or after I, gaps up to 1.5 jobs, limits from half the memory to all."""
     low, high = np.choose(direction, [-1.0, -0.3, 0.0]), np.choose(direction, [1.0, 0.3, 1.5])
     handicap = rng.uniform(low, high, (2, len(direction)))
     patience = np.where(direction == F, rng.uniform(0.0, 1.0, len(direction)), 0.0) * np.ones((2, 1))

@@ -44,7 +44,7 @@ class OrderProblem(NamedTuple):
     class_first: Numbers
     worker_class: Numbers  # classes worker_class[w] to worker_class[w + 1] are those of worker w
     row: Numbers  # places row[w] to row[w + 1] of an order are those of worker w
-    takes: Times  # by class: memory that a job takes; below 0 it gives some back
+    takes: Times  # by class: memory that a job takes; below 0 it frees some
     capacity: Times  # by worker: its memory
     own_window: bool  # a worker's time begins with its own first job, not with the first of all
 
@@ -60,7 +60,7 @@ def make_problem(
     """The problem of a refined scheme.
 
     cost      the duration of each direction, for all stages or by stage
-    takes     memory that a job of each direction takes when it begins, or gives back (below 0) when it ends
+    takes     memory that a job of each direction takes when it begins, or frees (below 0) when it ends
     capacity  memory of all workers, or of each
     """
     directions, stages, batches = placed.compute.shape

@@ -2,8 +2,8 @@
 
 keep    the best order that redoes nothing, by `search_whole_or_split`
 loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`redo_choice`)
-redo    the best orders in which whole stages are redone: those that loosened orders redo most, and all; forwards for
-        which there is room are kept after all
+redo    the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
+        forwards for which there is room are kept after all
 
 The simulator has the last word, and the result is never worse than the order that redoes nothing.
 """
@@ -30,15 +30,15 @@ from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
 LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, as multiples of the real one
-TIGHTER = 4  # times that a limit in bytes is tightened, if a schedule needs more besides what forwards save
+TIGHTER = 4  # times that a limit in bytes is tightened, if a schedule holds more besides saved forwards
 
 
 def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrder:
-    """The best order within the limits and what it redoes; UsageError if none keeps to them.
+    """The best order within the limits and the forwards it redoes; UsageError if none keeps to them.
 
-    With costs of all of F, B, I and W, backwards are whole or split as is best if nothing is redone, and as in the
-    scheme otherwise. R is the time of a RECOMPUTE. `budget`: as for `search_order`, and as much again for orders
-    that redo forwards.
+    With costs of all of F, B, I and W, the search chooses which backwards are whole if nothing is redone; otherwise
+    they are as in the scheme. R is the time of a RECOMPUTE. `budget`: as for `search_order`, and as much again for
+    orders that redo forwards.
     """
     kept, limits = question._replace(cost=without_redo(question.cost)), question.limits
     best, refusal = None, None
@@ -108,7 +108,7 @@ class _Tries:
                 yield places(problem, order).reshape(self.placed.compute.shape)
 
     def fitting(self, n: Numbers) -> Iterator[Program]:
-        """Schedules of an order that redo enough for the limit; if it is in bytes, the simulator may ask for more."""
+        """Schedules of an order that redo enough for the limit; more if the simulator finds bytes above the limit."""
         capacity = self._capacity(n)
         for _ in range(1 if self.limits.bytes is None else TIGHTER):
             flags = redone(n, self.worker, self.kept, capacity)

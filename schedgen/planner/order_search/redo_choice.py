@@ -2,8 +2,8 @@
 
 An order is given by a number of every job, (D, S, B), that grows along each worker. A forward that is redone keeps only
 its inputs until its backward begins; RECOMPUTE then restores what the backward reads. If all forwards keep the same
-amount, the fewest are redone by choosing, whenever too much is held, the one whose backward comes last: the intervals
-from forward to backward that may overlap on a worker are the colours of an interval graph.
+amount, the fewest are redone by choosing, whenever too much is held, the one whose backward comes last: this is greedy
+colouring of the intervals from forward to backward, with a colour for each forward that a worker can save.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def redone(place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flag
 
 
 def without_needless(flags: Flags, place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flags:
-    """The flags that stay after unsetting those whose forwards can be kept after all, the dearest first."""
+    """The flags, except of forwards that can be kept after all, tried from the most expensive to redo."""
     flags = flags.copy()
     order = sorted(np.argwhere(flags).tolist(), key=lambda job: (-kept.redo[job[0]], -place[F, job[0], job[1]]))
     for s, b in order:

@@ -19,7 +19,7 @@ from schedgen.simulator.simulate import Simulation, simulate
 
 
 def with_own_costs(question: Question) -> Question:
-    """The question with its scheme's costs, of whole backwards or of halves, if it has both; R is kept."""
+    """The question; if it has costs of whole backwards and of halves, only with those that its scheme has, and R."""
     cost = question.cost
     if not has_both(cost):
         return question
@@ -33,7 +33,7 @@ def mean_ratios(question: Question) -> dict[str, float]:
 
 
 def compile_own(question: Question) -> Program:
-    """A scheme in its own order; if only the costs split the backward, it takes the sum of its halves."""
+    """Compile a scheme in its own order; if only the costs split backwards, a whole one takes the sum of its halves."""
     ratios = mean_ratios(question)
     whole = not question.scheme.split and "B" not in ratios
     cost = {"F": ratios["F"], "B": ratios["I"] + ratios["W"]} if whole else ratios
@@ -44,7 +44,7 @@ def compile_order(question: Question, n: Numbers, redone: Flags | None = None, w
     """The schedule of a found order of a scheme's jobs.
 
     n              a number of every job, (D, S, B), that grows along each worker
-    redone, whole  (S, B): forwards that are redone, and backwards that are not split; None: no such ones
+    redone, whole  (S, B): forwards that are redone, and backwards that are not split; None: none
     """
     limits = question.limits
     scheme = as_placement(question.scheme, len(n) == 3)._replace(
@@ -74,7 +74,7 @@ def numbers_of(program: Program) -> Numbers:
 
 
 class Judgement(NamedTuple):
-    """What the simulator says of a schedule."""
+    """The simulator's results for a schedule."""
 
     run: Simulation
     value: float  # of the objective
@@ -82,7 +82,7 @@ class Judgement(NamedTuple):
 
 
 def judge(question: Question, program: Program) -> Judgement:
-    """The simulator's word on a schedule of the question's jobs."""
+    """Simulate a schedule of the question's jobs, and compare its memory with a limit in bytes."""
     run, limits = simulate(program, question.cost, question.machine), question.limits
     fits = limits.bytes is None or bool(run.footprint.peak.max() <= limits.bytes)
     return Judgement(run, measured(run, limits.objective == "window"), fits)

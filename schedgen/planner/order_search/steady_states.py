@@ -1,8 +1,8 @@
-"""Steady states of a V, repeated for every microbatch, as starting orders: all that a rule of few numbers gives.
+"""Starting orders from the steady states of a V, repeated for every microbatch: all that a few parameters give.
 
 Every worker has two stages, down and up again. F of the first stage and I of the second go down from worker to worker,
-the others up, one slot later at each worker. Down it may take 1 to 5 slots to the next worker, one number for the first
-workers and another, no greater, for the rest. Where a microbatch turns there may be a gap. These are the building
+the others up, one slot for each worker. Going down takes 1 to 5 slots for each worker, one number for the first workers
+and another, no greater, for the rest. There may be a gap where a microbatch turns. These are the building
 blocks of Qi et al. 2024, "Pipeline parallelism with controllable memory", appendix A. Each is repeated every six slots
 and squeezed until it fills the limit (`schemes.building_block`): as it is, with a warm-up that first fills the memory
 with forwards, and with a cool-down that leaves W jobs for last. These variants are from the authors' code,
@@ -22,14 +22,14 @@ from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, third
 
-BLOCK_JOBS = 40  # squeezing a block takes this many times as long as giving its jobs a time
+BLOCK_JOBS = 40  # squeezing a block takes this many times as long as computing its start times
 KEPT = 3  # best blocks, besides V-Half's and V-Min's
 
 
 def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work: int) -> list[Numbers]:
     """Orders with up to `limit` saved forwards a worker: of V-Half's block, of V-Min's, and of the best of all others
-    that can be tried with `work`, in jobs that are given a time. None if the placement is not a V, or the stages are
-    no chain; stages may also read others than the one before."""
+    that can be tried with `work` job start times. An empty list if the placement is not a V, or if a stage does not
+    read the one before; stages may also read others."""
     directions, stages, batches = placed.compute.shape
     way_down = np.minimum(np.arange(stages), np.arange(stages)[::-1])
     p = placed.workers
@@ -42,7 +42,7 @@ def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work:
     blocks = steady_states(p) if work else []
     tries = min(len(blocks), work // (BLOCK_JOBS * len(problem.worker)))
     run = new_run(problem)
-    best: dict[float, Numbers] = {}  # key: what it takes
+    best: dict[float, Numbers] = {}  # by value
     for k in np.linspace(0, len(blocks) - 1, tries).astype(np.int64):
         for order in _orders(problem, repeated(blocks[k], batches), limit):
             value = run_order.sized(len(order))(problem, order, np.inf, run) + 0.1 * run.window.mean()
@@ -94,8 +94,8 @@ def _orders(problem: OrderProblem, slots: Numbers, limit: int) -> list[Numbers]:
 
 def _with_filled_warm_up(start: Numbers, memory: int) -> Numbers:
     """Numbers of every job (3, S, B) that grow along each worker, with another order of the jobs before the first I of
-    a worker's first stage: first as many F as the memory holds, last those of the second stage, which soon come back;
-    then I, W and F in turn."""
+    a worker's first stage: first as many F as the memory holds, those of the second stage last, since their I soon
+    follow; then I, W and F in turn."""
     start = start.copy()
     stages = start.shape[1]
     p = stages // 2

@@ -98,7 +98,7 @@ class _Choices:
         self.work = 0
 
     def search(self, found: Sequence[FoundOrder], work: int) -> Iterator[FoundOrder]:
-        """The results of annealing orders of whole backwards alone and of halves alone, with so much work."""
+        """The results of annealing orders of whole backwards alone and of halves alone, with this much work."""
         orders = [self._order(each.program) for each in found]
         problem = self._within(found[0].program, orders[0])
         begin = []
@@ -116,7 +116,7 @@ class _Choices:
                 yield from self._compiled(n, mixed.whole & (self.direction == B))
 
     def _moved(self, problem: OrderProblem, mixed: _Mixed, hot: float, work: int, seed: int) -> _Mixed:
-        """Anneal, beginning at `hot` mean durations of a job."""
+        """Anneal from a temperature of `hot` mean durations of a job."""
         jobs, mean = len(mixed.order), float(problem.length.mean())
         choice = Choice(mixed.whole.copy(), self.whole_length, problem.length)
         own = problem._replace(length=self._lengths(problem, mixed.whole))
@@ -162,7 +162,7 @@ class _Choices:
         return order_of(problem, n)
 
     def proved(self, best: FoundOrder, seconds: float) -> Iterator[FoundOrder]:
-        """What CP-SAT finds, if the problem is small; `bound` is raised to its bound."""
+        """The order that CP-SAT finds, if the problem is small; raises `bound` to CP-SAT's."""
         problem = self.bounded
         if reached(best.value, self.bound) or not cp_sat.is_installed() or len(problem.worker) > cp_sat.MOST_JOBS:
             return

@@ -1,4 +1,4 @@
-"""The scheme `free`, whose placement is left open, and placements of built-in schemes that may be its own."""
+"""The scheme `free`, whose placement is left open, and placements of built-in schemes that it may take."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`NearPlacements`: placements changed a little, judged by their bounds first and then by a cheap search for an order.
 
 A change swaps two stages of different workers, or moves a stage to another worker. From a placement the search climbs
-to the first change that is judged better, trying those with the least bounds first and none whose bound is no better.
-From the best end, a few random changes begin another climb. Work is counted, not seconds; the random numbers are the
-same every time.
+to the first change that is judged better; it tries changes with the least bounds first, and none whose bound is no
+better. From the best placement reached, a few random changes begin another climb. Work is counted, not seconds; the
+random numbers are the same every time.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from schedgen.planner.order_search.found_order import reached
 from schedgen.planner.placement_search.families import in_order
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets
 
-AT_ONCE = 60  # placements whose bounds are compared
+AT_ONCE = 60  # placements whose bounds are computed before the least are tried
 KICKS = 200  # climbs that begin with random changes, at the most
-CHANGES = (2, 4)  # random changes before such a climb: at least, and below
+CHANGES = (2, 4)  # random changes before such a climb: at least the first, fewer than the second
 
 
 class Trial(NamedTuple):
     """An order of a placement by a cheap search; empty, with an infinite value, if none within the limits is found."""
 
-    value: float  # what it takes
-    start: Times  # by job: when it runs
-    work: float  # millions of jobs that were given a time
+    value: float  # its longest window
+    start: Times  # by job
+    work: float  # millions of job start times computed
 
 
 class Judged(NamedTuple):
@@ -45,7 +45,7 @@ class NearPlacements:
     def __init__(
         self, sets: StageSets, estimate: Callable[[Placement, float, Times], Trial], workers: int, work: float
     ) -> None:
-        """`estimate` takes a placement, its bound, and when jobs start in an order of one near it; `work`: millions."""
+        """`estimate` takes a placement, its bound, and the job starts of an order of one near it; `work`: millions."""
         self.sets, self.estimate, self.workers, self.left = sets, estimate, workers, work
         self.judged: dict[Placement, Judged] = {}
 

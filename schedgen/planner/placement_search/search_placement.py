@@ -30,7 +30,7 @@ from schedgen.util.jit import compiled_always
 
 NEAR_SHARE = 0.3  # of the work: for placements near the best
 MESSAGES = 4  # activations of a stage, besides what forwards save: a worker seldom needs more room for messages
-FINALISTS = 4  # of these placements, those that an order is searched for
+FINALISTS = 4  # placements near the best for which an order is searched
 
 
 def search_placement(question: Question, budget: float = BUDGET) -> FoundOrder:
@@ -122,7 +122,7 @@ class _Search:
         return scheme._replace(n=lambda s, b, d: n[d, s, b], order=order, mode="strict", split=len(n) == 3)
 
     def estimate(self, placement: Placement, bound: float, near: Times) -> Trial:
-        """The best order of a placement by a few rules; `near`: when jobs run in an order of another placement."""
+        """The best order of a placement by a few rules; `near`: start times in an order of another placement."""
         question = self.shortest._replace(scheme=placed_on(self.question.scheme, placement))
         problem = problem_of(placed_jobs(question), question)
         capacity = problem.capacity.copy()

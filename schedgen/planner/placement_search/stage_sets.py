@@ -2,7 +2,7 @@
 
 A placement here has each stage on one worker for all microbatches. The bound of a worker with the stages U is that of
 a placement in which U has a worker, each other stage one of its own, and messages take time only between U and others.
-Any placement with U on a worker takes at least as long: if others share workers, they also wait for one another. So a
+Any placement with U on a worker takes at least as long: stages that share a worker also wait for one another. So a
 placement takes no less than the bound of any of its sets, and no placement takes less than
 
     min over partitions of the stages into at most W sets    max over sets U    bound(U).
@@ -10,9 +10,10 @@ placement takes no less than the bound of any of its sets, and no placement take
 That is computed for up to `MOST_STAGES` stages. With more, no placement takes less than a single stage without
 messages, nor less than
 
-    min over k in 1..W    (work + k least ways to a stage's first job + k least ways after its last) / k,
+    min over k in 1..W    (work + the k least heads + the k least tails) / k,
 
-since k workers that have jobs begin and end with jobs of k different stages. With own windows the ways do not count.
+since k workers that have jobs begin and end with jobs of k different stages. The head of a stage is the longest path to
+its first job, the tail that after its last; with own windows they do not count.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ StageSet = int  # bit s: stage s
 
 
 class StageSets:
-    """The bounds of the sets of some stages."""
+    """Lower bounds for sets of stages on one worker."""
 
     def __init__(
         self, nodes: Nodes, stages: int, microbatches: int, capacity: float, owned: Times, own_window: bool
     ) -> None:
-        """`nodes`: with stages on workers of their own; `owned`: by stage, what it always takes of `capacity`."""
+        """`nodes`: with stages on workers of their own; `owned`: by stage, memory it always takes of `capacity`."""
         self.nodes, self.stages, self.microbatches, self.own_window = nodes, stages, microbatches, own_window
         self.capacity, self.owned = capacity, owned
         self.work = microbatches * nodes.lengths.reshape(-1, stages).sum(axis=0)  # by stage
@@ -47,14 +48,14 @@ class StageSets:
         ends = np.stack([way[:, :stages].max(axis=0), tails.reshape(-1, stages).min(axis=0)])
         # By set: a lower bound for a worker that has these stages and no others.
         self.bound = cache(self._of_worker)
-        self.heads, self.tails = 0 * ends if own_window else ends  # by stage: ways to its first job, after its last
+        self.heads, self.tails = 0 * ends if own_window else ends  # by stage: paths to its first job, after its last
 
     def of(self, placement: Placement) -> float:
-        """A lower bound on what the placement takes."""
+        """A lower bound on the time of a placement."""
         return max(self.bound(stages) for stages in sets_of(placement))
 
     def quick_bound(self, placement: Placement) -> float:
-        """A bound by work and the shortest ways to and from a worker's stages alone: lower, but cheap."""
+        """A bound from the work, least head and least tail of each worker alone: lower, but cheap."""
         workers, count = np.array(placement), max(placement) + 1
         heads, tails = np.full((2, count), np.inf)
         np.minimum.at(heads, workers, self.heads)
