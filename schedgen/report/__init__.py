@@ -1,4 +1,4 @@
-"""What a person or another tool sees of a schedule. Nothing here changes a schedule.
+"""Views of a schedule for people and for other tools. Nothing here changes a schedule.
 
 draw/            pictures: in the terminal, as SVG, PNG and HTML
 stats_table.py   the numbers of a schedule, a simulation or a run as text

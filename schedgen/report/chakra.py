@@ -7,9 +7,9 @@ A node is an instruction, and its id is the instruction's index in the rank's li
     ALLREDUCE, NORM       COMM_COLL_NODE, or COMP_NODE in a group of one rank
     FREE                  no node; later instructions wait for the SENDs that the FREE waits for
 
-Data dependencies lead to the instructions that defined what is read and to the last instruction of the list that
-blocked the rank, because Chakra's feeder ignores all others. Those that only keep the order of the list are control
-dependencies, too. The messages and their field numbers are those of et_def.proto in github.com/mlcommons/chakra,
+A node has data dependencies on the instructions that defined what it reads and on the last one before it that
+blocked the rank, because Chakra's feeder ignores all other dependencies. Those that only keep the order of the list are
+control dependencies, too. The messages and their field numbers are those of et_def.proto in github.com/mlcommons/chakra,
 version 1.0.0.
 """
 
@@ -62,7 +62,7 @@ _SCHEMA = {
 }
 _WIDE = ("comm_size", "comm_type")  # attributes of 64 bits
 
-_WRITES = (Effect.DEFINE, Effect.RECEIVE)  # needs no earlier value
+_WRITES = (Effect.DEFINE, Effect.RECEIVE)  # these need no earlier value
 _UPDATES = (Effect.ADD, Effect.CHANGE)
 
 
@@ -74,7 +74,7 @@ def chakra_traces(
     `program` is checked and projected. Durations and starts are those of `simulate`, in whole microseconds; a unit of
     its time is `unit` microseconds. Raises UsageError if protobuf is not installed.
     """
-    messages = _messages()  # where protobuf is missing, it refuses
+    messages = _messages()  # first, since it raises UsageError without protobuf
     from google.protobuf.proto import serialize_length_prefixed
 
     table, run = program.rows, simulate(program, cost, machine)
@@ -106,12 +106,12 @@ def chakra_traces(
 
 
 def group_name(header: Header, group: int) -> str:
-    """The name of a group: its number, but another where number 0 is not all ranks, which is what "0" means."""
+    """The name of a group: its number; "0" means all ranks, so if group 0 is not all ranks, it gets another name."""
     return str(group or (0 if len(header.groups[0]) == header.workers else len(header.groups)))
 
 
 def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[int]] | None]:
-    """For each instruction of a rank the indices of those it needs: (all, for the list's order alone); FREE: None."""
+    """For each instruction of a rank, its dependencies' indices: (all, those only for the list's order); FREE: None."""
     start, stop = program.bounds[rank : rank + 2].tolist()
     accesses = analyse(program).accesses
     first = accesses.begin(np.arange(start, stop + 1)).tolist()
@@ -137,7 +137,7 @@ def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[
         yield sorted(data.union(blocking)), sorted(set(blocking) - data)
         if i.op in SENDERS:
             sent.setdefault(does[0][1], []).append(place)
-            blocking += data & received  # it passes on what it receives
+            blocking += data & received  # it relays a received buffer, and waits for it
         elif i.op == Op.ALLREDUCE and i.kind not in EXCHANGED:
             reductions.append(place)
         elif i.op in RECEIVERS:

@@ -38,7 +38,7 @@ class SchemeNumbers(NamedTuple):
     weights: int  # stages that a worker owns, plus the most foreign copies it holds at once
     activation_traffic: int  # activations and their gradients sent, by all workers
     weight_traffic: int  # weights and their gradients sent; a reduction among m workers sends 2 (m - 1)
-    best: bool  # no other has less of latency, activations or weights without more of the others
+    best: bool  # on the Pareto front of latency, activations and weights
     command: str  # the command that compiles it
 
     @property
@@ -122,7 +122,7 @@ def _with_halves(cost: Mapping[str, float] | None, split: bool) -> Mapping[str, 
 def _numbers(
     program: Program, name: str, groups: int | None, sizes: Sizes, limit: str, cost: Mapping[str, float] | None
 ) -> SchemeNumbers:
-    """`limit`: the command's option for the memory limit."""
+    """The numbers of a compiled scheme; `limit`: the command's option for the memory limit."""
     header, table = program.header, program.rows
     numbers = stats(program)
     sent = np.bincount(table.kind[table.op == Op.SEND], minlength=len(Kind))
@@ -167,7 +167,7 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparison_as_text(comparison: Comparison) -> Iterator[str]:
-    """What `comparison_as_json` returns as lines: one per scheme, with * if it is best, then those left out."""
+    """The comparison as lines: one per scheme, with * if it is best, then those left out."""
     titles = ("", "scheme", "latency", "bubble", "gap", "activations", "weights", "x, g sent", "w, dw sent")
     cells: list[tuple[str, ...]] = [titles]
     for row in comparison.rows:

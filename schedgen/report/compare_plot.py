@@ -14,7 +14,7 @@ from schedgen.report.draw.figure_style import text_width
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.util.errors import UsageError
 
-# These make the same comparison give the same bytes.
+# With these settings the same comparison gives the same bytes.
 _STYLE: dict[Any, Any] = {"svg.hashsalt": "schedgen", "svg.fonttype": "none", "font.size": 8}
 _LABEL, _LINE = 7, 8.6  # points: size of the labels, and from one line to the next
 _BESIDE = 5.0  # points from a mark to its label
@@ -118,7 +118,7 @@ def _draw_points(axes: Any, rows: Sequence[SchemeNumbers], field: str) -> None:
             va="center",
             fontsize=_LABEL,
             arrowprops=leader if moved else None,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},  # a stroke would not be text
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},  # a stroke would make it a path
             zorder=4,
         )
 

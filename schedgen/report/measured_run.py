@@ -73,7 +73,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     """The numbers of one pass through the program, in seconds: means over the timelines of all passes.
 
     schedgen/README.md, "Measured runs", says what they are; `workers` has busy and idle of each. Raises RefusedFile
-    if the jobs take too little time to be told from none among the trace's numbers.
+    if the jobs' time cannot be told from zero at the precision of the trace's numbers.
     """
     table, workers = program.rows, program.header.workers
     start, length, wait = (1e-6 * np.stack(times) for times in list(zip(*passes, strict=True))[:3])
@@ -116,13 +116,13 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
 def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
     """Mean seconds by stage of a job of each direction and of a STEP, if there are any; `seconds`: by row.
 
-    A STEP is of all weights of a stage. B is there in addition to I and W if some backwards are whole: a stage that
-    has only whole ones takes half of their time as I, half as W. R is there in addition to F if forwards are redone.
+    A STEP counts all weights of a stage. B is given in addition to I and W if some backwards are whole; for a stage
+    with whole backwards only, I and W are half of B each. R is given in addition to F if forwards are redone.
     """
     table, header = program.rows, program.header
 
     def mean(op: Op) -> Times:
-        """NaN for stages that have none."""
+        """Mean seconds of an instruction, by stage; NaN for stages that have none."""
         rows = program.rows_of(op)
         total = np.bincount(table.stage[rows], seconds[rows], minlength=header.stages)
         with np.errstate(invalid="ignore"):

@@ -24,7 +24,7 @@ def stats_table(numbers: Mapping[str, Any]) -> str:
 
 
 def _columns(worker: Mapping[str, Any]) -> dict[str, Any]:
-    """A worker's row, by column title; what it received by kind, with the kinds' names in a file."""
+    """A worker's row, by column title; what it received by kind, with kinds named as in a file."""
     received = {
         f"{'received ' if kind == Kind.X else ''}{KIND_NAME[kind]}": worker["receives"][words]
         for kind, words in KIND_WORDS.items()

@@ -19,7 +19,7 @@ LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
 
 def as_torch_csv(program: Program) -> str:
-    """The jobs of every rank in the order of its list; torch has no action for a RECOMPUTE, so these are left out.
+    """The jobs of every rank in the order of its list; torch has no action for RECOMPUTE, so RECOMPUTEs are left out.
 
     Raises UsageError for stages in shards and for weight versions, which torch's schedules do not have.
     """
@@ -37,7 +37,7 @@ def as_torch_csv(program: Program) -> str:
 
 
 def lost_in_csv(program: Program) -> list[str]:
-    """What the schedule has besides its jobs that no action expresses, in words; empty if the CSV is all of it."""
+    """What a schedule has besides its jobs that torch's actions cannot express, in words; empty if there is nothing."""
     header = program.header
     weights = header.weights[: len(header.compute)]
     lost = {

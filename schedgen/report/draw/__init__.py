@@ -1,6 +1,6 @@
 """Pictures of schedules: rows are workers, time runs to the right.
 
-scene.py     what there is to draw, computed once from a simulation or a measured run, before any pixels
+scene.py     what a picture shows, computed once from a simulation or a measured run, before any pixels
 colours.py   the colours of all pictures
 terminal.py  a scene as text
 figure.py    scenes as SVG or PNG by matplotlib; figure_axes.py draws one scene, figure_legend.py the legends

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_VECTORS = 6000  # bars; more of them are drawn as pixels
-TOP, BAR, STRIP = 0.06, 0.62, 0.22  # of a row's height: space above the bars, bars, what is held
+TOP, BAR, STRIP = 0.06, 0.62, 0.22  # of a row's height: space above the bars, bars, memory held
 
 Label = tuple[int, str]  # number of a bar, text
 
@@ -65,7 +65,7 @@ def draw_rows(axes: Axes, scene: Scene, by: str, count: int, span: float, wide: 
 
 
 def _draw_bars(axes: Axes, scene: Scene, look: int, by: str, count: int, wide: float, pixels: bool) -> None:
-    """The bars of one look; narrow ones have neither edges nor hatches."""
+    """Draw the bars of one look; narrow ones have neither edges nor hatches."""
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba_array
 
@@ -93,7 +93,7 @@ def _corners(x: NDArray[Any], y: NDArray[Any], width: NDArray[Any] | float, heig
 
 
 def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
-    """Below every worker's bars, what it holds over time; the strip is full at the most that any worker holds."""
+    """Draw the memory that a worker holds over time below its bars; a full strip is the most that any worker holds."""
     held = scene.held(in_bytes=True) if scene.sized else scene.held_activations()
     bounds, start, end = scene.program.bounds, scene.timeline.start, scene.timeline.start + scene.timeline.length
     during = held.during
@@ -116,7 +116,7 @@ def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
 
     table, start, arrival = scene.program.rows, scene.timeline.start, scene.timeline.arrival
     sends = scene.program.rows_of(Op.SEND)
-    edge = np.where(table.peer > table.rank, TOP + BAR, TOP)  # of the bar that is nearer to the other worker
+    edge = np.where(table.peer > table.rank, TOP + BAR, TOP)  # the edge of the bar nearer to the other worker
     for kind, paint in TRANSFER_COLOURS.items():
         chosen = sends[table.kind[sends] == Kind[kind.upper()]] if kind in kinds else sends[:0]
         lines = [
@@ -130,7 +130,7 @@ def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
 
 
 def draw_axis(axes: Axes, scene: Scene, captioned: bool) -> None:
-    """Ticks for workers and times and, if `captioned`, the axis' caption."""
+    """Draw ticks for workers and times and, if `captioned`, the axis' caption."""
     workers = scene.program.header.workers
     ranks = range(0, workers, -(-workers // 16))
     axes.set_yticks([rank + TOP + BAR / 2 for rank in ranks], [str(rank) for rank in ranks])

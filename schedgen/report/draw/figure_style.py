@@ -23,7 +23,7 @@ HATCH_OPACITY = 0.35
 
 @contextlib.contextmanager
 def matplotlib_style() -> Iterator[type[Figure]]:
-    """Within it, matplotlib's `Figure`, which it yields, has these settings; UsageError if it is not installed."""
+    """A context with these settings that yields matplotlib's `Figure`; UsageError if it is not installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

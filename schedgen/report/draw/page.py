@@ -95,11 +95,11 @@ def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]
 
 
 def _columns(scene: Scene, sized: bool) -> Columns:
-    """The columns in little-endian types, by row; those about a SEND by SEND.
+    """The columns in little-endian types, by row; those about SENDs have an entry for each SEND.
 
     gap       from the end of the row before to the row's start
     first     the part of the gap before the message that the row waits for is sent
-    taken     bytes (or buffers) that the row takes when it starts; given: gives back when it ends
+    taken     bytes (or buffers) that the row allocates when it starts; given: frees when it ends
     saved     1: the row keeps something for a backward; -1: it is the last to use it
     awaited   the SEND whose message the row waits for last; -1: none
     receiver  for a SEND: the row that receives its message; user: the first row that uses it; -1: none

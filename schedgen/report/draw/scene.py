@@ -36,7 +36,7 @@ class Bars(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """When and why workers stand still: arrays with one entry for each gap."""
+    """When and why workers are idle: arrays with one entry for each gap."""
 
     worker: Numbers
     start: Times
@@ -92,12 +92,12 @@ class Scene(NamedTuple):
         return Gaps(worker[some], first[some], last[some], share[some])
 
     def held(self, in_bytes: bool) -> MemoryTimeline:
-        """Bytes, or numbers of buffers, without what owners hold throughout, empty slots and workspaces."""
+        """Memory held, in bytes or buffers, without what owners hold throughout, empty slots and workspaces."""
         lives, sizes = analyse(self.program).lifetimes, self.sizes.by_kind(self.program.header)
         return lives.timeline(lives.amounts(sizes) if in_bytes else np.ones(len(lives.buffer), np.int64))
 
     def held_activations(self) -> MemoryTimeline:
-        """Numbers of saved forwards."""
+        """The number of saved forwards held."""
         return analyse(self.program).lifetimes.saved()
 
     def shares(self) -> Times:
@@ -142,7 +142,7 @@ def title(scene: Scene) -> str:
 
 
 def joint_title(scenes: Sequence[Scene]) -> str:
-    """The title of several scenes; sizes are there only once if they are the same."""
+    """The title of several scenes; sizes appear only once if they are the same."""
     if len({size_text(scene) for scene in scenes}) > 1:
         return " and ".join(title(scene) for scene in scenes)
     names = dict.fromkeys(str(scene.program.header.scheme["name"]) for scene in scenes)
