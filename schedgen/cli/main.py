@@ -92,7 +92,7 @@ COMMANDS = (
 
 
 def parser() -> Parser:
-    """The command line's parser; `command` of what it returns is the Command."""
+    """The parser of the command line; its `command` value is the Command."""
     top = Parser(
         prog="schedgen",
         description="Static schedules for distributed training, as text.",

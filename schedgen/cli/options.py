@@ -74,13 +74,13 @@ class CostOptions:
     """What jobs and messages cost."""
 
     cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; default: those in the file", costs)
-    alpha: float | None = option("--alpha T", "time a message takes, in the same unit; default: 0", types.time)
-    beta: float | None = option("--beta T", "and time each of its bytes takes; default: 0", types.time)
+    alpha: float | None = option("--alpha T", "latency of a message, in the same unit; default: 0", types.time)
+    beta: float | None = option("--beta T", "time for each byte of a message; default: 0", types.time)
     activation: int | None = option("--activation N", "bytes of an activation or its gradient; default: 1", types.count)
     weight: int | None = option("--weight N", "bytes of a stage's weights or their gradient; default: 1", types.count)
     saved: int | None = option("--saved N", "bytes a forward keeps for its backward; default: 1", types.count)
     profile: str | None = option(
-        "--profile P", "JSON with all of these and more by name, times and bytes also by stage", file=READ
+        "--profile P", "JSON with all of these and more by name; times and bytes may be lists by stage", file=READ
     )
 
     def __post_init__(self) -> None:
@@ -104,8 +104,8 @@ class CompileOptions:
     """compile: a scheme, its sizes, and how it is ordered and lowered."""
 
     scheme: str = argument("SCHEME|FILE", f"{', '.join(SCHEMES)}, FILE.py with w and n, or torch's FILE.csv")
-    stages: int | None = option("--stages S", "of the scheme; needed unless a graph or a CSV says it", types.count)
-    microbatches: int | None = option("--microbatches B", "of a step; needed unless the file is a CSV", types.count)
+    stages: int | None = option("--stages S", "stages of the scheme; needed without a graph or a CSV", types.count)
+    microbatches: int | None = option("--microbatches B", "microbatches of a step; needed without a CSV", types.count)
     workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp, fslpp)", types.count)
     chunks: int | None = option("--chunks V", "stages a worker (looped schemes, hanayo)", types.count)
@@ -123,13 +123,13 @@ class CompileOptions:
     )  # fmt: skip
     tensor: int = option("--tensor T", "shards of every stage, each on a worker; default: 1", types.count, 1)
     mode: str | None = option("--mode", "what n means; default: the scheme's own", choices=("greedy", "strict"))
-    n: str | None = option("--n", "what goes first; default: the scheme's own order", choices=tuple(ORDERS))
+    n: str | None = option("--n", "which job goes first; default: the scheme's own order", choices=tuple(ORDERS))
     cost: Mapping[str, float] | None = option(
         "--cost F=1,B=2", "durations that greedy orders by; default: F=1,B=2 or F=1,I=1,W=1", costs
     )
     weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time; default: 2", types.count, 2)
     fan_out: int = option("--fan-out K", "copies of a stage one worker sends, others relay; default: 2", types.count, 2)
-    prefetch: int = option("--prefetch K", "jobs by which receives stand earlier; default: 1", types.natural, 1)
+    prefetch: int = option("--prefetch K", "how many jobs earlier receives are posted; default: 1", types.natural, 1)
     recompute: str | Sequence[Redone] = option(
         "--recompute all|except-last|S,S.B,...",
         "forwards redone before their backward: of a stage, of a stage and a microbatch, or of all microbatches "
@@ -142,14 +142,14 @@ class CompileOptions:
     )
     graph: str | None = option(
         "--graph FILE",
-        "what mpirun graph writes of a model: stages, edges, ties and more; - is standard input",
+        "a model's graph, written by mpirun graph: stages, edges, ties and more; - is standard input",
         file=READ,
     )
-    forward: bool = switch("--forward", "forwards alone, for evaluation and prediction, where training has them")
+    forward: bool = switch("--forward", "forwards alone, for evaluation and prediction, on the workers of training")
     updates: str | None = option(
         "--updates",
-        "when weights change: once a list, behind every microbatch with stashed versions or vertical sync, or as 2bw "
-        "behind some with two versions; default: the scheme's own",
+        "when weights change: once a list (flush), after every microbatch with stashed versions (stash) or vertical "
+        "sync, or after every few with two versions (2bw); default: the scheme's own",
         choices=tuple(UPDATES),
     )
     output: str = option("-o --output FILE", "the schedule; - is standard output", required=True, file=WRITTEN)
@@ -166,22 +166,22 @@ class CheckOptions:
 class SealOptions:
     """seal: the schedule to write again."""
 
-    file: str = argument("FILE", "is rewritten in place; - is standard input, and output then")
+    file: str = argument("FILE", "a schedule, rewritten in place; - reads standard input and writes standard output")
 
 
 @dataclass(frozen=True)
 class StatsOptions(Form, InputFile):
     """stats: a schedule, and what its jobs take."""
 
-    cycles: bool = switch("--cycles", "instead, the jobs that start together, a line a time")
+    cycles: bool = switch("--cycles", "print instead the jobs that start together, a line for each time")
     cost: Mapping[str, float] | None = option(
         "--cost F=1,B=2", "durations; default: those in the file", costs, group="costs"
     )
     profile: str | None = option(
-        "--profile P", "JSON with durations and bytes: the memory a worker needs, too", group="costs", file=READ
+        "--profile P", "JSON with durations and bytes; also gives the memory a worker needs", group="costs", file=READ
     )
     measured: str | None = option(
-        "--measured TRACE", "the seconds of a run, from what mpirun --trace wrote", group="costs", file=READ
+        "--measured TRACE", "an mpirun --trace file: print the seconds of that run", group="costs", file=READ
     )
 
 
@@ -190,23 +190,23 @@ class SimulateOptions(Form, CostOptions, InputFile):
     """simulate: a schedule, its costs, and where its trace goes."""
 
     trace: str | None = option("--trace OUT", "Chrome trace events, for Perfetto", file=WRITTEN)
-    measured: str | None = option("--measured TRACE", "durations as mpirun --trace found them; OUT has both", file=READ)
+    measured: str | None = option("--measured TRACE", "durations, from an mpirun --trace file; OUT has both", file=READ)
 
 
 @dataclass(frozen=True)
 class DrawOptions(CostOptions, InputFile):
     """draw: one or two schedules, their costs, and what the picture looks like."""
 
-    other: str | None = argument("FILE2", "another, drawn below on the same time axis", nargs="?")
+    other: str | None = argument("FILE2", "another schedule, drawn below on the same time axis", nargs="?")
     output: str | None = option(
         "-o --output OUT", "OUT.svg, OUT.png or OUT.html; default: in the terminal", file=WRITTEN
     )
     by: str | None = option(
-        "--by", "what colours say; default: the microbatch, or the stage where a worker has several",
+        "--by", "what colours show; default: the microbatch, or the stage where a worker has several",
         choices=("microbatch", "stage"),
     )  # fmt: skip
-    transfers: bool = switch("--transfers", "messages as arrows (in OUT.html: at first)")
-    measured: str | None = option("--measured TRACE", "what mpirun --trace wrote, drawn over its simulation", file=READ)
+    transfers: bool = switch("--transfers", "messages as arrows (in OUT.html: initially shown)")
+    measured: str | None = option("--measured TRACE", "an mpirun --trace file, drawn above its simulation", file=READ)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class ExportOptions(CostOptions, InputFile):
 
     to: str = option(
         "--to",
-        "events of a simulation, for Perfetto; MLCommons Chakra traces of it, one a rank; torch's compute actions",
+        "chrome: simulated events, for Perfetto; chakra: MLCommons Chakra traces, one a rank; csv: torch's actions",
         required=True,
         choices=("chrome", "chakra", "csv"),
     )
@@ -227,20 +227,20 @@ class DiffOptions:
     """diff: the two schedules."""
 
     a: str = argument("A", "a schedule; - is standard input")
-    b: str = argument("B", "another, compiled or edited later")
+    b: str = argument("B", "another schedule, compiled or edited later")
 
 
 @dataclass(frozen=True)
 class CompareOptions(Form):
     """compare: the sizes, durations and limit that all schemes are compiled for."""
 
-    stages: int = option("--stages S", "of the model", types.count, required=True)
-    microbatches: int = option("--microbatches B", "of a step", types.count, required=True)
+    stages: int = option("--stages S", "stages of the model", types.count, required=True)
+    microbatches: int = option("--microbatches B", "microbatches of a step", types.count, required=True)
     workers: int = option("--workers W", "ranks", types.count, required=True)
     memory_limit: int | None = option(
         "--memory-limit M", "saved forwards a worker may hold; default: no limit", types.count
     )
-    cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; a split backward has half of B each", costs)
+    cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; I and W default to half of B", costs)
     output: str | None = option(
         "-o --output OUT.svg", "a plot of latency against memory; - is standard output", file=WRITTEN
     )
@@ -252,25 +252,25 @@ class PlanOptions(Form):
 
     profile: str = argument(
         "PROFILE",
-        "layers and their costs: PipeDream's file, or mpirun profile's with a stage a layer; - is standard input",
+        "layers and their costs: PipeDream's file, or mpirun profile's, where stages are layers; - is standard input",
     )
     graph: str | None = option(
-        "--graph FILE", "what mpirun graph writes of these layers: edges and ties; - is standard input", file=READ
+        "--graph FILE", "the layers' graph, written by mpirun graph: edges and ties; - is standard input", file=READ
     )
     workers: int | None = option("--workers W", "ranks; this or --topology is needed", types.count)
     topology: Sequence[int] | None = option(
-        "--topology 4x4", "workers of a level, groups of those in the next, and so on", types.topology
+        "--topology 4x4", "workers in a group, groups in a group of the next level, and so on", types.topology
     )
     bandwidth: Sequence[float] | None = option(
         "--bandwidth 1e10,1.25e9", "bytes a second of links, by level; default: the profile's", types.bandwidths
     )
-    memory: float = option("--memory BYTES", "what a worker may hold; default: no limit", types.amount, math.inf)
+    memory: float = option("--memory BYTES", "bytes that a worker may hold; default: no limit", types.amount, math.inf)
     partition_only: bool = switch(
-        "--partition-only", "only where to cut, and replicas; no search: with -o PipeDream's own schedule"
+        "--partition-only", "only where to cut, and replicas, without a search; with -o PipeDream's own schedule"
     )
-    microbatches: int | None = option("--microbatches B", "of a step; a microbatch is what was profiled", types.count)
+    microbatches: int | None = option("--microbatches B", "microbatches of a step, each as profiled", types.count)
     schemes: Sequence[str] | None = option(
-        "--schemes NAME,...", "only these; default: all that are searched", searched_schemes
+        "--schemes NAME,...", "search only these schemes; default: all that plan knows", searched_schemes
     )
     search: int = option(
         "--search N",
@@ -286,15 +286,15 @@ class SearchOptions(Form, CostOptions):
     """search: a placement and its sizes, what jobs cost, and what an order must keep to."""
 
     scheme: str = argument(
-        "SCHEME|FILE", "whose placement is taken: a built-in scheme, or FILE.py with w and n; free: one is looked for"
+        "SCHEME|FILE", "whose placement is used: a built-in scheme, or FILE.py with w and n; free: search for one, too"
     )
-    stages: int | None = option("--stages S", "of the scheme; needed unless a graph says it", types.count)
-    microbatches: int = option("--microbatches B", "of a step", types.count, required=True)
+    stages: int | None = option("--stages S", "stages of the scheme; needed unless a graph says it", types.count)
+    microbatches: int = option("--microbatches B", "microbatches of a step", types.count, required=True)
     workers: int | None = option("--workers W", "ranks, needed for free; default: what the scheme needs", types.count)
     chunks: int | None = option("--chunks V", "stages a worker (looped schemes)", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp)", types.count)
     graph: str | None = option(
-        "--graph FILE", "what mpirun graph writes of a model: stages, edges, ties and layers; - is standard input",
+        "--graph FILE", "a model's graph, written by mpirun graph: stages, edges, ties and layers; - is standard input",
         file=READ,
     )  # fmt: skip
     memory_limit: int | None = option(
@@ -306,11 +306,11 @@ class SearchOptions(Form, CostOptions):
     )
     objective: str = option(
         "--objective",
-        "the latency, the longest time from a worker's first job to its last, or the saved forwards of a worker that "
-        "the scheme's own latency needs; default: latency",
+        "what to minimize: latency; window, the longest time from a worker's first job to the end of its last; or "
+        "memory, the saved forwards of a worker at the scheme's own latency; default: latency",
         choices=(*OBJECTIVES, "memory"), default="latency",
     )  # fmt: skip
-    recompute: bool = switch("--recompute", "redo forwards where an order within the memory ends sooner so")
+    recompute: bool = switch("--recompute", "redo forwards where that lets an order within the memory end sooner")
     budget: int = option(
         "--budget N", f"the work: millions of job start times computed; default: {BUDGET}", types.count, BUDGET
     )
@@ -321,7 +321,7 @@ class SearchOptions(Form, CostOptions):
 class NewOptions:
     """new: the scheme to begin with."""
 
-    name: str = argument("NAME", "of the scheme; the file is NAME.py", file="")
+    name: str = argument("NAME", "name of the scheme; the file is NAME.py", file="")
 
 
 @dataclass(frozen=True)
