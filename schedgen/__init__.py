@@ -11,8 +11,8 @@ compile   scheme, sizes and options to a program
 forward_list  the forwards of any program as a program of their own, for evaluation and prediction
 read      a schedule file to its program, and what is wrong with its hash
 write     a program to a schedule file
-check     proves a program right; gives every rank's peak memory
-simulate  a program and a cost model to when every instruction starts and ends
+check     proves a program right; returns every rank's peak memory
+simulate  a program and a cost model to the start and end times of all instructions
 stats     a program to latency, bubble, memory and messages, by name
 Program   the instructions of all ranks, and a header
 Scheme    w, n and what else a schedule is made from
@@ -20,7 +20,7 @@ Sizes     stages, microbatches, workers, ...
 Options   how a scheme is compiled
 F, B, I, W  the values of d that `w` and `n` receive: forward, backward, and its halves
 
-Each is imported when it is asked for.
+Each is imported on first use.
 """
 
 import importlib

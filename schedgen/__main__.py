@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> int:
-    """The command, interrupted in one line even while its modules are imported."""
+    """Run the command; an interrupt prints one line, even while modules are being imported."""
     try:
         from schedgen.cli.main import main as run
 
