@@ -9,7 +9,7 @@ from schedgen.ir.job_graph import JobGraph
 
 
 def edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
-    """(waits, first, after): jobs that each job waits for; the successors of node k, after[first[k] : first[k + 1]]."""
+    """(waits, first, after): how many jobs each job waits for; node k's successors, after[first[k] : first[k + 1]]."""
     waits = np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), graph.microbatches)
     first = np.cumsum([0, *(len(nodes) for nodes in graph.succ)])
     return waits, first, np.array([node for nodes in graph.succ for node in nodes], np.int64)

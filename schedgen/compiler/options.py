@@ -37,7 +37,7 @@ class Options:
 
 
 def part_counts(sizes: Sizes, options: Options) -> list[int]:
-    """By stage of the model, into how many parts its weights are divided; UsageError if there are too few or many."""
+    """By stage of the model, into how many parts its weights are divided; UsageError if `sizes.shards` does not fit."""
     stages, counts = sizes.stages * options.substages, list(sizes.shards or (1,))
     if len(counts) not in (1, stages):
         raise UsageError(f"--shards has {len(counts)} numbers, but there are {stages} stages")
@@ -45,7 +45,7 @@ def part_counts(sizes: Sizes, options: Options) -> list[int]:
 
 
 def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
-    """UsageError if options name something that does not exist, or do not fit the scheme or one another."""
+    """Raise UsageError if options name something that does not exist, or do not fit the scheme or one another."""
     sizes.check()
     for name, least in LEAST.items():
         if name != "memory_limit" or options.memory_limit is not None:

@@ -19,7 +19,7 @@ def job_rows(program: Program, *ops: Op) -> Numbers:
 
 
 def serving_owner(program: Program, rank: int, stage: int) -> int:
-    """The owner that sends a stage's weights to `rank`, no owner: the one that w names for the rank's first job."""
+    """The owner that serves `rank`, which computes a stage it does not own: the one that w names for its first job."""
     header = program.header
     d, b = np.argwhere(header.compute[:, stage] == rank)[0]
     return int(header.weights[d, stage, b])

@@ -68,7 +68,7 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
 def _gather(
     new: list[Fields], stage: int, part: int, owner: int, ranks: list[int], ends: list[int], fan_out: int
 ) -> None:
-    """Append to `new` the instructions that sum `ranks` through a tree to `owner`; the last is the owner's last ADD.
+    """Append the instructions that sum the gradients of `ranks` at `owner` through a tree, the owner's last ADD last.
 
     ends[rank]: the row after which the rank's own gradient is complete.
 

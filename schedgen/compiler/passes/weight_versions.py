@@ -131,7 +131,7 @@ def _entered(header: Header, newest: Numbers) -> Numbers:
     """
     sizes = np.array(header.weight_versions.rounds)
     first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
-    microbatches = (newest[first] * sizes[first, None]).min(axis=0)  # all stages may use the updates of so many
+    microbatches = (newest[first] * sizes[first, None]).min(axis=0)  # how many microbatches' updates all stages may use
     entered: Numbers = np.minimum(microbatches // sizes[:, None], -(-header.microbatches // sizes)[:, None])
     for s, b in np.argwhere(entered > newest)[:1].tolist():
         raise UsageError(
