@@ -13,7 +13,7 @@ PARAMETERS = ("workers",)
 
 
 def scheme(sizes: Sizes, name: str, block: Block = half) -> Scheme:
-    """V-Half for S = 2 W: a building block for each microbatch, six slots apart: F and I of two stages, and two W."""
+    """V-Half, or V-Min with its `block`, for S = 2 W: a block every six slots has F and I of two stages, and two W."""
     p, _ = chunked(name, sizes, chunks=2)
     S = sizes.stages
     start = squeezed_starts(p, sizes.microbatches, block, keep_steady=block is half)
