@@ -227,7 +227,7 @@ class _Solver:
                 )
                 for stage in self._on_component(pipelines.level - 1, i, j, int(tails[m, q]))
             ]
-            if m > q:  # PipeDream's optimizer leaves out what the first stage sends
+            if m > q:  # not the first stage, whose sends PipeDream's optimizer leaves out
                 copies[0] = copies[0]._replace(transfer=max(copies[0].transfer, enters))
                 copies[-1] = copies[-1]._replace(transfer=max(copies[-1].transfer, leaves))
             stages[:0] = copies

@@ -189,9 +189,9 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
 
 
 def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
-    """An entry for each of the cuts near those of an entry that were simulated.
+    """An entry for each set of cuts that was simulated near those of an entry.
 
-    Cuts move without the limit and, from an entry that fits, also within it; from a candidate's `small`, only within.
+    Cuts move without the limit and, from an entry that fits, also within it; from the small cuts, only within it.
     """
     candidate, order = entry.candidate, prefixes(layers)
     tried: dict[Cuts, _Entry | None] = {}

@@ -43,7 +43,7 @@ def solve(
     problem: OrderProblem, start: Times, value: float, floor: float, seconds: float, whole: Times | None = None,
     is_whole: Flags | None = None,
 ) -> Proof:  # fmt: skip
-    """Improve an order with starts `start` and longest window `value`; `seconds`: CP-SAT's deterministic time.
+    """Run CP-SAT from an order with starts `start` and longest window `value`; `seconds`: its deterministic time.
 
     whole     by job: for an I, the duration of the whole backward; None: backwards are not whole
     is_whole  by job: whether it is the I of a whole backward in that order
@@ -138,7 +138,7 @@ def _end(model: Any, begin: Any, size: Any, horizon: int) -> Any:
 def _add_choices(
     model: Any, problem: OrderProblem, begin: list[Any], size: list[Any], whole: Numbers
 ) -> dict[int, Any]:  # fmt: skip
-    """By I job, the variable whether its backward is whole; `size` of the I and its W become expressions of it."""
+    """By I job, a variable: whether its backward is whole; `size` of the I and its W become expressions of it."""
     shift, chosen = problem.stages * problem.microbatches, {}
     for job in range(shift, 2 * shift):
         choice = chosen[job] = model.new_bool_var("")
@@ -175,7 +175,7 @@ def _add_memory(
 
 
 def _unit(problem: OrderProblem, whole: Times | None) -> float:
-    """The length of a unit of time: the greatest common divisor of all times, or a small time if one is no integer."""
+    """The length of a unit of time: the greatest common divisor of all times, or else a small time."""
     times = np.concatenate([problem.length, problem.before_hop, () if whole is None else whole])
     if (times == np.round(times)).all() and times.max() < 1e9:
         return float(np.gcd.reduce(times.astype(np.int64)))

@@ -1,8 +1,8 @@
 """Simulated annealing on an order: a job moves to another place of its worker's sequence.
 
-Most moves are of jobs on the critical path of the worker with the longest window, since only these shorten it. Orders
-are compared by the longest window plus the mean of all windows: of two orders with the same longest window, the one
-with the smaller mean is nearer to a shorter one.
+Most moves are of jobs on the critical path of the worker with the longest window, since others cannot shorten it.
+Orders are compared by the longest window plus the mean of all windows: of two orders with the same longest window, the
+one with the smaller mean is nearer to a shorter one.
 
 Where backwards may be whole, some moves make one whole or split it: the I of a whole backward takes all of its
 time and its W none; otherwise I and W take their own. A W that takes no time may be at any place.

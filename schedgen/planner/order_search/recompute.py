@@ -85,7 +85,7 @@ class _Tries:
         self.bound = lower_bound(problem_of(self.placed, free), self.placed)
         self.work = 0.0
         self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held besides saved forwards
-        self.most: list[Flags] = []  # what the orders so far redo
+        self.most: list[Flags] = []  # by order so far, the forwards that it redoes
 
     def orders(self, budget: int) -> Iterator[Numbers]:
         """Numbers of every job, (D, S, B), that grow along each worker: one array for each order to try."""
@@ -134,7 +134,7 @@ class _Tries:
         )
 
     def _capacity(self, n: Numbers) -> Times:
-        """By worker, the limit minus what this order holds besides what its forwards save."""
+        """By worker, the limit minus the memory that this order holds besides saved forwards."""
         workers = self.placed.workers
         if self.limits.bytes is None:
             return np.full(workers, float(self.limits.saved or 0))

@@ -19,7 +19,7 @@ from schedgen.simulator.simulate import Simulation, simulate
 
 
 def with_own_costs(question: Question) -> Question:
-    """The question; if it has costs of whole backwards and of halves, only with those that its scheme has, and R."""
+    """The question; of costs of whole backwards and of halves, if it has both, only its scheme's are kept, and R."""
     cost = question.cost
     if not has_both(cost):
         return question

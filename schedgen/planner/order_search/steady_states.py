@@ -2,10 +2,10 @@
 
 Every worker has two stages, down and up again. F of the first stage and I of the second go down from worker to worker,
 the others up, one slot for each worker. Going down takes 1 to 5 slots for each worker, one number for the first workers
-and another, no greater, for the rest. There may be a gap where a microbatch turns. These are the building
-blocks of Qi et al. 2024, "Pipeline parallelism with controllable memory", appendix A. Each is repeated every six slots
-and squeezed until it fills the limit (`schemes.building_block`): as it is, with a warm-up that first fills the memory
-with forwards, and with a cool-down that leaves W jobs for last. These variants are from the authors' code,
+and another, no greater, for the rest. There may be a gap where a microbatch turns. These are the building blocks of Qi
+et al. 2024, "Pipeline parallelism with controllable memory", appendix A. Each is repeated every six slots and squeezed
+until it fills the limit (`schemes.building_block`): as it is, with a warm-up that first fills the memory with forwards,
+and with a cool-down that leaves W jobs for last. These variants are from the authors' code,
 sail-sg/zero-bubble-pipeline-parallelism, v_auto_schedule.py.
 """
 

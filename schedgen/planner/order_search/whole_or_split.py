@@ -133,7 +133,7 @@ class _Choices:
         return order_of(self.problem, (n if len(n) == 3 else np.stack([n[F], n[B], n[B] + 1])).ravel())
 
     def _within(self, program: Program, order: Numbers) -> OrderProblem:
-        """The problem with the memory that a program leaves, of a limit in bytes, for what its forwards save."""
+        """The problem with the capacity that a limit in bytes leaves for saved forwards, estimated from a program."""
         if self.limits.bytes is None:
             return self.problem
         peak = self._simulated(program).footprint.peak

@@ -18,7 +18,7 @@ from schedgen.planner.order_search.found_order import reached
 from schedgen.planner.placement_search.families import in_order
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets
 
-AT_ONCE = 60  # placements whose bounds are computed before the least are tried
+AT_ONCE = 60  # placements whose bounds are computed, and sorted, at a time
 KICKS = 200  # climbs that begin with random changes, at the most
 CHANGES = (2, 4)  # random changes before such a climb: at least the first, fewer than the second
 
@@ -45,7 +45,7 @@ class NearPlacements:
     def __init__(
         self, sets: StageSets, estimate: Callable[[Placement, float, Times], Trial], workers: int, work: float
     ) -> None:
-        """`estimate` takes a placement, its bound, and the job starts of an order of one near it; `work`: millions."""
+        """`estimate` takes a placement, its bound, and job starts in an order of a near placement; `work`: millions."""
         self.sets, self.estimate, self.workers, self.left = sets, estimate, workers, work
         self.judged: dict[Placement, Judged] = {}
 

@@ -13,7 +13,7 @@ messages, nor less than
     min over k in 1..W    (work + the k least heads + the k least tails) / k,
 
 since k workers that have jobs begin and end with jobs of k different stages. The head of a stage is the longest path to
-its first job, the tail that after its last; with own windows they do not count.
+its first job, its tail the longest path after its last job; with own windows they do not count.
 """
 
 from __future__ import annotations
