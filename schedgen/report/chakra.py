@@ -9,7 +9,7 @@ A node is an instruction, and its id is the instruction's index in the rank's li
 
 A node has data dependencies on the instructions that defined what it reads and on the last one before it that
 blocked the rank, because Chakra's feeder ignores all other dependencies. Those that only keep the order of the list are
-control dependencies, too. The messages and their field numbers are those of et_def.proto in github.com/mlcommons/chakra,
+control dependencies, too. The messages and their field numbers are from et_def.proto in github.com/mlcommons/chakra,
 version 1.0.0.
 """
 

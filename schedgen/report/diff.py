@@ -48,7 +48,7 @@ def coloured(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _header_changes(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
-    """(name, old value, new value) of what differs."""
+    """(name, old value, new value) of each entry of the headers that differs."""
     for entries in zip(_entries(a), _entries(b), strict=True):
         for key in entries[0] | entries[1]:
             old, new = (values.get(key) for values in entries)

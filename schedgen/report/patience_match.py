@@ -6,7 +6,7 @@
 4. The same is done in every gap, all gaps at once. If no gap has a row that occurs once, the k-th of equal rows in one
    list is matched with the k-th in the other.
 
-Nearly all rows of a schedule occur only once, and no matching has more pairs of these.
+Nearly all rows of a schedule occur only once, and no other matching pairs more of these.
 """
 
 from __future__ import annotations
