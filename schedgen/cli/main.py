@@ -77,11 +77,11 @@ COMMANDS = (
     ),
     Command(
         "search", options.SearchOptions, make_schedules.run_search,
-        "the order that ends first, for a placement, costs and memory, and a bound",
+        "the order that ends first for a placement, costs and memory, and a lower bound",
         "schedgen search zb-v --stages 8 --microbatches 8 --cost F=10,I=12,W=8 --memory-limit 4 -o found.json",
     ),
     Command(
-        "new", options.NewOptions, make_schedules.run_new, "write a scheme of your own to begin with",
+        "new", options.NewOptions, make_schedules.run_new, "write a template for a scheme of your own",
         "schedgen new mine",
     ),
     Command(

@@ -89,7 +89,7 @@ def _graph(name: str | None) -> ModelGraph | None:
 
 
 def _redone(named: str | Sequence[Redone], stages: int, microbatches: int) -> Collection[Redone]:
-    """The forwards that an option names; `except-last` is torchgpipe's: all microbatches but the last."""
+    """The forwards that --recompute names; `except-last` is torchgpipe's: all microbatches but the last."""
     if not isinstance(named, str):
         return named
     return range(stages) if named == "all" else list(itertools.product(range(stages), range(microbatches - 1)))

@@ -215,7 +215,7 @@ class ExportOptions(CostOptions, InputFile):
 
     to: str = option(
         "--to",
-        "chrome: simulated events, for Perfetto; chakra: MLCommons Chakra traces, one a rank; csv: torch's actions",
+        "chrome: simulated events, for Perfetto; chakra: MLCommons Chakra traces, one per rank; csv: torch's actions",
         required=True,
         choices=("chrome", "chakra", "csv"),
     )
