@@ -15,7 +15,7 @@ check     proves a program right; returns every rank's peak memory
 simulate  a program and a cost model to the start and end times of all instructions
 stats     a program to latency, bubble, memory and messages, by name
 Program   the instructions of all ranks, and a header
-Scheme    w, n and what else a schedule is made from
+Scheme    w, n and the other settings of a scheme
 Sizes     stages, microbatches, workers, ...
 Options   how a scheme is compiled
 F, B, I, W  the values of d that `w` and `n` receive: forward, backward, and its halves
