@@ -1,4 +1,4 @@
-"""What all instructions share: `Act`, an instruction prepared for execution, and `Position`, the step that is run."""
+"""`Act`, an instruction prepared for execution, and `Position`, the step and accumulation pass being executed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Act = Callable[[], object]  # knows its operands; its return value is ignored
 
 
 def in_order(first: Act, second: Act) -> Act:
-    """One act that runs both, one after the other."""
+    """An act that runs `first`, then `second`."""
 
     def act() -> None:
         first()

@@ -1,13 +1,13 @@
 """ADD and ALLREDUCE: sums over ranks.
 
-dw.s  A stage's weight gradient, over the ranks that computed it and those that own it. A rank that does not own the
-      stage sends its partial sum to an owner, whose ADD adds the rows. If a stage has several owners, their ALLREDUCE
-      starts the sum over them. It goes on while other instructions run; NORM, or a STEP to a version, waits for it.
-x, g  What each shard of a tensor-parallel stage has computed. Outputs are summed after forwards, gradients of inputs
-      after backwards, in the order of the shards: the bits are the same on all shards and in every run. A sum goes on
-      while other instructions run; the first that reads it waits.
+dw.s  A stage's weight gradient, over the ranks that compute or own the stage. A rank that does not own the stage sends
+      its partial sum to an owner, whose ADD adds the rows. If a stage has several owners, their ALLREDUCE starts the
+      sum over them. The sum overlaps other instructions; NORM, or a STEP to a version, waits for it.
+x, g  The partial results of the shards of a tensor-parallel stage. Outputs are summed after forwards, gradients of
+      inputs after backwards, in the order of the shards: the bits are the same on all shards and in every run. The sum
+      overlaps other instructions; the first instruction that reads it waits for it.
 t.k   The gradients of the parameters that the stages of tie k share, over these stages in their order. Tied stages each
-      have a copy of these parameters. The sum replaces the gradients in each, so that all step with the same.
+      have a copy of these parameters. The sum replaces the gradients in every copy, so all copies get the same step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from schedgen.ir.instructions import B, F, Instruction, Kind
 
 
 class OwnerAllreduce:
-    """Prepares ADD, and ALLREDUCE over the owners of a stage, with methods like those of `Transfers`."""
+    """Prepares ADD, and ALLREDUCE over the owners of a stage, by methods with the signature of those of `Transfers`."""
 
     def __init__(self, context: Context, partial_sums: Mapping[tuple[int, int, int], LocalBuffer]) -> None:
-        """`partial_sums`: what RECVs fill, by stage, part and sender."""
+        """`partial_sums`: the buffers of dw that RECVs fill, by stage, part and sender."""
         self.context, self.partial_sums = context, partial_sums
         self.by_stage: dict[int, OrderedAllreduce] = {}
 
@@ -66,14 +66,14 @@ class OwnerAllreduce:
 class ShardAllreduce:
     """Prepares the sums over shards that a rank takes part in.
 
-    Transfers need memory with a fixed address, so the summands are copied there. Sums over the same ranks, of the same
-    size and type, share this memory: each begins when the one before is done.
+    Transfers need memory with a fixed address, so the summands are copied into such memory. Sums over the same ranks,
+    of the same size and type, share it: each begins when the previous one is done.
     """
 
     def __init__(self, context: Context) -> None:
-        """Sums are prepared as they are asked for."""
+        """No sum is prepared yet: `allreduce` prepares each."""
         self.context = context
-        # By the ranks of the shards in their order, number of bytes, type.
+        # By the ranks of the shards, in the order of the shards, the number of bytes and the type.
         self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
         self.latest: dict[OrderedAllreduce, LocalBuffer] = {}  # the buffer that each of them summed last
 
@@ -98,7 +98,7 @@ class ShardAllreduce:
 
         def done() -> bool:
             allreduces.advance()
-            if not allreduce.done:  # look only once: another thread may end it before a second look
+            if not allreduce.done:  # read once: another thread may complete the sum meanwhile
                 return False
             allreduce.arrive()
             buffer.value = total.clone().view(spec.size)  # autograd may have saved the summand
@@ -121,14 +121,14 @@ def parameters_of_tie(model: Model, stages: tuple[int, ...]) -> list[dict[int, l
 
 
 def tied_allreduce(context: Context, i: Instruction) -> Act:
-    """ALLREDUCE: pack the gradients of shared parameters, sum them over the stages, copy the sum to owned copies."""
+    """ALLREDUCE: pack the gradients of shared parameters, sum them over the stages, copy the sum into each owned dw."""
     header, transport, allreduces = context.header, context.transport, context.allreduces
     stages, group = header.tied[i.tie], transport.group(i.group)
     rank, grad_buffers = transport.comm.rank, context.grad_buffers
     owned = {stage: grad_buffers.of_stage(stage) for stage in stages if rank in header.owners[stage]}
     row_sums = grad_buffers.claim_row_sums([(stage, -1) for stage in owned])
     shared = parameters_of_tie(context.setup.model, stages)
-    views = {  # by owned stage, into its dw, which has a parameter under the first of its names, and no frozen one
+    views = {  # by owned stage, into its dw, which has each trained parameter once, under the first of its names
         stage: [
             view
             for names in shared

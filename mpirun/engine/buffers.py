@@ -45,7 +45,7 @@ class LocalBuffers:
         return self.get(i.kind, i.stage, i.mb, i.via)
 
     def wait_value(self, buffer: LocalBuffer) -> Any:
-        """The value of a buffer, once it has arrived."""
+        """Wait until a buffer has arrived, and return its value."""
         if buffer.arriving is not None:
             self.transport.wait(buffer.arriving, buffer.receive_row)
             buffer.arriving = None

@@ -37,13 +37,13 @@ def build_interpreter(
     state: memoryview | None = None,
     other: Interpreter | None = None,
 ) -> Interpreter:
-    """Collective; Stop if the model does not fit the schedule.
+    """Build one rank's interpreter. Collective; Stop if the model does not fit the schedule.
 
     program, instructions  this rank's list, as a table and as single instructions
     state                  the words that the watchdog reads; None: there is no watchdog
-    other                  an interpreter of the same list for another shape, never in use at the same time; the new
-                           one takes over its weights, modules, optimizer, memory slots, and the gradients of what the
-                           rank owns
+    other                  an interpreter of the same list for microbatches of another shape, never in use at the same
+                           time; the new one shares its weights, modules, optimizer, memory slots, and the gradient
+                           buffers of what the rank owns
     """
     header = program.header
     if setup.model.loss_of == "minibatch":
@@ -72,7 +72,7 @@ def build_interpreter(
 
 
 def _show_waits(state: memoryview) -> Callable[[int | None], None]:
-    """The function that a transport calls when a wait begins and ends: it tells the watchdog what this rank awaits."""
+    """A callback for the begin and the end of a transport's waits: it shows the watchdog what this rank waits for."""
 
     def show(row: int | None) -> None:
         state[WAIT] = NOTHING if row is None else OTHERS if row == NO_ROW else row
@@ -83,7 +83,7 @@ def _show_waits(state: memoryview) -> Callable[[int | None], None]:
 def _local_stages(
     rank: int, header: Header, instructions: Sequence[Instruction], slots: MemorySlots, setup: Setup
 ) -> tuple[dict[int, LocalStage], dict[Values, str]]:
-    """Stages, by number, that this rank owns, computes, or adds or forwards gradients of; digests of their values."""
+    """The stages, by number, that a rank owns or computes or whose gradients it adds or forwards; their digests."""
     owned_units = header.units_of(rank)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     stages, digests = {}, dict[Values, str]()

@@ -1,4 +1,4 @@
-"""Checks the operations of a job: would a CUDA graph that replays them compute the same?
+"""Checks whether a CUDA graph that replays the operations of a job would compute the same as the job.
 
 Cannot be captured: operations on host memory, operations whose values the host waits for, random draws in a backward.
 Can be captured, but would replay wrongly: operations that change from one run to the next, because Python takes another
@@ -72,7 +72,7 @@ class CaptureCheck(TorchDispatchMode):
         return None
 
     def _text(self, x: Any) -> str:
-        """An argument as text; with the address of a tensor neither made by the job nor given to it: it must stay."""
+        """An argument as text, with the address, which must stay, of a tensor neither made by nor given to the job."""
         if not isinstance(x, Tensor):
             return str(x) if isinstance(x, NUMBERS) else type(x).__name__
         stays = self.made is not None and x.untyped_storage() not in self.made

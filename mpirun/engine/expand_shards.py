@@ -23,7 +23,7 @@ from schedgen.util.errors import UsageError
 
 
 def check_shards(model: Model, header: Header) -> None:
-    """UsageError if a schedule gives shards to other stages than the model, or cannot compute its loss."""
+    """UsageError if a schedule gives shards to other stages than the model, or cannot compute the model's loss."""
     if not header.tensor_parallel:
         return
     replicated = [stage for stage in range(len(model.stages)) if stage not in model.sharded]
@@ -41,7 +41,7 @@ def check_shards(model: Model, header: Header) -> None:
 
 
 def expanded_model(unsharded_model: Model, header: Header) -> Model:
-    """The model with shards. UsageError if it ties stages that the schedule does not; a forward-only list need not."""
+    """The model with shards. UsageError if it ties stages that the schedule does not, unless that is forward-only."""
     model = expand_model(unsharded_model, header.tensor_parallel.degree)
     for tie in model.tied:
         stages = tuple(sorted({stage for stage, _ in tie}))
@@ -83,7 +83,7 @@ def _shards(model: Model, stage: int, entry: StageEntry, count: int) -> list[Sta
 
 
 def _of_shard(source: Source, t: int, count: int) -> Source:
-    """What shard t reads where the stage reads `source`: the output of shard t of that stage, or the same input."""
+    """The source that shard t reads in place of `source`: the output of shard t of that stage, or the same input."""
     return source._replace(stage=source.stage * count + t) if isinstance(source, Value) else source
 
 

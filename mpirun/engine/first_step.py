@@ -1,4 +1,4 @@
-"""The first step: its jobs are timed, and the parameters noted that get a gradient.
+"""The first step: times its jobs, and records which parameters get a gradient.
 
 Later steps let MPI make progress during the long jobs that have messages in flight.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def time_jobs(interpreter: Interpreter) -> Iterator[dict[tuple[int, int], float]]:
-    """Inside, jobs are timed, without their waits: by stage and opcode, the shortest time."""
+    """Time the jobs of the block, without their waits; yields the least seconds of each stage and opcode."""
     transport, acts = interpreter.transport, interpreter.code
     seconds: dict[tuple[int, int], float] = {}
 
@@ -48,7 +48,7 @@ def time_jobs(interpreter: Interpreter) -> Iterator[dict[tuple[int, int], float]
 
 @contextlib.contextmanager
 def note_reached(interpreter: Interpreter) -> Iterator[None]:
-    """Inside, parameters that get a gradient are noted in `reached`."""
+    """Add the parameters that get a gradient in the block to the interpreter's `reached`."""
     stage_of, instructions = interpreter.forward_backward.stage_of, interpreter.context.instructions
     stages = {stage_of(i) for i in instructions if i.op in (Op.BWD, Op.BWD_W)}
     # An AccumulateGrad node lives as long as it is held here. A hook on the parameter would slow down later steps.
@@ -68,9 +68,9 @@ def note_reached(interpreter: Interpreter) -> Iterator[None]:
 def let_mpi_go_on(interpreter: Interpreter, seconds: Mapping[tuple[int, int], float]) -> None:
     """Let MPI make progress during jobs where this pays; `seconds`: how long a job takes, by stage and opcode."""
     transport, progress, code = interpreter.transport, interpreter.progress, interpreter.code
-    if transport.moves_alone or interpreter.graphs is not None:  # a rank is never long inside a replayed job
+    if transport.moves_alone or interpreter.graphs is not None:  # a rank is never inside a replayed job for long
         return
-    last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch; a backward runs its layers
+    last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch; it places the backward's hooks
     for row, i in enumerate(interpreter.context.instructions):
         if i.op in (Op.FWD, Op.RECOMPUTE):
             last_forward[i.stage, i.mb] = row

@@ -31,14 +31,14 @@ Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
 
 
 class PendingBackward:
-    """What a forward, or the first half of a backward, leaves for the jobs of its stage and microbatch that follow."""
+    """What a forward, or the first half of a backward, keeps for later jobs of the same stage and microbatch."""
 
     __slots__ = ("buffers", "counts", "half", "loss_gradient", "saved")
     buffers: dict[str, Tensor]  # if forwards change some: their values before a forward that is recomputed
-    counts: Counts  # likewise, the numbers that its modules have as attributes
+    counts: Counts  # likewise: the numbers that the stage's modules have as attributes
     saved: SavedForward
     half: WeightHalf | None
-    loss_gradient: Tensor  # of the last stage: what its backward starts from
+    loss_gradient: Tensor  # last stage only: the gradient that its backward starts from
 
 
 class ForwardBackward:
@@ -69,7 +69,7 @@ class ForwardBackward:
     # Forward
 
     def fwd(self, row: int, i: Instruction) -> Act:
-        """FWD: compute a stage's outputs and put them into buffers x, by consumer if consumers read different ones."""
+        """FWD: compute a stage's outputs and put them into x, one per consumer if consumers read different outputs."""
         forward = self._forward(i, (i.stage, i.mb) in self.saves)
         if self._has_minibatch_loss(i):
             return self._collect_outputs(i, forward)
@@ -158,9 +158,10 @@ class ForwardBackward:
         return forward
 
     def _with_buffers(self, i: Instruction, compute: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
-        """`compute` for a forward that is recomputed later, or its RECOMPUTE, if the stage's forwards change buffers.
+        """`compute` for a FWD that is recomputed later, or for its RECOMPUTE, if the stage's forwards change buffers.
 
-        A RECOMPUTE changes no buffers. It starts from their first values, or the present ones if the FWD was elsewhere.
+        A RECOMPUTE changes no buffers. It reads their values from before the FWD, or their current ones if another rank
+        did the FWD.
         """
         module, pending, again = self.stage_of(i).module, self._pending(i), i.op == Op.RECOMPUTE
         pending.buffers, pending.counts = {}, {}
@@ -187,7 +188,7 @@ class ForwardBackward:
         facts, function, rng = self.setup.shapes[-1].loss, self.setup.model.loss, self.stage_of(i).layer_rng
         assert facts is not None  # it is of one microbatch
         names, draws = set(facts.metrics), facts.draws
-        # The usual gradient is made and cached here, before a step, so that it does not count as kept by a forward.
+        # The usual gradient is cached here, before a step, so that its memory does not count as kept by a forward.
         loss_gradient(torch.float32, self.setup.microbatches.count if self.header.has_flush else 1, self.device)
 
         def score(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
@@ -292,7 +293,7 @@ class ForwardBackward:
         pending = self._pending(i)
         return lambda: [pending.loss_gradient]
 
-    # Both
+    # Forward and backward
 
     def _job(self, i: Instruction, compute: Callable[..., Any]) -> Callable[..., Any]:
         """`compute` itself, or a `Job` that captures it as a graph and replays the graph."""

@@ -1,6 +1,6 @@
 """A forward-only list, executed with the stages of a run, for evaluation and prediction.
 
-It uses the weights of the run, and memory slots of its own for what it receives. Meanwhile modules are in eval mode,
+It uses the run's weights, and its own memory slots for received buffers. While it executes, modules are in eval mode,
 and nothing is kept for a backward.
 """
 
@@ -39,24 +39,24 @@ class ForwardList:
     """One rank's list of forwards, prepared."""
 
     def __init__(self, comm: MPI.Intracomm, program: Program, setup: Setup, run: Context) -> None:
-        """Collective.
+        """Prepare the list. Collective.
 
         program  this rank's rows
-        setup    that of the run, but with the evaluation's microbatches and with shapes in eval mode
+        setup    the run's setup, but with the evaluation's microbatches and with shapes in eval mode
         run      the context of the run's own list
         """
         header, instructions = program.header, program.instructions(comm.rank)
         slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflows[0], False, setup.device.torch)
         memory = {index: slots.weights(index) for index in run.stages}
         self.stages: dict[int, LocalStage] = {}
-        self.moved: list[tuple[LocalStage, LocalStage]] = []  # fetched stages: the run's, and this list's
+        self.moved: list[tuple[LocalStage, LocalStage]] = []  # by fetched stage: the run's, and this list's
         for index, block in memory.items():
             self.stages[index] = run.stages[index].elsewhere(block, setup.shapes[index])
             if block is not None:
                 self.moved.append((run.stages[index], self.stages[index]))
         self.device = setup.device
 
-        def show(row: int | None) -> None:  # the watchdog knows the rows of the run's own list
+        def show(row: int | None) -> None:  # the watchdog knows only the rows of the run's own list
             run.transport.on_wait(None if row is None else NO_ROW)
 
         self.transport = transport = make_transport(setup.device, comm, header.groups, setup.crowded, show)
@@ -81,7 +81,7 @@ class ForwardList:
         self.sent_weights = {self.buffers.named_by(i) for i in weights}  # no STEP waits for their sends
 
     def execute(self, step: int, outcome: Outcome) -> None:
-        """Run all microbatches of a step, the list once per accumulation pass; then the run gets its modules back.
+        """Run all microbatches of a step, the list once per accumulation pass, and restore the modules for the run.
 
         `outcome` is called for each microbatch on the rank that has the last stage's output.
         """
@@ -108,7 +108,7 @@ class ForwardList:
 
 
 class _Forwards(ForwardBackward):
-    """FWD without a backward: the last stage hands its output to `outcome`, and computes no loss itself."""
+    """FWD without a backward: the last stage passes its output to `outcome` and computes no loss."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context, StageVersions(context))

@@ -4,8 +4,8 @@ A buffer has rows of equal length, each with a key. Like the weights, rows are b
 - Usually there is one row, to which every backward adds.
 - With --canonical there is one row per microbatch. The rows are added up at the very end, in microbatch order, so that
   every scheme gives the same bits as one process that runs the microbatches one by one.
-- If the weights are divided, backwards add to rows of all weights. Unless the rank owns all parts, each part that it
-  owns has rows of its own. To these are added what other ranks send and, after the last backward, the rank's own sums.
+- If the weights are divided, backwards add to rows that cover all weights. Unless the rank owns all parts, each part
+  that it owns has separate rows, to which the sums of other ranks and, after the last backward, its own are added.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GradBuffer:
 
     @property
     def total(self) -> Tensor:
-        """The first row, which holds the sum in the end."""
+        """The first row, which holds the sum after `sum_rows` or ALLREDUCE."""
         return self.rows[0]
 
     def zero(self) -> None:
@@ -129,7 +129,7 @@ class GradBuffers:
     ) -> None:
         """`stages`: by number, those that this rank owns or computes or whose gradients it passes on.
 
-        `others`: those of the same list for microbatches of another shape; buffers outside of memory slots are shared.
+        `others`: the buffers for microbatches of another shape; those outside of memory slots are shared.
         """
         self.header, self.stages, self.slots, self.rank = header, stages, slots, rank
         self.by_stage: dict[int, StageGradBuffer] = {}
@@ -182,7 +182,7 @@ class GradBuffers:
         return [self.of_unit(unit) for unit in claimed]
 
     def zeroing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
-        """(row, act): the act sets a buffer to zero, before the instruction in that row adds to it for the first time.
+        """Pairs (row, act): the act, run before the instruction in that row, zeroes a buffer whose sum begins there.
 
         Parts that are slices of the rows of all weights are set to zero together with these rows, once.
         """
@@ -198,7 +198,7 @@ class GradBuffers:
         return acts
 
     def completing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
-        """(row, act): after a stage's last backward, in that row, add the rank's own sums to the parts that it owns."""
+        """Pairs (row, act): the act, run after a stage's last backward in that row, adds its sums to an owned part."""
         last_backward = {i.stage: row for row, i in enumerate(instructions) if i.op in (Op.BWD, Op.BWD_W)}
         acts: list[tuple[int, Act]] = []
         for index, row in last_backward.items():
@@ -210,7 +210,7 @@ class GradBuffers:
 
 
 def _first_additions(instructions: Sequence[Instruction], stages: Mapping[int, LocalStage]) -> list[tuple[int, Unit]]:
-    """(row, unit) of the instructions that begin a sum: the first to add to a dw, and the first after each FREE."""
+    """Pairs (row, unit) where a sum begins: the first instruction that adds to a dw, and the first after each FREE."""
     adding = (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)
     begun: set[Unit] = set()
     additions = []

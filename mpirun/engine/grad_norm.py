@@ -1,8 +1,8 @@
-"""Gradient norms: of every parameter, whichever ranks have its pieces, and of the whole gradient.
+"""Gradient norms: of every parameter, whose pieces may be on several ranks, and of the whole gradient.
 
 With --canonical a norm has the same bits however the parameter is divided. Squares are added in float64 along a binary
-tree whose leaves are the parameter's 64-byte lines; no division cuts a line. The owner of a piece contributes the sums
-of the largest subtrees that the piece covers, at most two of each height.
+tree whose leaves are the parameter's 64-byte lines; no part boundary cuts a line. The owner of a piece contributes the
+sums of the largest subtrees that the piece covers, at most two of each height.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tensor_norms(gradients: Sequence[Tensor], canonical: bool) -> list[float]:
 
 
 def norms_on_device(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norms of one or more tensors, accumulated in float32 or wider, without waiting for them."""
+    """The 2-norms of one or more tensors, accumulated in float32 or wider; the host does not wait for the device."""
     types = {torch.promote_types(dtype, torch.float32) for dtype in {x.dtype for x in gradients}}
     if len(types) == 1:
         return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=types.pop()))
@@ -89,7 +89,7 @@ def tree_sum(covering: Iterable[tuple[Node, float]]) -> float:
 
 
 class Contribution(NamedTuple):
-    """What an owner of a parameter's piece contributes to its norm."""
+    """What the owner of a piece contributes to the norm of the piece's parameter."""
 
     rank: int  # the owner that contributes: of several, the one with the fewest elements so far
     parameter: int  # its number among the stage's parameters
@@ -136,8 +136,8 @@ class GradNorms:
     ) -> Callable[[np.ndarray], None]:
         """A function that writes this rank's numbers of a unit to their positions; `gradients`: of the unit's pieces.
 
-        It leaves out parameters that an earlier stage has too: the earlier stage contributes the norm.
-        `added`: to the norms of a stage in one piece, by parameter, shape (parameters,).
+        It leaves out tied parameters that an earlier stage also has: the earlier stage contributes their norms.
+        `added`: numbers to add to the norms of an undivided stage, by parameter, shape (parameters,).
         """
         pairs = zip(self.by_unit.get(unit, []), [x for x in gradients if x.numel()], strict=True)
         own = [

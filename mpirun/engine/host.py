@@ -15,7 +15,7 @@ from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import together
 from mpirun.comm.waiting import sleeping_barrier
 
-_threads_before: list[int] = []  # one for each run that has not ended, the first run's first
+_threads_before: list[int] = []  # torch's threads before each run that has not ended, oldest first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Host:
 
 
 def threads_kept() -> Callable[[], None]:
-    """A function that resets torch's threads to their present number, once no other run of this process goes on."""
+    """A function to call when a run ends: once no run is left, it restores torch's number of threads."""
     _threads_before.append(torch.get_num_threads())
 
     def give_back() -> None:
@@ -39,12 +39,12 @@ def threads_kept() -> Callable[[], None]:
 
 
 def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, stream_words: bool) -> Host:
-    """Choose this rank's device, by name, and the number of torch's threads; 0: its share of the cores. Collective.
+    """Choose this rank's device, by name, and torch's number of threads; 0: the rank's share of the cores. Collective.
 
-    `gpu_messages`: auto, direct or host; `stream_words`: words in memory replace events.
+    `gpu_messages`: auto, direct or host; `stream_words`: words in pinned memory replace events.
     """
     sleeping_barrier(comm)  # some ranks may still be importing
-    own = os.sched_getaffinity(0)  # a part of the host's, where launchers bind ranks to cores
+    own = os.sched_getaffinity(0)  # launchers may bind a rank to some of the host's cores
     of_ranks = comm.allgather(own)
     ranks = Counter(core for rank in ranks_on_host(comm) for core in of_ranks[rank])
     cores = sum(Fraction(1, ranks[core]) for core in own)

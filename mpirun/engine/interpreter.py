@@ -2,8 +2,8 @@
 
 `Interpreter.table` maps every opcode to the method that prepares it. Before the first step each instruction becomes an
 act, a function without arguments that knows its tensors, its requests and its peers. A step calls the acts in the order
-of the list. The list alone decides the order: transfers start where it says so, and an act that needs an operand
-waits until that has arrived.
+of the list. The list alone decides the order: transfers start where the list starts them, and an act that needs an
+operand waits until the operand has arrived.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Interpreter:
 
         state      the words that the watchdog reads
         under_way  by row, the bytes in flight while the instruction runs
-        progress   that of another interpreter with the same modules; None: a new one
+        progress   the hooks and thread of another interpreter with the same modules; None: new ones
         """
         self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
         self.transport, self.position, self.optimizer = context.transport, context.position, context.optimizer
@@ -74,7 +74,7 @@ class Interpreter:
             self.code[row] = in_order(zero, self.code[row])
         for row, complete in context.grad_buffers.completing_acts(context.instructions):
             self.code[row] = in_order(self.code[row], complete)
-        self.execute_list: Callable[[], None] = self.execute  # --trace puts its own here
+        self.execute_list: Callable[[], None] = self.execute  # --trace replaces it
 
     def allreduce(self, row: int, i: Instruction) -> Act:
         """ALLREDUCE: of a dw over the owners of a stage, of a t over tied stages, of an x or g over shards."""
@@ -110,7 +110,7 @@ class Interpreter:
         return self.optimizer_step.result._replace(losses=losses, metrics=metrics)
 
     def _allocates_nothing(self) -> bool:
-        """Whether a pass allocates and loads nothing any more: such calls may wait for streams that wait for words."""
+        """Whether passes no longer allocate memory or load kernels, which may wait for streams that wait for words."""
         return self.timed and (self.graphs is None or self.graphs.captured)
 
     def execute(self) -> None:

@@ -1,20 +1,20 @@
 """--graphs: the kernels of each job are captured once, as a graph, and replayed in every later pass through the list.
 
-1. Pass 1 computes normally. So do passes 2 and 3, which also check every operation for what cannot be captured
-   (`capture_check`). A stage with such an operation keeps computing normally, and one line says why.
+1. Passes 1 to 3 compute normally. Passes 2 and 3 also check whether every operation can be captured (`capture_check`).
+   A stage with an operation that cannot keeps computing normally, and one line says why.
 2. Pass 4 captures every job of the other stages, in the order of the list, and replays it at once.
 3. Later passes replay: the host launches a graph in place of its kernels.
 
 A graph uses the addresses that its capture saw:
 - Weights, their gradients and received messages lie in memory with fixed addresses: they are used in place.
-- What a graph computes lies in a pool that all graphs of the rank share. A tensor that dies leaves its memory to graphs
-  that are captured later. Replays keep the order of the captures, so lifetimes are the same as then: a microbatch in
-  flight has memory of its own, and a rank needs no more memory than without graphs.
+- What a graph computes lies in a pool that all graphs of the rank share. Graphs that are captured later reuse the
+  memory of dead tensors. Replays keep the order of the captures, so lifetimes are those of the captures: a microbatch
+  in flight has memory of its own, and a rank needs no more memory than without graphs.
 - Anything else (data, and values of stages that compute normally) is copied into the pool before the replay.
 - A forward and the backward of its microbatch are captured as a pair: the backward frees what the forward has saved.
 - A layer that draws random numbers has its own generator in each graph, which is seeded before the replay.
 
-A microbatch whose data have another shape than in the captures, such as a padded one, has all its jobs computed
+If a microbatch's data have another shape than in the captures, such as those of a padded one, all its jobs compute
 normally.
 """
 
@@ -37,32 +37,32 @@ from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import raised
 
 LOOKED_AT, CAPTURED = (2, 3), 4  # passes
-PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)  # what can be compared
+PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)  # types of inputs whose values are compared
 FORWARDS = (Op.FWD, Op.RECOMPUTE)
 
 
 class JobGraphs:
-    """A rank's graphs, and the pass that it is in."""
+    """What all graphs of a rank share, and the current pass."""
 
     def __init__(self, device: Device, rank: int, blocks: Iterable[Tensor]) -> None:
         """`blocks`: the memory that messages are received into, the same in every pass."""
         self.device, self.rank, self.passes = device, rank, 0
         self.staying: WeakSet[UntypedStorage] = WeakSet(block.untyped_storage() for block in blocks)
         self.refused: dict[int, str] = {}  # by stage: why it is not captured
-        self.seen: dict[Any, bytes] = {}  # by stage and version, opcode and form of the inputs: its operations
+        self.seen: dict[Any, bytes] = {}  # by stage and version, opcode, form of the inputs: digest of operations
         self.as_always: set[tuple[int, int]] = set()  # stage and microbatch that compute normally in this pass
         self.said: set[int] = set()  # stages whose other shapes were reported
         self.told = False  # whether `refusals` were printed
 
     def begin_pass(self) -> None:
-        """The next pass through the list begins."""
+        """Begin the next pass through the list."""
         self.passes += 1
         if self.passes == CAPTURED:
-            self.device.release()  # else the pool does not get the memory that the allocator caches
+            self.device.release()  # else the pool cannot use memory that the allocator has cached
 
     @property
     def captured(self) -> bool:
-        """Whether all captures are made: nothing is allocated any more."""
+        """Whether all captures are done: from then on nothing is allocated."""
         return self.passes > CAPTURED
 
     @property
@@ -75,7 +75,7 @@ class JobGraphs:
         return [f"graphs: stage {stage} is computed without: {why}" for stage, why in sorted(self.refused.items())]
 
     def begin_microbatch(self, i: Instruction, fits: bool) -> None:
-        """A forward begins: in this pass all jobs of its stage and microbatch compute normally unless it `fits`."""
+        """Begin a forward: unless it `fits`, all jobs of its stage and microbatch in this pass compute normally."""
         self.as_always.discard((i.stage, i.mb))
         if not fits:
             self.as_always.add((i.stage, i.mb))
@@ -102,11 +102,11 @@ class Job:
         self.draws: list[str] = []  # layers that draw, in the order of their forwards
         self.forms: list[Any] = []  # of its inputs in the checked passes
         self.graph: CudaGraph | None = None
-        self.inputs: list[Any] = []  # by leaf, where the graph reads it
-        self.outputs: Any = None  # where the graph writes them
+        self.inputs: list[Any] = []  # by leaf: the memory that the graph reads
+        self.outputs: Any = None  # the memory that the graph writes
 
     def __call__(self, *inputs: Any) -> Any:
-        """The result of `compute`."""
+        """The result of `compute`, computed normally or by a graph."""
         graphs = self.graphs
         if self.i.stage in graphs.refused or graphs.passes < LOOKED_AT[0]:
             return self.compute(*inputs)
@@ -168,7 +168,7 @@ class Job:
             self.rng.begin = begin
         tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
         self.graphs.staying.update(x.untyped_storage() for x in tensors)
-        # These do not own the memory: it returns to the pool when the tensors above die.
+        # Tensors that do not own the memory: it returns to the pool when those above die.
         self.inputs = [self.device.at(x) if isinstance(x, Tensor) else x for x in read]
         self.outputs = pytree.tree_map_only(Tensor, self.device.at, outputs)
         self._replay(leaves)
@@ -191,7 +191,7 @@ class Job:
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Inside, new memory is not filled, as torch's deterministic mode does: a graph would set its inputs to NaN."""
+    """Inside, torch's deterministic mode does not fill new memory with NaN: a graph would overwrite its inputs."""
     settings: Any = torch.utils.deterministic
     before, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:

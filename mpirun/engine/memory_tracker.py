@@ -45,7 +45,7 @@ class MemoryTracker(TorchDispatchMode):
         return self._peak
 
     def reset_peak(self) -> None:
-        """Forget the past: the peak is what is alive now."""
+        """Reset the peak to the bytes alive now."""
         self._peak = self.live
 
     def __torch_dispatch__(
@@ -67,7 +67,7 @@ class CudaMemoryCount:
     """The allocator's own count on one CUDA device, including rounding and, in `peak`, workspaces inside ops.
 
     cuBLAS caches its workspaces. They belong to no job: `live` frees them first. Autograd's thread frees the last
-    gradients that it has read a moment after its caller goes on: a second backward, of no bytes, waits for that.
+    gradients that it has read only after its caller continues: `live` runs a backward of no bytes to wait for that.
     """
 
     def __init__(self, device: torch.device) -> None:

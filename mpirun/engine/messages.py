@@ -27,7 +27,7 @@ class Transfers:
         self.first_fetches = first_fetches(context.instructions)
 
     def fetch_w(self, row: int, i: Instruction) -> Act:
-        """FETCH_W: start receiving a part of the weights; the first of a copy also copies in the rank's own parts."""
+        """FETCH_W: start receiving a part of the weights; a copy's first FETCH_W also copies in the rank's parts."""
         stage = self.context.stages[i.stage]
         weights = stage.weights[stage.part_slices[i.part]]
         act = self._receive(row, i, Kind.W, self.buffers.get(Kind.W, i.stage, via=i.part), weights, weights)
@@ -47,7 +47,7 @@ class Transfers:
         return self._receive(row, i, i.kind, buffer, memory, memory)
 
     def _receive(self, row: int, i: Instruction, tag: int, buffer: LocalBuffer, memory: Tensor, value: Any) -> Act:
-        """An act that starts receiving into `memory`; `value`: the buffer's value after that."""
+        """An act that starts receiving into `memory`; `value`: what becomes the buffer's value."""
         start, done = self.transport.receive(memory, i.peer, tag)
 
         def act() -> None:
@@ -57,7 +57,7 @@ class Transfers:
         return act
 
     def send(self, row: int, i: Instruction) -> Act:
-        """SEND: start sending a buffer, once it has arrived if it was received."""
+        """SEND: start sending a buffer; if it is still being received, first wait until it has arrived."""
         buffer, peer, kind = self.buffers.named_by(i), i.peer, i.kind
         prepare = None
         if kind == Kind.W:
@@ -74,7 +74,7 @@ class Transfers:
         return act if prepare is None else in_order(prepare, act)
 
     def free(self, row: int, i: Instruction) -> Act:
-        """FREE: wait until the buffer's transfers are done; an x or g then gives up its memory."""
+        """FREE: wait until the buffer's transfers are done, then drop the value of an x or g."""
         buffer, keep = self.buffers.named_by(i), i.kind in (Kind.W, Kind.DW)
         wait_sent, wait_value = self.buffers.wait_sent, self.buffers.wait_value
 

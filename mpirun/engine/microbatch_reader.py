@@ -10,19 +10,19 @@ from mpirun.engine.setup import Setup
 
 
 class MicrobatchReader:
-    """What the jobs of a rank read the microbatches with."""
+    """Makes the microbatches that the jobs of a rank read, and keeps them for later jobs."""
 
     def __init__(self, setup: Setup, position: Position, count: int) -> None:
         """`count`: microbatches of a pass through the list."""
         self.make, self.device, self.position, self.count = setup.microbatches, setup.device.torch, position, count
         self.kept: dict[int, Microbatch] = {}  # those that a later job still reads
         self.last_reader: dict[int, object] = {}  # by microbatch
-        self.digests: dict[int, str] | None = None  # by microbatch read; None: not recorded
+        self.digests: dict[int, str] | None = None  # by microbatch; None: not recorded
 
     def reader(self, mb: int, keep: bool) -> Callable[[], Microbatch]:
-        """A function that reads a microbatch for a job, which is prepared after those before it.
+        """A function that reads a microbatch for a job; call `reader` in the order of the jobs.
 
-        `keep`: later jobs read it; a forward that saves nothing for its backward drops it.
+        `keep`: keep the microbatch for later jobs; False for a forward that saves nothing for its backward.
         """
         reader = self.last_reader[mb] = object()
 
@@ -41,14 +41,14 @@ class MicrobatchReader:
         return read
 
     def forget(self) -> None:
-        """Drop what is kept: the next job makes its microbatch anew."""
+        """Drop the kept microbatches: the next job that reads one makes it again."""
         self.kept.clear()
 
     def record_digests(self) -> None:
-        """Note a hash of each microbatch that is read from now on."""
+        """Record a hash of each microbatch that is made from now on."""
         self.digests = {}
 
     def take_digests(self) -> dict[int, str]:
-        """The hashes noted, by microbatch; none are noted any more."""
+        """The recorded hashes, by microbatch; recording stops."""
         taken, self.digests = self.digests or {}, None
         return taken

@@ -18,10 +18,10 @@ def find_nonfinite(
     rank: int,
     result: StepResult,
 ) -> tuple[int, str] | None:
-    """(row, what is wrong) on the rank where it began, None on the others; `instructions`: the list of `rank`.
+    """(row, description) of the first number that is not finite, on the rank of that row; None on the other ranks.
 
-    It began with the first loss that is not finite. If all losses are finite, it began with the last parameter of the
-    model whose gradient norm is not, because backwards reach that parameter first.
+    `instructions`: the list of `rank`. The number is the first such loss or, if all losses are finite, the last such norm
+    of a parameter's gradient in the order of the model, because backwards reach that parameter first.
     """
     for number, loss in enumerate(result.losses):
         if not math.isfinite(loss):

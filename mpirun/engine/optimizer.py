@@ -18,7 +18,7 @@ from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError, clip
 
-# Torch's own attributes: those that a checkpoint does not need, and those that are examined separately.
+# Attributes that torch itself sets: a checkpoint does not need them, or they are examined separately.
 OWN = (
     "_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured",
     "defaults", "param_groups", "state",
@@ -35,14 +35,14 @@ class Optimizer:
         """
         self.recipe, self.model, self.stages = recipe, model, stages
         # Parameters, or pieces of them, that only the optimizers hold: a STEP points them to a version's weights.
-        # Through `data` autograd does not see the STEP, while graphs of other versions are alive.
+        # `data` hides the STEP from autograd, because graphs of other versions may be alive.
         self.parameters = {
             (index, part): [nn.Parameter(view.data) for view in stage.views_of_part(part, stage.owned[part])]
             for index, stage in stages.items()
             for part in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
-        tried: set[tuple[ShardedDim | None, bool]] = set()  # how what was tried is divided, and if it has rows
+        tried: set[tuple[ShardedDim | None, bool]] = set()  # how those tried are divided, and if they have rows
         for unit, parameters in self.parameters.items():
             named = _named(model, stages[unit[0]], unit[1], parameters)
             for entry, dim in zip(named, _divided_along(model, stages[unit[0]], unit[1], len(named)), strict=True):
@@ -52,7 +52,7 @@ class Optimizer:
                     tried.add(kind)
             if parameters:
                 self.by_unit[unit] = recipe.make(named, seed, unit[1])
-        self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # just after they were made
+        self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # hashes when just made
         self.points_to: dict[Unit, LocalStage] = {}  # the stage, or version of it, that its parameters point to now
         self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
 
@@ -91,7 +91,7 @@ class Optimizer:
         ]
 
     def check_saved(self) -> None:
-        """UsageError if an optimizer keeps what checkpoints do not save: all but tensors and numbers by parameter."""
+        """UsageError if an optimizer keeps state that checkpoints lack: all but tensors and numbers by parameter."""
         for unit, made in self.by_unit.items():
             changed = [name for name, value in _unsaved(made).items() if value != self.unsaved[unit].get(name)]
             if changed:
@@ -100,7 +100,7 @@ class Optimizer:
             self._check_state(unit)
 
     def _check_state(self, unit: Unit) -> None:
-        """UsageError if a kept value is neither tensor nor number or, for a part, is a tensor of another shape."""
+        """UsageError if a state value is neither tensor nor number or, for a piece, is a tensor of another shape."""
         named = _named(self.model, self.stages[unit[0]], unit[1], self.parameters[unit])
         for (entry, parameter, _, whole), state in zip(named, self.state(unit), strict=True):
             for key, value in state.items():
@@ -148,8 +148,8 @@ class Optimizer:
     ) -> None:
         """Step the weights of a unit, after clipping its gradient by the norm of the whole gradient.
 
-        `version`: the stage with the version of its weights to step, which is update number `update` of the step; None:
-        the weights at the start of a pass.
+        `version`: the stage with the version of its weights to step; None: the weights at the start of a pass.
+        `update`: the number of this update within the step.
         """
         if unit not in self.by_unit:
             return
@@ -168,7 +168,7 @@ class Optimizer:
 
 
 def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:
-    """What a factory is given: a unit's parameters, or pieces of them."""
+    """A unit's parameters, or pieces of them, as a factory is given them."""
     names = [model.entry_name(stage.index, name) for name in stage.names]
     dims, shard = _divided_along(model, stage, -1, len(names)), model.shard_of(stage.index)
     shapes = [

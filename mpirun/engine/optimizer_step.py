@@ -31,7 +31,7 @@ EQUAL = 3  # numbers that tell whether all ranks have the same learning rate
 
 
 class StepResult(NamedTuple):
-    """What all ranks know of a step when it is done."""
+    """The result of a step, the same on all ranks."""
 
     losses: list[float]  # by microbatch
     grad_norm: float
@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
 
 
 class OptimizerStep:
-    """Prepares NORM and STEP, with methods like those of `Transfers`, and keeps the result of NORM."""
+    """Prepares NORM and STEP, by methods with the signature of those of `Transfers`, and keeps the result of NORM."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class OptimizerStep:
         self.metric_names = () if facts is None else facts.metrics
         self.rate_from = _first_with_parameters(context.header, setup.shapes)
         self.result = StepResult([], 0.0, [], False, [], 0.0)
-        # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, who wants to
-        # leave, the learning rate, whether it is the same on all ranks, and the metrics of every microbatch.
+        # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, whether a rank
+        # wants to leave, the learning rate, whether it is the same on all ranks, and the metrics of every microbatch.
         count = context.header.microbatches
         sizes = [self.grad_norms.length, count, 1, 1, EQUAL, count * len(self.metric_names)]
         self.ends = list(accumulate(sizes, initial=0))
@@ -72,7 +72,7 @@ class OptimizerStep:
         self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
 
     def norm(self, row: int, i: Instruction) -> Act:
-        """NORM: complete the gradients that this rank owns, and tell all ranks the numbers of the step."""
+        """NORM: complete the gradients that this rank owns, and exchange the step's numbers with all ranks."""
         context, position = self.context, self.context.position
         owned = context.grad_buffers.owned()
         row_sums = context.grad_buffers.claim_row_sums(owned)
@@ -99,7 +99,7 @@ class OptimizerStep:
         return act
 
     def _tell(self, group: int, contributors: Sequence[Callable[[np.ndarray], None]]) -> None:
-        """Exchange the numbers of all ranks; `contributors`: fill in those of the norms."""
+        """Sum the step's numbers over all ranks; `contributors`: fill in this rank's numbers for the norms."""
         context, names = self.context, self.metric_names
         # Each number comes from one rank, or is a whole number on all of them: the sums are exact.
         values, sums = np.zeros(self.ends[-1]), np.empty(self.ends[-1])
@@ -159,7 +159,7 @@ class OptimizerStep:
 
 
 def numbers_for_equality(value: float) -> tuple[int, int, int]:
-    """One rank's numbers: 1, a 16-bit hash and its square. Sums over at most 2^20 ranks are less than 2^53."""
+    """One rank's terms of the sums: 1, a 16-bit hash, its square. Sums over at most 2^20 ranks are less than 2^53."""
     number = zlib.crc32(struct.pack("d", value)) % 2**16
     return 1, number, number * number
 

@@ -1,4 +1,4 @@
-"""What the command line says of a model and of how to run it, for `engine.setup`. Imports no torch, which is slow."""
+"""The command line's options for a model and its run, read by `engine.setup`. Does not import torch, which is slow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SetupOptions:
-    """Named like the options of `python -m mpirun`, with the same defaults; its help says what they mean."""
+    """Options with the names and defaults of those of `python -m mpirun`, whose help explains them."""
 
     model: str  # MODULE:FUNCTION
     seed: int = 0

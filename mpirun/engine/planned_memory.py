@@ -39,12 +39,12 @@ class MemorySlots:
         device: torch.device,
         others: Sequence[Tensor] = (),
     ) -> None:
-        """Collective.
+        """Plan and allocate the slots. Collective.
 
         program, instructions  this rank's list, as a table and as single instructions
         shapes, dataflow       by stage, and the messages of the largest microbatch
         canonical              grad buffers have a row for every microbatch
-        others                 blocks never in use at the same time, which are reused where they are large enough
+        others                 blocks that are never in use at the same time, reused where they are large enough
         """
         self.device, self.shapes, self.rank = device, shapes, comm.rank
         self.row_keys: dict[tuple[int, int, int], list[int]] | None = None  # by rank, stage and part
@@ -64,7 +64,7 @@ class MemorySlots:
         sizes = planned.sizes[comm.rank].tolist()
         self.number = {i: slot for i, slot in zip(instructions, planned.slot.tolist(), strict=True) if slot >= 0}
         self.fetched = {i.stage: self.number[i] for i in instructions if i.op == Op.FETCH_W}
-        # The other instructions with a slot are those where a dw begins that the rank does not own.
+        # The other instructions with a slot each begin a dw that the rank does not own.
         begun = [i for i in self.number if i.op not in (Op.RECV, Op.FETCH_W, Op.STEP)]
         self.foreign_dw = {i.stage: self.number[i] for i in begun}
         for stage, slot in self.foreign_dw.items():
@@ -109,11 +109,11 @@ class MemorySlots:
         return self.blocks[self.fetched[stage]][: self.shapes[stage].weight_bytes]
 
     def version(self, i: Instruction) -> Tensor | None:
-        """The memory of the version that a STEP makes, shape (bytes,); None: that of the owner's weights."""
+        """The memory of the version that a STEP makes, shape (bytes,); None: it lies in the owner's weights."""
         return self.blocks[self.number[i]][: self.shapes[i.stage].weight_bytes] if i in self.number else None
 
     def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
-        """The keys of the rows of dw.s, ascending, and flat memory for them; without parts with rows of their own."""
+        """The keys of the rows of dw.s, ascending, and flat memory for the rows. Separate rows of parts add no keys."""
         separate: Sequence[int] = tuple(stage.owned) if stage.owns_separate_parts else ()
         parts = [part for part in stage.part_slices if part not in separate]
         keys = sorted({key for part in parts for key in self.keys(self.rank, stage.index, part)}) or [-1]
@@ -126,7 +126,7 @@ class MemorySlots:
 def _row_keys(
     comm: MPI.Intracomm, instructions: Sequence[Instruction], header: Header
 ) -> dict[tuple[int, int, int], list[int]]:
-    """By rank, stage and part: the microbatches whose gradients a rank sums, its own and those it receives."""
+    """By rank, stage and part: the microbatches whose gradients a rank sums, computed or received. Collective."""
     computed: dict[int, list[int]] = {}
     for i in instructions:
         if i.op in (Op.BWD, Op.BWD_W):

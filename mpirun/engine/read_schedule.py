@@ -31,18 +31,18 @@ class Schedule(NamedTuple):
 
 
 def read_schedule(comm: MPI.Intracomm, name: str) -> Schedule:
-    """Collective; only rank 0 needs to see the file. Stop if it is refused, or is for another number of ranks."""
+    """This rank's part of a file that rank 0 reads. Collective; Stop if it is refused, or for another number of ranks."""
     program, sha256 = on_rank_0(comm, lambda: _read_checked(comm, name)) or (None, "")
     return share_program(comm, program, sha256)
 
 
 def share_program(comm: MPI.Intracomm, program: Program | None, sha256: str = "") -> Schedule:
-    """Every rank gets its part of a program that rank 0 has, one rank after the other. Collective."""
+    """This rank's part of a program that rank 0 has and sends, one rank after the other. Collective."""
     header: Header = comm.bcast(None if program is None else program.header)
     if program is None:
         rows, line, sha256 = comm.recv(source=0)
     else:  # the last part is rank 0's own
-        first = line_of(program, 0, 0)  # from one rank to the next there are two lines more
+        first = line_of(program, 0, 0)  # in the file two more lines separate the lists of two ranks
         for rank, (a, b) in reversed(list(enumerate(pairwise(program.bounds.tolist())))):
             rows, line = program.rows.take(np.arange(a, b)), first + 2 * rank + a  # a copy: the other rows can be freed
             if rank:
@@ -64,7 +64,7 @@ def _read_checked(comm: MPI.Comm, name: str) -> tuple[Program, str]:
 
 
 def check_for_run(program: Program, name: str, ranks: int) -> None:
-    """UsageError or RefusedFile unless so many ranks can train by a program; `name`: what the error calls it."""
+    """UsageError or RefusedFile unless `ranks` ranks can train with a program; `name`: what the error calls it."""
     workers = program.header.workers
     if workers != ranks:
         alone = ranks == 1

@@ -67,9 +67,9 @@ class Recipe:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, named: Sequence[NamedParameter], seed: int = 0, part: int = -1) -> SteppedOptimizer:
-        """The optimizer of these parameters; UsageError if the factory does not make one of all of them.
+        """The optimizer of these parameters; UsageError if the factory does not make one for all of them.
 
-        `seed`: the run's, for optimizers that draw numbers; `part`: that the pieces are in, or -1 for whole parameters.
+        `seed`: the run's, for optimizers that draw numbers; `part`: of the stage's weights; -1: they are not divided.
         """
         try:
             made = self.factory(named)
@@ -99,11 +99,11 @@ class SteppedOptimizer:
     """A torch optimizer that is stepped with the learning rate of the step."""
 
     def __init__(self, recipe: Recipe, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        """`optimizer`: what the recipe's factory made; `seed`: the same for all ranks that step copies of these."""
+        """`optimizer`: what the recipe's factory made; `seed`: equal on ranks that step copies of its parameters."""
         self.recipe, self.optimizer, self.seed = recipe, optimizer, seed
         self.scheduler = None if recipe.scheduler is None else _scheduler(recipe.scheduler, optimizer)
-        self.scheduled = 0  # steps that the scheduler has been told of
-        self.set_names = set() if recipe.rate is None and recipe.scheduler is None else {"lr"}  # in groups, by steps
+        self.scheduled = 0  # steps that the scheduler has taken
+        self.set_names = set() if recipe.rate is None and recipe.scheduler is None else {"lr"}  # that steps change
 
     def step(self, step: int, seed: Callable[[int], None] = seed_generators, update: int = 0) -> None:
         """Step with the learning rate of `step`, counted from 0, and the random numbers of its update number `update`.
@@ -138,7 +138,7 @@ class SteppedOptimizer:
 
 def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The scheduler; UsageError unless its learning rate depends on the step alone."""
-    for group in optimizer.param_groups:  # schedulers change a tensor in place, which other optimizers may have, too
+    for group in optimizer.param_groups:  # schedulers change tensors in place, which other optimizers may share
         group |= {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
     try:
         scheduler = make(optimizer)
@@ -153,7 +153,7 @@ def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: 
 
 
 def command_line_rate(step: int, options: SetupOptions) -> float:
-    """The learning rate of a step, counted from 0: it rises in the warm-up, and falls from there to the last step."""
+    """The learning rate of a step, counted from 0: it rises in the warm-up, then follows the schedule to the last."""
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
     past = (step - options.warmup) / max(1, options.steps - options.warmup)
@@ -193,7 +193,7 @@ def class_name(optimizer: type[torch.optim.Optimizer]) -> str:
 
 @functools.cache
 def without_compile(optimizer: type[Class]) -> type[Class]:
-    """The same class without its wrappers for torch.compile: importing that takes a second on every rank."""
+    """The same class without its wrappers for torch.compile, whose import takes a second on every rank."""
     names = ("add_param_group", "state_dict", "load_state_dict", "zero_grad", "step")
     methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
     return type(optimizer.__name__, (optimizer,), methods | {"step": torch.no_grad()(methods["step"])})
@@ -203,7 +203,7 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
     """UsageError unless the optimizer steps pieces of a parameter as it steps the whole: element by element.
 
     Tried on a small parameter with the name of `piece`: two steps on the whole and two on its halves, at a learning
-    rate that makes differences show. `dim`: how tensor shards divide it; None: pieces are flat.
+    rate that makes differences show. `dim`: how tensor shards divide the parameter; None: pieces are flat.
     """
     sizes = [min(size, PROBED) for size in piece.shape]
     if dim is not None:

@@ -1,6 +1,6 @@
-"""Buffers that forwards change, such as running statistics: each rank's reflect the microbatches that it has seen.
+"""Buffers that forwards change, such as running statistics: each rank's copy reflects the microbatches it has seen.
 
-Those of the rank that computes a stage's first microbatch are the model's: evaluation and checkpoints use them. A
+The copy on the rank that computes a stage's first microbatch is the model's: evaluation and checkpoints use it. A
 backward that needs a buffer as it was before later forwards changed it fails, and the error names the buffer.
 """
 
@@ -24,14 +24,14 @@ from schedgen.ir.instructions import F
 from schedgen.util.errors import UsageError
 
 # Torch's message when a backward needs a tensor that no operation made and that has changed since it was saved.
-# The tensor's type is there as torch.FloatTensor, torch.cuda.FloatTensor or CPUBFloat16Type.
+# It names the tensor's type as torch.FloatTensor, torch.cuda.FloatTensor or CPUBFloat16Type.
 CHANGED = re.compile(
     r"modified by an inplace operation: \[\S*?(?:\.|CPU|CUDA)(\w+)(?:Tensor|Type) (\[[\d, ]*\])\] is at version (\d+)"
 )
 
 
 def statistics_rank(header: Header, stage: int) -> int:
-    """The rank whose buffers of a stage are the model's, where forwards change them."""
+    """The rank whose copies of a stage's buffers are the model's, where forwards change them."""
     return int(header.compute[F, stage, 0])
 
 
@@ -51,7 +51,7 @@ def check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
 def buffers_shared(
     comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], stages: Mapping[int, LocalStage]
 ) -> Iterator[None]:
-    """As `share_buffers`; afterwards each rank has its own again, with which its forwards go on."""
+    """As `share_buffers`, inside the block; afterwards each rank continues with its own buffers."""
     other = [s for s in stages if shapes[s].overwrites_buffers and statistics_rank(header, s) != comm.rank]
     before = [(stages[s].module, buffer_copies(stages[s].module)) for s in other]
     share_buffers(comm, header, shapes, stages)
@@ -65,7 +65,7 @@ def buffers_shared(
 def share_buffers(
     comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], stages: Mapping[int, LocalStage]
 ) -> None:
-    """Give every rank that has a stage the model's buffers of it, if forwards change them. Collective."""
+    """Copy the model's buffers that forwards change to every rank that has their stage. Collective."""
     for index in [index for index, shape in enumerate(shapes) if shape.overwrites_buffers]:
         own = dict(stages[index].module.named_buffers()) if index in stages else {}
         root = statistics_rank(header, index)

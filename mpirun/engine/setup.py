@@ -31,7 +31,7 @@ from schedgen.util.errors import UsageError, raised
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What a run's steps do, whatever the model, the data and the schedule are."""
+    """Options of a run's steps that depend on neither the model nor the data nor the schedule."""
 
     recipe: Recipe
     seed: int = 0
@@ -44,7 +44,7 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup(StepOptions, Host):
-    """The same on all ranks, except for the device and whether the host is crowded."""
+    """The setup of a run, the same on all ranks except for the device and whether the host is crowded."""
 
     model: Model  # with the shards of tensor parallelism
     unsharded_model: Model

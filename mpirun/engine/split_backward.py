@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 _LEAF = torch.zeros((), device="cpu", requires_grad=True)
-_CALL: Any = _LEAF.view_as(_LEAF).grad_fn  # a graph of one node, during whose call others are called
+_CALL: Any = _LEAF.view_as(_LEAF).grad_fn  # a graph of one node; a hook before its call calls others
 
 
 class Branch(NamedTuple):
@@ -31,7 +31,7 @@ class Branch(NamedTuple):
 
     node: Any  # of autograd; callable
     hanging: list[int]  # which of its results lead to parameters and to no input
-    begins: list[GradientEdge]  # where each of them goes
+    begins: list[GradientEdge]  # where each of these results goes
     parameters: list[nn.Parameter]
 
 
@@ -55,7 +55,7 @@ def input_half(
     half = WeightHalf([], (roots, gradients) if branches is None else None)
     for branch in reversed(branches or ()):
         arrived: list[Tensor | None] = []
-        # Autograd's own way of asking for them would leave out hooks on tensors.
+        # If autograd returned these gradients, hooks on tensors would be left out.
         branch.node.register_prehook(arrived.extend)
         half.branches.append((branch, arrived))
     return _run(roots, gradients, inputs, keep_graph=True), half
@@ -86,7 +86,7 @@ def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _add_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], to: Sequence[nn.Parameter]) -> None:
-    """Add to the parameters' `grad` what comes from these gradients at the roots."""
+    """Run the backward from these gradients at the roots; it adds to the parameters' `grad`."""
     if to:
         _run(roots, gradients, to, keep_graph=False, add=True)
 
@@ -113,7 +113,7 @@ def _branches(
     torch.autograd.Function, which only autograd can call.
     """
     is_input, by_id = {id(x) for x in inputs}, {id(parameter): parameter for parameter in parameters}
-    on_path: dict[Node, bool] = {}  # by node that is finished
+    on_path: dict[Node, bool] = {}  # by finished node
     below: dict[Node, list[nn.Parameter]] = {}
     branches: list[Branch] = []
     entered: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
@@ -129,7 +129,7 @@ def _branches(
                 stack += [child for child, _ in following if child is not None]
                 continue
         stack.pop()
-        if not entered[node]:  # a leaf's
+        if not entered[node]:  # the node of a leaf
             leaf = id(getattr(node, "variable", None))
             on_path[node] = leaf in is_input
             if leaf in by_id:

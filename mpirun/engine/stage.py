@@ -1,8 +1,8 @@
 """A stage on this rank: its module, its weights in one flat tensor, its forward and its backward.
 
 All parameters are views into `weights`, which are bytes, so that they travel as one message, or one message per part.
-Those of one type lie together. Every view begins at a multiple of `ALIGN` bytes: the same kernels run on it as on a
-tensor that torch allocates, and give the same bits.
+Parameters of one type lie together. Every view begins at a multiple of `ALIGN` bytes: the same kernels run on it as on
+a tensor that torch allocates, and give the same bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SavedForward(NamedTuple):
     outputs: list[GradientEdge | None]  # None: this output needs no gradient
 
     def take_gradients(self, wanted: Sequence[bool] | None = None) -> list[Tensor]:
-        """Take the gradients of all inputs, or of the wanted ones, off the inputs; zeros where there is none."""
+        """Remove and return the gradients of all inputs, or of the wanted ones; zeros where an input has none."""
         gradients = []
         for x in self.inputs if wanted is None else itertools.compress(self.inputs, wanted):
             gradient = x.grad
@@ -130,13 +130,13 @@ class LocalStage:
         stage = LocalStage(module, self.index, self.shape, self.device, False, memory, self.autocast_dtype)
         for source, target in zip(self.module.modules(), module.modules(), strict=True):
             frozen = {name: x for name, x in source._parameters.items() if x is not None and not x.requires_grad}
-            target._buffers = source._buffers  # all versions have what a forward assigns
+            target._buffers = source._buffers  # shared: every version sees what a forward assigns
             target._parameters.update(frozen)
         stage.latest, stage.tied_to_earlier = self.latest, self.tied_to_earlier
         return stage
 
     def take_counts(self) -> None:
-        """Before a forward: the module gets what that of another version has counted in the latest one."""
+        """Before a forward, take over the counts of the module of the latest forward, if it is another version's."""
         if self.latest[0] is not self.module:
             set_counts(self.module, counts(self.latest[0]))
             self.latest[0] = self.module
@@ -153,7 +153,7 @@ class LocalStage:
         return stage
 
     def use_weights(self) -> None:
-        """Make the module compute with what is in `weights`; no graph of the module may be alive."""
+        """Point the module's parameters to `weights`; no graph of the module may be alive."""
         for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
             parameter.data = view
 
@@ -217,7 +217,7 @@ class LocalStage:
             return [x.contiguous() for x in outputs] if loss is None else [loss(outputs)]
 
     def backward(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> None:
-        """From the outputs' gradients: the inputs' go to `saved`, the parameters' are added to their `grad`."""
+        """Run the backward: the inputs' gradients go to `saved`, the parameters' are added to their `grad`."""
         roots, root_gradients = _differentiable_outputs(saved, gradients)
         if roots:
             # What Tensor.backward calls in the end, without its checks: they take as long as three small kernels. On a
@@ -227,7 +227,7 @@ class LocalStage:
             _keep_out_of(root_gradients, saved.inputs)
 
     def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> WeightHalf | None:
-        """From the outputs' gradients: the inputs' go to `saved`; the result is for `backward_weight`."""
+        """Run the backward's first half: the inputs' gradients go to `saved`; the result is for `backward_weight`."""
         roots, root_gradients = _differentiable_outputs(saved, gradients)
         if not roots:
             return None
@@ -239,20 +239,20 @@ class LocalStage:
         return half
 
     def backward_weight(self, half: WeightHalf | None) -> None:
-        """The gradients of the parameters are added to their `grad`."""
+        """Run the backward's second half: add the parameters' gradients to their `grad`."""
         if half is not None:
             weight_half(half, self.parameters)
 
 
 def address(x: Tensor) -> int:
-    """Where a tensor's memory begins, and that of its views."""
+    """The address of a tensor's storage, which its views share."""
     return x.untyped_storage().data_ptr()
 
 
 def _keep_out_of(received: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Copy gradients of inputs that lie where the outputs' have been received, and later ones will be.
+    """Copy input gradients that lie in memory of the received output gradients, which later messages overwrite.
 
-    Autograd makes a gradient that it is given, or a view of it, an input's as it is.
+    Autograd may pass a gradient that it is given, or a view of it, on to an input without a copy.
     """
     taken = {address(x) for x in received}
     for x in inputs:

@@ -13,7 +13,7 @@ from schedgen.ir.instructions import Instruction, Kind
 
 
 def output_gradients(context: Context, i: Instruction) -> Callable[[], list[Tensor | None]]:
-    """A function that returns the gradients of the outputs of a stage with consumers: sums of their g, in order."""
+    """A function that returns the gradients of a stage's outputs: its consumers' g, added in the consumers' order."""
     graph, buffers = context.header.graph, context.buffers
     consumers = graph.consumers[i.stage]
     messages = [buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]
@@ -35,7 +35,7 @@ def output_gradients(context: Context, i: Instruction) -> Callable[[], list[Tens
 
 
 def gradient_taker(context: Context, i: Instruction) -> Callable[[SavedForward], list[Tensor]]:
-    """A function that takes, of the gradients of a job's inputs, those that the producers get."""
+    """A function that takes from a saved forward the input gradients that go to the job's producers."""
     dataflow, producers = context.setup.dataflows[i.mb], context.header.graph.producers[i.stage]
     is_floating_point = [
         dataflow.outputs[p][index].dtype.is_floating_point
@@ -46,7 +46,7 @@ def gradient_taker(context: Context, i: Instruction) -> Callable[[SavedForward],
 
 
 def gradient_giver(context: Context, i: Instruction) -> Callable[[list[Tensor]], None]:
-    """A function that puts these gradients into the buffers g of the job's producers."""
+    """A function that puts such input gradients into the buffers g of the job's producers."""
     graph, dataflow = context.header.graph, context.setup.dataflows[i.mb]
     producers, device = graph.producers[i.stage], context.setup.device.torch
     messages = [context.buffers.get(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in producers]

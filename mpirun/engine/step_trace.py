@@ -1,4 +1,4 @@
-"""Traces: when every rank executed every instruction of some steps, and how long it waited for what.
+"""Traces: when every rank executed every instruction of some steps, how long it waited, and for what.
 
 - The traced loop records the time, and the seconds waited so far, between any two instructions.
 - What a wait is for is recorded when the transport begins to wait.
@@ -35,7 +35,7 @@ _ON_DEVICE = (*COMPUTE, Op.ADD, Op.STEP)
 class Pass(NamedTuple):
     """What is recorded of one accumulation pass; a step without accumulation is one pass."""
 
-    times: list[float]  # by row, when it began; after them, when the last one ended
+    times: list[float]  # by row, when the instruction began; one more: when the last one ended
     waited: list[float]  # as `times`: seconds that the transport had waited until then
     causes: Small  # by row, what it waited for: an index into CAUSES; negative: nothing
 
@@ -66,11 +66,11 @@ class StepTrace:
         transport.on_wait = partial(self._note_wait, interpreter.state, on_wait)
 
     def detach(self) -> None:
-        """Trace nothing any more."""
+        """Stop tracing."""
         self.attached.close()
 
     def end(self) -> None:
-        """As `detach`; what is noted can be written then. Collective."""
+        """As `detach`; the trace can be written afterwards. Collective."""
         self.detach()
         self.after = read_clocks(self.transport)
 
@@ -99,7 +99,7 @@ class StepTrace:
                 act()
                 mark = device.mark()
                 while mark is not None and not mark.reached():
-                    poll()  # messages move on meanwhile, as they do in steps that are not traced
+                    poll()  # messages progress meanwhile, as in steps that are not traced
 
             return run
 
@@ -133,7 +133,10 @@ class StepTrace:
 
 
 def _trace(by_rank: list[tuple[Times, Times, Small]], program: Program | None) -> bytes:
-    """`by_rank`: times between instructions and seconds waited, shape (passes, rows + 1) and (passes, rows); causes."""
+    """A Chrome trace of all ranks.
+
+    `by_rank`: times between instructions and seconds waited, shape (passes, rows + 1) and (passes, rows); causes.
+    """
     assert program is not None
     start = min(times.min() for times, _, _ in by_rank)
     # Whole nanoseconds, so that starts, waits and lengths add up.

@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 def sections(layout: Layout) -> list[Section]:
-    """Where the parameters of each type lie in flat weights."""
+    """The sections of flat weights, one for the parameters of each type."""
     found: dict[torch.dtype, Section] = {}
     for place in layout:
         begin = found[place.dtype].begin if place.dtype in found else place.begin

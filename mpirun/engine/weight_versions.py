@@ -1,12 +1,12 @@
 """Weight versions: a STEP that makes a new version of a stage's weights while jobs still use older ones.
 
-1. Version 0 is what the owner has when a pass through the list begins. STEP to version v makes v from v - 1.
+1. Version 0 is the owner's weights when a pass through the list begins. STEP to version v makes v from v - 1.
 2. If jobs still use v - 1, v has a memory slot of its own (`planned_memory`): the STEP copies v - 1 there and steps the
    copy. Otherwise both have one slot, and the STEP changes it in place.
 3. Every slot has a module whose parameters lie there. The graph that a forward saves points to the slot of its
    version, so its backward uses the same version.
 4. At NORM the last version is copied to where the next pass expects version 0.
-5. NORM has the gradients of the last update. If those of an earlier one are not finite, NORM learns it from `unsound`.
+5. NORM sees the gradients of the last update only. It learns from `unsound` if those of an earlier one are not finite.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StageVersions:
         self.context, self.version_0 = context, context.stages
         self.by_version: dict[tuple[int, int], LocalStage] = {}
         self.last: dict[int, LocalStage] = {}  # by stage
-        self.unsound: dict[int, Tensor] = {}  # by stage and parameter: 0, or NaN from an update that is not finite on
+        self.unsound: dict[int, Tensor] = {}  # by stage and parameter: 0, or NaN after an update that is not finite
         in_slot: dict[tuple[int, int], LocalStage] = {}
         for i in context.instructions:
             if i.op == Op.STEP and i.version >= 0:
