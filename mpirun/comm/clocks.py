@@ -1,4 +1,4 @@
-"""Clocks of several hosts: how far this rank's is from rank 0's, and times of the one converted to the other."""
+"""Clocks of several hosts: the offset of this rank's clock from rank 0's, and the conversion of times to rank 0's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ClockReading(NamedTuple):
 def read_clocks(transport: Transport, clock: Callable[[], float] = time.perf_counter) -> ClockReading:
     """Compare this rank's clock with rank 0's. Collective; all ranks return at about the same moment.
 
-    Rank 0 asks each rank what its clock shows, and assumes that it shows this half-way between question and answer.
+    Rank 0 asks each rank for its time, and assumes that the rank reads its clock half-way between question and answer.
     """
     comm = transport.comm
     answer, measured = np.zeros(1), np.zeros(2)

@@ -2,8 +2,8 @@
 
 On a GPU kernels are executed later than they are launched. MPI does not know that, so it must not touch memory before
 the kernels that use it are done: `mark` records an event after the kernels launched so far, and `Mark.reached` asks
-whether the GPU has come to it. `Mark.arrive` makes one stream wait for another without the host. On a CPU a call
-returns when its work is done: it needs no marks.
+whether the GPU has reached it. `Mark.arrive` makes one stream wait for another without the host. On a CPU a call
+returns when its work is done, so there are no marks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpirun.comm.local_gpu import local_rank
 from mpirun.comm.stream_words import CudaStreamOperations, Number, StreamWords
 from schedgen.util.errors import UsageError
 
-WAYS = ("auto", "direct", "host")  # of --gpu-messages
+WAYS = ("auto", "direct", "host")  # values of --gpu-messages
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the names since torch 2.9, and before
 
 
@@ -34,18 +34,18 @@ class Device:
     """The CPU, and the interface of all devices."""
 
     kind: ClassVar[str] = "cpu"  # torch's type of device
-    direct = True  # MPI is given its tensors' own memory
+    direct = True  # MPI reads and writes the tensors' own memory
     has_graphs = False
 
     def __init__(self) -> None:
         """Nothing needs to be prepared on a CPU."""
         self.torch = torch.device("cpu")
-        self.words: StreamWords | None = None  # what orders transfers and kernels now; None: events
+        self.words: StreamWords | None = None  # they order transfers and kernels now; None: events do
         self.all_words: StreamWords | None = None
 
     @property
     def description(self) -> str:
-        """What rank 0 prints at the start."""
+        """A line about the device, which rank 0 prints at the start; empty: none."""
         return ""
 
     def mark(self) -> Mark | None:
@@ -53,7 +53,7 @@ class Device:
         return None
 
     def use_words(self, ready: bool) -> None:
-        """Use words from now on, if there are any and `ready`: steps need not allocate or load anything."""
+        """Use words from now on, if there are any; `ready`: steps no longer allocate memory or load kernels."""
         self.words = self.all_words if ready else None
 
     def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
@@ -79,7 +79,7 @@ class Device:
         """Free the memory that the allocator caches."""
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in its memory."""
+        """Whether a tensor lies in this device's memory."""
         return tensor.device.type == self.kind
 
     def graph(self, draws: int) -> CudaGraph:
@@ -87,7 +87,7 @@ class Device:
         raise NotImplementedError
 
     def at(self, tensor: Tensor) -> Tensor:
-        """Another tensor in the memory of a tensor, which does not own it, with the same shape and type."""
+        """A tensor at the address of `tensor`, with its shape and type, that does not own the memory."""
         extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
         if not tensor.numel():
             return torch.empty_like(tensor)
@@ -95,11 +95,11 @@ class Device:
         return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
 
     def _memory(self, address: int, size: int) -> Tensor:
-        """Memory as a tensor of bytes, shape (size,), which does not own it."""
+        """The bytes at an address as a tensor, shape (size,), that does not own them."""
         raise NotImplementedError
 
     def use_in_thread(self) -> None:
-        """Prepare a thread in which MPI will be called."""
+        """Prepare the current thread, which will call MPI."""
 
     def be_deterministic(self) -> None:
         """Choose kernels that give the same bits whenever they run: on a CPU all do."""
@@ -108,7 +108,7 @@ class Device:
         """Find out whether messages arrive in the device's memory, before a step needs them. Collective."""
 
     def reserved(self) -> int | None:
-        """The most bytes that the allocator held at once, with its cache; None if nobody counts."""
+        """The most bytes that the allocator held at once, with its cache; None if they are not counted."""
         return None
 
 
@@ -130,7 +130,7 @@ Mark = _Event | Number  # a point in one of a GPU's streams of kernels
 class CudaGraph:
     """Kernels that are captured once and launched together from then on.
 
-    Their memory is from a pool that graphs share; these are replayed in the order of their captures.
+    Their memory is from a pool that graphs share, so graphs are replayed in the order of their captures.
     """
 
     def __init__(self, device: torch.device, pool: tuple[int, int], draws: int) -> None:
@@ -144,7 +144,7 @@ class CudaGraph:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside, kernels are captured, not executed. Other threads may go on: they query events, and MPI copies."""
+        """Inside, kernels are captured, not executed. Other threads may still query events, and MPI may copy."""
         own = self.default.graphsafe_get_state()
         self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
@@ -159,7 +159,7 @@ class CudaGraph:
             self.default.graphsafe_set_state(own)
 
     def draw(self, number: int) -> None:
-        """In a capture: what follows draws from this generator."""
+        """In a capture, draw from generator `number` from now on."""
         self.default.graphsafe_set_state(self.generators[number].graphsafe_get_state())
 
     def replay(self, seeds: Sequence[int]) -> None:
@@ -203,7 +203,7 @@ class Cuda(Device):
 
     @property
     def description(self) -> str:
-        """The GPU, who shares it, and how messages go."""
+        """The GPU, how many ranks share GPUs, and the path of messages."""
         how = "MPI takes GPU tensors as they are" if self.direct else "messages go through pinned host memory"
         settings = [os.environ.get(name, "") for name in ALLOCATOR_SETTINGS]
         if self.direct and any("expandable_segments:True" in setting for setting in settings):
@@ -212,7 +212,7 @@ class Cuda(Device):
 
     def mark(self) -> Mark | None:
         """An event in the current stream, or a word that it writes."""
-        words = self.words  # another thread may end their use
+        words = self.words  # read once: another thread may end the use of words
         return _Event() if words is None else words.mark()
 
     def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
@@ -220,7 +220,7 @@ class Cuda(Device):
         return torch.cuda.stream(self.copy_streams[out])
 
     def sums(self) -> contextlib.AbstractContextManager[object]:
-        """The computation's stream may be waiting for a message of a rank that waits for the sum."""
+        """A separate stream: that of computations may be waiting for a message of a rank that waits for the sum."""
         return torch.cuda.stream(self.sum_stream)
 
     def host(self, size: int) -> Tensor:
@@ -250,7 +250,7 @@ class Cuda(Device):
         return torch.as_tensor(_Memory(address, size), device=self.torch)
 
     def use_in_thread(self) -> None:
-        """Choose this GPU: a new thread begins with another one."""
+        """Make this GPU current: a new thread begins with another one."""
         torch.cuda.set_device(self.torch)
 
     def be_deterministic(self) -> None:
@@ -259,7 +259,7 @@ class Cuda(Device):
         torch.use_deterministic_algorithms(True)
 
     def try_messages(self, comm: MPI.Intracomm) -> None:
-        """With `auto` messages go through host memory if the trial fails; UsageError if they were to be direct."""
+        """If the trial fails: with `auto` messages go through host memory, with `direct` there is a UsageError."""
         if self.direct and not messages_arrive(comm, self.torch):
             if self.messages == "direct":
                 raise UsageError("gpu messages direct: MPI does not move GPU memory, but something else or nothing")
@@ -288,7 +288,7 @@ def ranks_on_host(comm: MPI.Intracomm) -> list[int]:
 
 
 def cuda_aware() -> bool:
-    """Whether the loaded MPI says that it takes GPU memory.
+    """Whether the loaded MPI says that it accepts GPU memory.
 
     Open MPI answers MPIX_Query_cuda_support; MPICH and others name the kinds of memory that they take in the
     communicator's info (MPI 4.1, section 12.4).
@@ -309,9 +309,9 @@ def mpi_libraries(maps: str) -> list[str]:
 
 
 def choose_device(comm: MPI.Intracomm, name: str, messages: str, words: bool = False) -> Device:
-    """`name`: cpu, cuda, or auto (a GPU if every rank has one); `messages`: one of WAYS. Collective.
+    """The device of this rank. Collective; UsageError if an option needs something that is missing here.
 
-    `words`: stream words replace events. UsageError if an option needs what is missing here.
+    `name`: cpu, cuda, or auto (a GPU if every rank has one); `messages`: one of WAYS; `words`: words replace events.
     """
     found = comm.allgather((torch.cuda.is_available(), MPI.Get_processor_name()))
     without = [(rank, host) for rank, (available, host) in enumerate(found) if not available]

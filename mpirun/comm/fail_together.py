@@ -1,6 +1,6 @@
-"""Errors that all ranks end with together: a mistake that one rank finds becomes the same `Stop` on every rank.
+"""Errors that end all ranks together: a mistake that one rank finds becomes the same `Stop` on every rank.
 
-Without that the other ranks would wait in MPI for the rank that has ended.
+Otherwise the other ranks would wait in MPI for the rank that has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Stop(Exception):
 
 
 def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
-    """`function()` on every rank; if some raise UsageError, RefusedFile or Stop, all raise the lowest one's Stop."""
+    """`function()` on every rank; a UsageError, RefusedFile or Stop becomes a Stop on all ranks: the lowest rank's."""
     result, refusal = None, None
     try:
         result = function()
@@ -52,7 +52,7 @@ def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
 
 
 def refuse(comm: MPI.Comm, wrong: bool, sentence: str) -> None:
-    """Stop on all ranks if something is wrong on one of them: the others may be about to do something else."""
+    """Stop on all ranks if `wrong` is true on some rank, whatever the others would do next. Collective."""
 
     def look() -> None:
         if wrong:
@@ -63,9 +63,9 @@ def refuse(comm: MPI.Comm, wrong: bool, sentence: str) -> None:
 
 @contextlib.contextmanager
 def any_before(comm: MPI.Comm) -> Iterator[Callable[[bool], bool]]:
-    """Yields a collective function: whether some rank gave True in the call before.
+    """Yields a collective function that returns whether some rank passed True to the previous call.
 
-    So ranks that are less than a call apart do not wait for each other.
+    Ranks that are less than a call apart therefore do not wait for each other.
     """
     anywhere, done = np.zeros(1, bool), lambda: True
 
@@ -79,7 +79,7 @@ def any_before(comm: MPI.Comm) -> Iterator[Callable[[bool], bool]]:
 
     try:
         yield ask
-    except Stop:  # of all ranks; another error is this rank's alone
+    except Stop:  # on all ranks; any other error is on this rank alone
         sleep_until(comm, done)
         raise
     sleep_until(comm, done)
@@ -117,7 +117,7 @@ def bytes_from_rank_0(comm: MPI.Comm, function: Callable[[], bytes]) -> NDArray[
 
 
 def raised_at(error: BaseException) -> str:
-    """Where it was raised: the innermost line of the user's own code in the traceback, or else of any code."""
+    """Where an error was raised: the innermost line of the user's own code in the traceback, or else of any code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((_OURS, "<", *_LIBRARIES))]
     frame = (own or frames)[-1:]
@@ -144,7 +144,7 @@ def note(comm: MPI.Comm, sentence: object) -> None:
 
 
 def say(line: str, stream: TextIO) -> bool:
-    """Print a line to a standard stream; False, after a note, if it cannot be, as on a full disk: the run goes on."""
+    """Print a line to a standard stream. If that fails, as on a full disk, print a note, return False, and continue."""
     try:
         print(line, file=stream, flush=True)
     except OSError as error:
@@ -156,7 +156,7 @@ def say(line: str, stream: TextIO) -> bool:
 
 
 def _write_nowhere(stream: TextIO) -> None:
-    """Drop what a standard stream could not write: else Python tries again when it ends."""
+    """Redirect a standard stream to /dev/null: else Python tries at exit to write what could not be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -1,12 +1,12 @@
 """Messages from and to the memory of a GPU, whose kernels run later than they are launched.
 
-1. A send or a receive begins when the GPU has come to a *mark*: all kernels launched before the call are done.
+1. A send or a receive begins when the GPU has reached a *mark*: all kernels launched before the call are done.
 2. If MPI cannot read the GPU's memory, messages go through pinned host memory, by copies in streams of their own. A
    send's copy waits for the kernels before the call, and the send for the copy.
 3. A received message *arrives* in the stream of the caller who asks for it: kernels launched from then on wait for its
    copy, the host does not. With words (`stream_words`) the host does not wait for the message either: the stream does.
 4. Sums over ranks are added up in a stream of their own, and their sends wait for that stream alone. Queued after a
-   send of the list, they might wait for kernels that wait for a message of the very rank that the sum is sent to.
+   send of the list, they might wait for kernels that wait for a message from the rank that the sum is sent to.
 
 A thread polls marks and messages, and advances sums, so that a transfer begins when its kernels end, whatever the
 launching thread does. If MPI allows only one thread, the launching thread does this whenever it polls.
@@ -35,11 +35,11 @@ from mpirun.comm.waiting import Done, punctual_naps
 
 WIDEST = 16  # bytes: host memory begins at a multiple of it in the block, so that every type stays aligned
 SWITCH = 50e-6  # seconds: how long one thread of Python keeps the others waiting
-NAP = 20e-6  # seconds between two looks of the thread
+NAP = 20e-6  # seconds between two polls by the thread
 
 
 class Mirror:
-    """Pinned host memory for what arrives in one block of a GPU's memory, anywhere in it."""
+    """Pinned host memory for all messages that are received into one block of a GPU's memory."""
 
     def __init__(self, device: Device) -> None:
         """Memory is allocated at the first use, when all that is received into the block is known."""
@@ -47,7 +47,7 @@ class Mirror:
         self.memory: Tensor | None = None
 
     def cover(self, tensor: Tensor) -> None:
-        """Cover this part of the block, too."""
+        """Extend the mirror to the part of the block that `tensor` takes."""
         begin = int(tensor.storage_offset()) * tensor.element_size() // WIDEST * WIDEST
         self.begin = begin if self.end == self.begin else min(self.begin, begin)
         self.end = max(self.end, int(tensor.storage_offset()) * tensor.element_size() + tensor.nbytes)
@@ -69,21 +69,21 @@ class Transfer:
     def __init__(
         self, mark: Mark | None, begin: Callable[[], MPI.Request], end: Callable[[], Mark | None] = lambda: None
     ) -> None:
-        """`end` returns a mark after what is still to be done on the GPU; None: nothing is."""
+        """`end` returns a mark after the work that is left on the GPU; None: none is left."""
         self.mark, self.begin, self.end = mark, begin, end
         self.done = False  # as far as the host is concerned
         self.arrived: Mark | None = None
         self.promise: Number | None = None  # a number that a word gets when the message has arrived
 
     def begun(self) -> bool:
-        """Begin if the mark is reached; whether it has begun."""
+        """Begin if the mark is reached; return whether the transfer has begun."""
         if self.mark is not None and not self.mark.reached():
             return False
         self.request = self.begin()
         return True
 
     def ended(self) -> bool:
-        """End if MPI is done with it; whether it has ended."""
+        """End if MPI is done with the message; return whether the transfer has ended."""
         if not self.request.Test():
             return False
         self.arrived = self.end()
@@ -92,7 +92,7 @@ class Transfer:
 
 
 class ReceivedMessage:
-    """A message into the memory of a tensor, which is received any number of times."""
+    """A message that is received into the memory of a tensor any number of times."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class ReceivedMessage:
         make_request: Callable[[Tensor], MPI.Prequest],
         enqueue: Callable[[Transfer], None],
     ) -> None:
-        """`make_request`: from the memory that MPI writes; `enqueue`: makes a transfer begin when it is its turn.
+        """`make_request`: takes the memory that MPI writes; `enqueue`: queues a transfer, which begins in its turn.
 
-        `mirror`: that memory; None: it is the tensor's; `word`: gets a number when the message has arrived.
+        `mirror`: has that memory; None: it is the tensor's; `word`: gets a number when the message has arrived.
         """
         self.device, self.tensor, self.mirror, self.word = device, tensor, mirror, word
         self.make_request, self.enqueue = make_request, enqueue
@@ -115,14 +115,14 @@ class ReceivedMessage:
         self.transfer: Transfer | None = None  # the latest
 
     def start(self) -> None:
-        """As that of `Receive`."""
+        """As `Receive.start`."""
         promise = self.word.next() if self.word is not None and self.device.words is not None else None
         self.transfer = Transfer(self.device.mark(), self._begin, lambda: self._end(promise))
         self.transfer.promise = promise
         self.enqueue(self.transfer)
 
     def done(self) -> bool:
-        """As that of `Receive`."""
+        """As `Receive.done`."""
         transfer = self.transfer
         if transfer is not None and transfer.promise is not None:
             if self.device.words is None and not transfer.promise.reached():
@@ -157,9 +157,9 @@ class ReceivedMessage:
 
 
 class QueuedTransport(Transport):
-    """Sends and receives begin when the GPU has come to them, each in call order; those of sums have their own order.
+    """Sends and receives begin when the GPU has reached them, each in call order; those of sums have separate queues.
 
-    What arrives in one place of GPU memory goes through one place of host memory.
+    Messages to the same GPU memory go through the same host memory.
     """
 
     def __init__(self, device: Device, *arguments: Any) -> None:
@@ -202,7 +202,7 @@ class QueuedTransport(Transport):
     def receive(
         self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
     ) -> Receive:
-        """As `Transport.receive`; for what a sum receives the host waits even with words."""
+        """As `Transport.receive`; the host waits for messages of sums even with words."""
         queue = self.receives_of_sums if summed else self.receives_to_begin
         mirror = None if self.device.direct else self._mirror(tensor)
         word = self.device.all_words.word() if self.device.all_words is not None and comm is None else None
@@ -211,7 +211,7 @@ class QueuedTransport(Transport):
         return Receive(message.start, message.done)
 
     def _mirror(self, tensor: Tensor) -> Mirror:
-        """The mirror of the block that a tensor lies in; a new one if the last has its memory already."""
+        """The mirror of the block that a tensor lies in; a new one if the last has allocated its memory."""
         block = tensor.untyped_storage().data_ptr()
         if block not in self.mirrors or self.mirrors[block].memory is not None:
             self.mirrors[block] = Mirror(self.device)
@@ -225,7 +225,7 @@ class QueuedTransport(Transport):
             self.advance()  # not `poll`: the background may be what starts this transfer
 
     def poll(self) -> None:
-        """As `Transport.poll`, after an `advance`. The thread's exception is raised here."""
+        """As `Transport.poll`, after an `advance`. An exception of the thread is raised here."""
         self.advance()
         if self.failure is not None:
             raise self.failure
@@ -237,7 +237,7 @@ class QueuedTransport(Transport):
         return self.advance()
 
     def advance(self) -> bool:
-        """Begin transfers that the GPU has come to, end those that MPI is done with; whether some are left."""
+        """Begin transfers that the GPU has reached, end those that MPI is done with; return whether some are left."""
         if not self.advancing.acquire(blocking=False):
             return True  # another thread does it
         try:
@@ -251,13 +251,13 @@ class QueuedTransport(Transport):
             self.advancing.release()
 
     def _advance_all(self) -> bool:
-        """`advance`, then advance sums, which may queue their next transfers; whether something is left to do."""
+        """`advance`, then advance sums, which may queue their next transfers; return whether anything is left."""
         left = self.advance()
         return (self.background is not None and self.background()) or left
 
     def free(self) -> None:
         """As `Transport.free`, after all transfers and the thread have ended."""
-        self.wait(lambda: not self.advance())  # with words a receive counts as done before its message has come
+        self.wait(lambda: not self.advance())  # with words a receive is done before its message arrives
         thread, self.thread = self.thread, None
         if thread is not None:
             self.busy.set()
@@ -277,7 +277,7 @@ class QueuedTransport(Transport):
                     time.sleep(NAP)
         except BaseException as error:
             self.failure = error
-            if self.device.words is not None:  # else the next poll raises it; but a stream may wait for a word for ever
+            if self.device.words is not None:  # a stream may wait for a word forever; else the next poll raises it
                 traceback.print_exc()
                 self.comm.Abort(1)
 

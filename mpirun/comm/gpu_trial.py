@@ -1,7 +1,7 @@
 """Tries messages between the memories of GPUs, whatever the MPI library says of itself.
 
-The library often reports what it was built with, not what works here. A wrong yes may end in a crash at the first
-message, so ranks try before they train, after telling the watchdog, and compare what has arrived.
+The library often reports what it was built with, not what works here. If it is wrong, the first message may crash the
+rank, so ranks tell the watchdog, send trial messages before they train, and compare what has arrived.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mpirun.comm.message import mpi_buffer
 
-SIZES = (8, 2**16 + 1, 2**22)  # bytes: what libraries send at once, in pieces, and by copies between GPUs
+SIZES = (8, 2**16 + 1, 2**22)  # bytes: libraries send these at once, in pieces, and by copies between GPUs
 
 
 def messages_arrive(comm: MPI.Intracomm, device: torch.device) -> bool:
-    """Whether each rank gets what its neighbour sends, on all ranks. Collective."""
+    """Whether every rank receives what its neighbour sends; the same on all ranks. Collective."""
     before, behind = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     right = True
     for size in SIZES:

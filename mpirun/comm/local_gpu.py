@@ -1,7 +1,7 @@
-"""A rank's GPU, made current before MPI starts: some MPI libraries bind themselves to the one that is current then.
+"""A rank's GPU, made current before MPI starts: some MPI libraries bind themselves to the GPU that is current then.
 
-Neither MPI nor torch can be asked yet. The launcher says in the environment which of its host's ranks this is, and
-CUDA's driver is asked itself. Where there is no launcher, no driver or no GPU, nothing happens.
+Neither MPI nor torch can be asked yet. The launcher gives the rank's number on its host in the environment, and CUDA's
+driver is called directly. Without a launcher, a driver or a GPU, nothing happens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 
-# What launchers call a rank's number on its host. Ranks that mpiexec starts in a Slurm job inherit Slurm's, too.
+# Launchers' variables for a rank's number on its host. Ranks of mpiexec in a Slurm job inherit Slurm's, so it is last.
 LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 
 

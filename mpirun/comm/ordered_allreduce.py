@@ -1,11 +1,11 @@
-"""Allreduce in a fixed order of addition, for any element type, that goes on while other instructions run.
+"""Allreduce in a fixed order of addition, for any element type, that overlaps other instructions.
 
-Each member of a group gives rows of n bytes, whose sections are numbers, and every row has a key. All members get the
-sum of all rows, added in ascending order of the keys: the same bits on all of them and in every run.
+Each member of a group contributes rows of n bytes, whose sections are numbers, and every row has a key. All members
+get the sum of all rows, added in ascending order of the keys: the same bits on all of them and in every run.
 1. SCATTER: member m receives slice m of every row of the others and adds these slices up.
 2. GATHER: every member receives the sums of the other slices.
 The traffic is that of a reduce-scatter and an allgather. The last slices of short rows are empty, and never sent. MPI's
-own reductions do not know bf16 and guarantee no order.
+own reductions do not support bf16 and guarantee no order.
 
 On a GPU the transfer thread advances sums, and their kernels run in a stream of their own (`gpu_transport`).
 """
@@ -25,12 +25,12 @@ from mpirun.comm.waiting import Done
 from schedgen.ir.weight_shards import LINE
 
 SCATTER, GATHER, DONE = range(3)
-# Tags of the two phases. Sums with other tags may go on at the same time in the same group.
+# Tags of the two phases. Sums with other tags may be in flight in the same group.
 GRADIENT_TAGS, SHARD_TAGS = (0, 1), (2, 3)
 
 
 class OrderedAllreduce:
-    """One sum, prepared once and started any number of times; it goes to each member's first row, or to `total`."""
+    """A sum, prepared once and started any number of times; the result goes to each member's first row or `total`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class OrderedAllreduce:
         slices = [slice(m * length, (m + 1) * length) for m in range(members)]
         others = [m for m in range(members) if m != me]
         self.own_slice = self.total[slices[me]]
-        sums = [m for m in others if slices[m].start < len(self.total)]  # the other members that add something up
+        sums = [m for m in others if slices[m].start < len(self.total)]  # the other members whose slices are not empty
         received = rows.new_empty((sum(len(keys[m]) for m in others), len(self.own_slice)))
         free_rows = iter(received)
         slice_of = {key: row[slices[me]] for key, row in zip(keys[me], rows, strict=True)}
@@ -75,13 +75,13 @@ class OrderedAllreduce:
 
     @property
     def done(self) -> bool:
-        """Whether `total` is the sum, and all that this member sends has left."""
+        """Whether `total` is the sum, and all sends of this member are done."""
         return self.phase >= DONE
 
     def start(self) -> None:
         """Start the first phase. The rows may not change from now on until the sum is done."""
         self.phase = SCATTER
-        mark = self.transport.device.mark()  # this member's rows are there, and what reads `total` is done
+        mark = self.transport.device.mark()  # after it the rows are computed, and kernels that read `total` done
         for receive in self.receives:
             receive.start()
         sends = [self.transport.send(piece, m, self.tags[SCATTER], self.group) for piece, m in self.scattered]
@@ -122,9 +122,9 @@ class OrderedAllreduce:
 
 
 class AllreduceQueue:
-    """The sums in flight on a rank. Those with the same tags begin to gather in the order of their starts.
+    """The sums in flight on a rank. Those with the same tags begin to gather in the order in which they were started.
 
-    All ranks share that order. Several threads may advance sums.
+    All ranks start them in the same order. Several threads may advance sums.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -143,7 +143,7 @@ class AllreduceQueue:
             self.active.append(allreduce)
 
     def advance(self) -> bool:
-        """Advance all sums; with the same tags, up to the first that still scatters. True: another thread does it.
+        """Advance all sums; with the same tags, up to the first that still scatters. True if another thread does so.
 
         No thread waits for the lock: with words, its holder may wait for a stream that waits for the transfer thread.
         """
@@ -163,7 +163,7 @@ class AllreduceQueue:
             self.lock.release()
 
     def finish(self) -> None:
-        """Wait for all of them. Kernels launched from now on see the sums."""
+        """Wait for all sums. Kernels launched from now on see them."""
 
         def done() -> bool:
             self.advance()

@@ -5,7 +5,7 @@ messages in flight that take a significant share of the computation:
 - hooks at the ends of layers, forward and backward, about one for every millisecond, call MPI;
 - if single layers take long, a thread calls MPI every millisecond instead.
 By measurement, either hides nearly all of a transfer. Either costs up to 5 % of the computation if every core has a
-rank, so a computation that begins when all messages are there is left alone. MPI's own progress threads cost a whole
+rank, so a computation that begins with no message in flight is left alone. MPI's own progress threads cost a whole
 core. Messages of GPU memory have a thread anyway (`gpu_transport`), and need neither.
 """
 
@@ -63,7 +63,7 @@ class MessageProgress:
     def with_hooks(
         self, act: Callable[[], object], module: nn.Module, seconds: float, backward: bool
     ) -> Callable[[], object]:
-        """`act`, a forward of `module`, with polls at the ends of layers; `backward`: in its backward instead.
+        """`act`, a forward of `module`, with polls at the ends of layers; `backward`: the polls are in its backward.
 
         `seconds`: how long the forward or the backward takes. There is about one hook for every `PERIOD`.
         """
@@ -100,7 +100,7 @@ class MessageProgress:
             self.last_poll = now
 
     def free(self) -> None:
-        """End the thread, and free its communicator; nothing is computed any more. Collective."""
+        """End the thread, and free its communicator; no computation may follow. Collective."""
         self.over = True
         if self.thread is not None:
             self._open()
@@ -128,7 +128,7 @@ class MessageProgress:
         return act_with_thread
 
     def _open(self) -> None:
-        if self.gate.locked():  # otherwise the thread has not seen yet that it was opened the last time
+        if self.gate.locked():  # else the thread has not yet passed the gate since it was last opened
             self.gate.release()
 
     def _run(self) -> None:
@@ -142,7 +142,7 @@ class MessageProgress:
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The submodules without children of their own; one that torch.compile made, or a traced graph, is one layer."""
+    """The submodules without children; a module that torch.compile made, or a traced graph, is one layer."""
     children = list(module.children())
     if not children or hasattr(module, "_orig_mod") or isinstance(module, GraphModule):
         return [module]

@@ -1,7 +1,7 @@
-"""The communicator of all ranks of a run: it shows when a rank waits in it for the others, and takes large objects.
+"""The communicator of all ranks of a run: it shows when a rank waits for the others, and takes large objects.
 
 With an MPI-3.1 library, such as Open MPI 5, mpi4py's own calls for objects fail from 2 GiB on, all ranks together.
-Those of `pkl5` have no such limit. But its `allgather` sends from each rank to each, and nothing large needs it.
+Those of `pkl5` have no such limit. But its `allgather` sends from every rank to every rank: MPI's replaces it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpi4py.util import pkl5
 
 
 class RunComm(pkl5.Intracomm):
-    """Like MPI's. Calls that take objects, and blocks of `waiting`, are shown while they last."""
+    """An intracommunicator that calls `on_wait` around calls that take objects and around blocks of `waiting`."""
 
     on_wait: Callable[[bool], None] = staticmethod(lambda waits: None)  # called when a wait begins, and when it ends
 

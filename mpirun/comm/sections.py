@@ -18,7 +18,7 @@ class Section(NamedTuple):
 
 
 def numbers(flat: Tensor, sections: Sequence[Section], first: int = 0) -> list[Tensor]:
-    """The numbers in a tensor of bytes, one tensor per type; `first`: where it begins in the memory of the sections."""
+    """The numbers in a tensor of bytes, one tensor per type; `first`: where `flat` begins in the sections' memory."""
     spans = [(max(begin - first, 0), min(end - first, len(flat)), dtype) for begin, end, dtype in sections]
     return [flat[begin:end].view(dtype) for begin, end, dtype in spans if begin < end]
 

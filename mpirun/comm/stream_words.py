@@ -1,9 +1,9 @@
-"""--stream-words: words in pinned memory that a GPU's streams write and wait for, to be in order with messages.
+"""--stream-words: words in pinned memory that a GPU's streams write and wait for, to order kernels and messages.
 
-- A *mark* is a number that the stream writes into its word when it comes there. Asking for it only reads memory, and
-  calls nothing of CUDA.
-- A *promise* is a number in a receive's own word. A stream can wait for it before the message has come: the host
-  launches the wait and goes on. The thread that ends the receive keeps the promise, by a store or, after a copy, by
+- A *mark* is a number that the stream writes into its word when it reaches the mark. Testing a mark only reads memory,
+  and calls nothing of CUDA.
+- A *promise* is a number in a receive's own word. A stream can wait for it before the message has arrived: the host
+  launches the wait and continues. The thread that ends the receive keeps the promise, by a store or, after a copy, by
   letting the copy's stream write.
 
 Numbers grow by one and wrap around at 2**32: they are compared by the sign of their 32-bit difference, as CUDA does.
@@ -27,7 +27,7 @@ from schedgen.util.errors import UsageError
 PAGE = 1024  # words that are allocated at once
 HALF, WHOLE = 2**31, 2**32
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, with its sign
-FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH: after it what a network card has written into the GPU's memory is seen
+FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH: afterwards a network card's writes to the GPU's memory are seen
 CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 
 
@@ -40,7 +40,7 @@ class Word:
         self.last = 0
 
     def next(self) -> Number:
-        """The number that is written next."""
+        """The number to be written next."""
         self.last = (self.last + 1) % WHOLE
         return Number(self, self.last)
 
@@ -51,23 +51,23 @@ class Number:
     __slots__ = ("number", "word")
 
     def __init__(self, word: Word, number: int) -> None:
-        """`number`: to be written."""
+        """`number`: what will be written into `word`."""
         self.word, self.number = word, number
 
     def reached(self) -> bool:
-        """Whether it is written."""
+        """Whether the number is written."""
         return (int(self.word.memory[0]) - self.number) % WHOLE < HALF
 
     def arrive(self) -> None:
-        """Make what is launched into the current stream from now on wait until it is written."""
+        """Make work launched into the current stream from now on wait until the number is written."""
         self.word.operations.wait(self.word.address, self.number)
 
     def keep(self) -> None:
-        """Write it now."""
+        """Write the number now."""
         self.word.memory[0] = self.number
 
     def keep_in_stream(self) -> None:
-        """Write it after all that was launched into the current stream."""
+        """Write the number after all work launched into the current stream."""
         self.word.operations.write(self.word.address, self.number)
 
 
@@ -75,7 +75,7 @@ class StreamWords:
     """The words of a device: one for each stream, and others on request."""
 
     def __init__(self, host: Callable[[int], Tensor], operations: CudaStreamOperations) -> None:
-        """`host`: makes pinned memory of so many bytes."""
+        """`host`: allocates pinned memory, given a number of bytes."""
         self.host, self.operations = host, operations
         self.of_streams: dict[Hashable, Word] = {}
         self.free: Iterator[Word] = iter(())
@@ -93,7 +93,7 @@ class StreamWords:
         return words[0]
 
     def mark(self) -> Number:
-        """A mark after all that was launched into the current stream."""
+        """A mark after all work launched into the current stream."""
         stream = self.operations.current()
         if stream not in self.of_streams:
             self.of_streams[stream] = self.word()
@@ -103,10 +103,10 @@ class StreamWords:
 
 
 class CudaStreamOperations:
-    """Operations of the current stream, by CUDA's driver: the stream does them when it comes to them."""
+    """Operations that CUDA's driver launches into the current stream, which executes them in order."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
-        """UsageError if the driver has none."""
+        """UsageError if the driver lacks them."""
         try:
             driver = ctypes.CDLL(library)
             self._write, self._wait = (self._function(driver, f"cuStream{what}Value32") for what in ("Write", "Wait"))
@@ -117,7 +117,7 @@ class CudaStreamOperations:
 
     @staticmethod
     def _function(driver: ctypes.CDLL, name: str) -> Any:
-        """The second version if there is one: the first needs a setting of the driver's module."""
+        """Version 2 of a driver's function if there is one: version 1 needs a setting of the driver's module."""
         function = getattr(driver, f"{name}_v2", None) or getattr(driver, name)
         function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
         function.restype = ctypes.c_int
@@ -128,17 +128,17 @@ class CudaStreamOperations:
         return int(torch.cuda.current_stream().cuda_stream)
 
     def write(self, address: int, number: int) -> None:
-        """Write a 32-bit word, after all that was launched into the stream."""
+        """Write a 32-bit word, after all work launched into the stream."""
         self._check("cuStreamWriteValue32", self._write(self.current(), address, number, 0))
 
     def wait(self, address: int, number: int) -> None:
-        """Go on once the word is `number` or above."""
+        """Make the stream wait until the word is `number` or above."""
         if self._until is None:
             self._until = AT_LEAST | (FLUSH if self._can_flush() else 0)
         self._check("cuStreamWaitValue32", self._wait(self.current(), address, number, self._until))
 
     def _can_flush(self) -> bool:
-        """Whether this GPU can flush; if not, words say nothing of messages that a network card writes itself."""
+        """Whether this GPU can flush; if not, words do not order messages that a network card writes itself."""
         device, can = ctypes.c_int(), ctypes.c_int()
         self._check("cuCtxGetDevice", self._device(ctypes.byref(device)))
         self._check("cuDeviceGetAttribute", self._attribute(ctypes.byref(can), CAN_FLUSH, device))

@@ -4,7 +4,7 @@ The tag of a message is the kind of its buffer. MPI keeps messages of one tag be
 schedule needs no more than that. MPI need not know a tensor's type: its bytes are counted in the widest numbers that
 divide them. A receive fills the same memory in every step, so it is a persistent request that is made once.
 
-`Transport` is for memory that MPI may touch at once; `gpu_transport.py` has the one for GPUs.
+`Transport` is for memory that MPI may access at once; `gpu_transport.py` has the transport for GPUs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mpirun.comm.device import Device
 from mpirun.comm.message import mpi_buffer
 from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
-UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI make progress on the others
+UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI make progress
 NO_ROW = -1  # of a transfer that no single instruction of this rank has started, such as one of a sum
-AT_ONCE = 2**12  # bytes: smaller messages leave at once, with any MPI, even if ranks compute
+AT_ONCE = 2**12  # bytes: smaller messages are sent eagerly by any MPI, even while ranks compute
 
 
 class Receive(NamedTuple):
@@ -35,7 +35,7 @@ class Receive(NamedTuple):
 class Transport:
     """A rank's sends and receives, and its waits for them."""
 
-    moves_alone = False  # whether messages go on while the rank computes, though nobody polls
+    moves_alone = False  # whether messages progress while the rank computes without polling
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Transport:
         self.receives: list[MPI.Prequest] = []
         self.watched: list[Done] | None = None  # since `watch`, larger messages that may be in flight
         self.waited = 0.0  # seconds, all waits together
-        # Advances allreduces; every poll calls it, and so does the thread. Returns whether to call it again.
+        # Advances allreduces; every poll calls it, and so does a transport's thread. Returns whether to call it again.
         self.background: Callable[[], bool] | None = None
 
     def group(self, index: int) -> MPI.Intracomm:
@@ -76,10 +76,10 @@ class Transport:
     def send(
         self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
     ) -> Done:
-        """Start sending; the tensor must neither change nor be freed until that is done.
+        """Start sending; the tensor must neither change nor be freed until the send is done.
 
-        comm    that of a group, for a sum over it
-        summed  the tensor has been added up in the device's `sums`
+        comm    the communicator of a group, for a sum over the group
+        summed  the tensor has been added up in the stream of the device's `sums`
         """
         done = (comm or self.comm).Isend(mpi_buffer(tensor), peer, tag).Test
         if self.watched is not None and tensor.nbytes >= AT_ONCE:
@@ -100,11 +100,11 @@ class Transport:
         return Receive(start if large else request.Start, request.Test)
 
     def watch(self) -> None:
-        """From now on `moves` tracks messages that start, and has to be called now and then."""
+        """From now on `moves` tracks messages that start, and has to be called regularly."""
         self.watched = []
 
     def moves(self) -> bool:
-        """Whether messages are in flight that need MPI calls; this is such a call."""
+        """Let MPI make progress; return whether messages are in flight that need such calls."""
         self.poll()
         self.watched = [done for done in self.watched or () if not done()]
         return bool(self.watched)
@@ -124,7 +124,7 @@ class Transport:
         self.groups.clear()
 
     def wait(self, done: Done, row: int = NO_ROW) -> None:
-        """Return when a transfer is done; `row`: of the instruction that started it."""
+        """Block until a transfer is done; `row`: of the instruction that started it."""
         if done():
             return
         begin = time.perf_counter()
@@ -134,7 +134,7 @@ class Transport:
         self.waited += time.perf_counter() - begin
 
     def poll(self) -> None:
-        """Let MPI make progress on all transfers, and allreduces use what has arrived."""
+        """Let MPI make progress on all transfers, and advance allreduces by what has arrived."""
         self.comm.Iprobe(MPI.ANY_SOURCE, UNUSED_TAG)
         if self.background is not None:
             self.background()

@@ -20,7 +20,7 @@ from mpirun.comm.run_comm import RunComm
 
 SPIN, CROWDED_SPIN = 2e-3, 50e-6  # seconds of spinning: with a core for every rank, and with more ranks than cores
 NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds of one sleep
-LONGEST_IDLE_NAP = 5e-3  # where a rank has nothing to move for others meanwhile
+LONGEST_IDLE_NAP = 5e-3  # where a waiting rank moves no messages
 LATE = 0.02  # a nap, as a fraction of the time waited so far
 PR_SET_TIMERSLACK = 29  # in linux/prctl.h
 
@@ -30,13 +30,13 @@ Done = Callable[[], bool]
 
 
 def punctual_naps() -> None:
-    """Let the naps of this thread end in time: otherwise Linux adds 50 us to each."""
+    """Make the sleeps of this thread end on time: otherwise Linux adds 50 us to each."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1))
 
 
 def spin_then_sleep(done: Done, poll: Callable[[], None], spin: float, longest: float = LONGEST_NAP) -> None:
-    """Return when `done()`; until then call `poll`, yielding the core for `spin` seconds and then sleeping.
+    """Block until `done()`; meanwhile call `poll`, yielding the core for `spin` seconds and then sleeping.
 
     `longest`: seconds of one sleep.
     """
@@ -51,9 +51,9 @@ def spin_then_sleep(done: Done, poll: Callable[[], None], spin: float, longest: 
 
 
 def sleeping_any(comm: MPI.Comm, here: bool) -> bool:
-    """Whether `here` is true on some rank. Ranks sleep until all are there, so that those that compute have the cores.
+    """Whether `here` is true on some rank. Collective; waiting ranks sleep, so that ranks that compute have the cores.
 
-    A barrier, too: no rank returns before all have come.
+    It is also a barrier: no rank returns before all have called it.
     """
     anywhere = np.array([here])
     sleep_until(comm, comm.Iallreduce(MPI.IN_PLACE, anywhere, MPI.LOR).Test)
@@ -66,6 +66,6 @@ def sleeping_barrier(comm: MPI.Comm) -> None:
 
 
 def sleep_until(comm: MPI.Comm, done: Done) -> None:
-    """Sleep until a call of all ranks is done."""
+    """Sleep until a collective call is done."""
     with comm.waiting() if isinstance(comm, RunComm) else contextlib.nullcontext():
         spin_then_sleep(done, lambda: None, 0, LONGEST_IDLE_NAP)

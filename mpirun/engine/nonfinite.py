@@ -20,8 +20,8 @@ def find_nonfinite(
 ) -> tuple[int, str] | None:
     """(row, description) of the first number that is not finite, on the rank of that row; None on the other ranks.
 
-    `instructions`: the list of `rank`. The number is the first such loss or, if all losses are finite, the last such norm
-    of a parameter's gradient in the order of the model, because backwards reach that parameter first.
+    `instructions`: the list of `rank`. The number is the first such loss or, if all losses are finite, the last such
+    norm of a parameter's gradient in the order of the model, because backwards reach that parameter first.
     """
     for number, loss in enumerate(result.losses):
         if not math.isfinite(loss):

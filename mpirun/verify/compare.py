@@ -1,4 +1,4 @@
-"""How far the record of a run is from that of its reference, and how much of that may be rounding."""
+"""How far the record of a run is from its reference's, and how much of the difference may be rounding."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def compare(
 ) -> list[Difference]:
     """Differences of losses, gradients, parameters and buffers, |ours - theirs| / |theirs| in the 2-norm.
 
-    limit     the difference that is allowed. Unless it is 0, what rounding may explain of a larger difference is
+    limit     the allowed difference. Unless it is 0, the rounding error that a larger difference may contain is
               subtracted: a gradient that should be zero, such as that of a bias before a normalisation, is nothing but
-              rounding of its stage's gradient. Also unless it is 0, the updates of parameters (their changes since the
-              start) are compared, and listed if they differ by more than UPDATES: a small step that is missing hardly
-              shows in the parameters themselves.
-    left_out  by parameter a mask; elements that are True are not compared
+              rounding of its stage's gradient. Unless it is 0, the updates of parameters (their changes since the
+              start) are compared, too, and listed if they differ by more than UPDATES: a small step that is missing
+              hardly shows in the parameters themselves.
+    left_out  a mask by parameter; elements that are True are not compared
     """
     losses = Difference("losses", 0.0, "", limit)
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
@@ -74,7 +74,7 @@ def same_bits(ours: Record, theirs: Record) -> bool:
 
 
 def default_tolerance(setup: Setup) -> float:
-    """The relative difference that is allowed, by the types that are computed in."""
+    """The relative difference that is allowed, given the types of the parameters and of autocast."""
     if any(place.dtype.itemsize < torch.float32.itemsize for shape in setup.shapes for place in shape.layout):
         return NARROW
     return MIXED if setup.autocast_dtype else PLAIN
@@ -136,7 +136,7 @@ def _buffers(ours: Buffers, theirs: Buffers, limit: float) -> Difference:
     finite = {key: x.nan_to_num(0, 0, 0) for key, x in theirs.items() if x.is_floating_point()}
     worst, rounding = Difference("buffers", 0.0, "", limit), _rounding(finite)
     for key, value in theirs.items():
-        apart = (ours[key] != value) & ~((ours[key] != ours[key]) & (value != value))  # NaN is NaN
+        apart = (ours[key] != value) & ~((ours[key] != ours[key]) & (value != value))  # NaN equals NaN
         whole = torch.promote_types(value.dtype, torch.float64)
         distance = _norm(torch.where(apart, ours[key].to(whole) - value.to(whole), 0))
         norm = _norm(finite.get(key, value))

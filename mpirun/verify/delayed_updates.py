@@ -73,7 +73,7 @@ def _microbatch(
     step: int,
     mb: int,
 ) -> float:
-    """One microbatch of a step, and the updates that it completes; its loss."""
+    """Run one microbatch of a step, and the updates that it completes; return its loss."""
     for stage in stages:
         stage.use(used[stage.index, mb])
         stage.layer_rng.at = (setup.seed, step, mb)
@@ -104,12 +104,12 @@ class _Versions:
         self.gradient: Weights = {}  # of the last update
 
     def use(self, version: int) -> None:
-        """The module has this version of its weights until the next call: a backward may compute with them again."""
+        """Point the module to this version of its weights until the next call: the backward uses them, too."""
         for name, parameter in self.parameters.items():
             parameter.data = self.kept[version][name]
 
     def take_gradients(self) -> Weights:
-        """Take the gradients off the parameters; zeros where there was none."""
+        """Remove and return the parameters' gradients; zeros where there is none."""
         gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in self.parameters.items()}
         self.module.zero_grad()
         return gradients
@@ -129,7 +129,7 @@ class _Versions:
         self.gradients.clear()
         if self.optimizer is not None:
             self.optimizer.step(step, self.setup.device.seed, len(self.kept) - 1)
-            self.kept[-1] = {name: weight.detach() for name, weight in self.parameters.items()}  # or what it put there
+            self.kept[-1] = {name: weight.detach() for name, weight in self.parameters.items()}  # it may replace them
         self.module.zero_grad()
 
 

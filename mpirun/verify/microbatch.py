@@ -71,7 +71,7 @@ def forward_backward(
     number: int,
     divisor: float | None = None,
 ) -> float:
-    """Microbatch `number` of a step through all stages and back; its loss. Gradients are added to the parameters'.
+    """Run microbatch `number` of a step forward and backward; return its loss. Gradients are added to the parameters'.
 
     The gradients are those of the loss divided by `divisor`; None: by the microbatch's own `loss_divisor`.
     """
@@ -102,7 +102,7 @@ def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[Forwa
 
 
 def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tensor | None]) -> None:
-    """Back through all stages; `gradients`: of the outputs of the last stage, or of its shards."""
+    """Run the backward of all stages; `gradients`: of the outputs of the last stage, or of its shards."""
     summands: dict[Value, list[Tensor]] = {value: [] for value in done.outputs}  # last consumer first
     for value, gradient in gradients.items():
         if gradient is not None:
@@ -124,7 +124,7 @@ def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tenso
 
 
 def _backward_of_stage(stage: int, outputs: Mapping[Value, Tensor], summands: Mapping[Value, list[Tensor]]) -> None:
-    """Back through one stage; `summands`: by output, the gradients from its consumers, taken off the lists."""
+    """Run the backward of one stage; `summands`: by output, the gradients from its consumers, taken off the lists."""
     roots: list[Tensor] = []
     gradients: list[Tensor] = []
     for value in [v for v in outputs if v.stage == stage and outputs[v].requires_grad and summands[v]]:

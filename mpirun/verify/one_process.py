@@ -98,7 +98,7 @@ class _Model:
         return losses or backward_of_minibatch(self.setup, self.header, forwards, step)
 
     def _take_gradients(self) -> Parameters:
-        """Take the gradients off the parameters; those of tied ones are added in the order of the stages."""
+        """Remove and return the parameters' gradients; those of tied ones are added in the order of the stages."""
         gradients: Parameters = {}
         for key, parameter in self.parameters.items():
             gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -25,7 +25,7 @@ class Record(NamedTuple):
     """What a run did, or the reference that it is compared with: enough to compare the two."""
 
     losses: list[list[float]]  # by step and microbatch
-    gradients: list[Parameters]  # by step, before clipping; without steps that changed nothing
+    gradients: list[Parameters]  # by step, before clipping; without skipped steps
     parameters: Parameters  # in the end
     start: Parameters | None = None  # a reference's parameters before the first step
     buffers: Mapping[tuple[int, str], Tensor] = {}  # in the end: those that forwards change
@@ -89,7 +89,7 @@ def gather_record(
 
 
 def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:
-    """Whole parameters, in the order of the model."""
+    """Whole parameters, joined from their pieces, in the order of the model."""
     by_parameter: dict[tuple[int, str], list[tuple[int, Tensor]]] = {}
     for (stage, name, begin), piece in pieces.items():
         by_parameter.setdefault((stage, name), []).append((begin, piece.reshape(-1)))

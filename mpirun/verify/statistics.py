@@ -1,7 +1,7 @@
 """Buffers that forwards change, such as running statistics: which microbatches change them, in run and reference.
 
-A run's buffers are those of one rank for each stage, which may do the forwards of some microbatches only. In the
-reference the other microbatches leave the buffers alone.
+A run's buffers of a stage are those of one rank, which may do the forwards of some microbatches only. In the reference
+the other microbatches leave the buffers unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from schedgen.ir.program import Program
 
 
 class Statistics(NamedTuple):
-    """What is known of the stages whose forwards change buffers.
+    """Facts about the stages whose forwards change buffers.
 
     seen      by stage, the microbatches of the list that change the model's buffers
     resumed   the buffers that a run read from a checkpoint; empty: it began with its own
@@ -37,25 +37,25 @@ class Statistics(NamedTuple):
     left_out: Mapping[int, str]
 
     def of_microbatch(self, modules: Sequence[nn.Module], mb: int) -> list[Callable[..., Any]]:
-        """These modules for microbatch `mb`; they change no buffers if the run's buffers did not see it."""
+        """The modules to compute microbatch `mb` with; they change no buffers if the run's buffers did not see it."""
         return [
             partial(_frozen, module) if mb not in self.seen.get(stage, (mb,)) else module
             for stage, module in enumerate(modules)
         ]
 
     def of(self, modules: Sequence[nn.Module]) -> Parameters:
-        """Copies of those buffers of these modules that are compared."""
+        """Copies of the modules' buffers that are compared."""
         compared = [stage for stage in self.seen if stage not in self.left_out]
         return {(stage, name): x for stage in compared for name, x in buffer_copies(modules[stage]).items()}
 
     def put(self, buffers: Parameters, modules: Sequence[nn.Module]) -> None:
-        """Set the buffers of these modules."""
+        """Set the modules' buffers to `buffers`."""
         for stage in self.seen:
             set_buffers(modules[stage], {name: x for (of, name), x in buffers.items() if of == stage})
 
 
 def own_buffers(program: Program, setup: Setup, stages: Mapping[int, LocalStage], rank: int) -> Parameters:
-    """Copies of the model's buffers that a rank has."""
+    """Copies of those of the model's buffers that rank `rank` has."""
     return {
         (index, name): x.cpu()
         for index, stage in stages.items()
@@ -67,7 +67,7 @@ def own_buffers(program: Program, setup: Setup, stages: Mapping[int, LocalStage]
 def gather_statistics(
     comm: MPI.Intracomm, program: Program, setup: Setup, buffers: Parameters, resumed: Parameters
 ) -> Statistics:
-    """`program`: this rank's part; `buffers`: its `own_buffers`; `resumed`: those after a resume. Collective."""
+    """All `Statistics`. `program`: this rank's part; `buffers`: its `own_buffers`; `resumed`: those resumed. Collective."""
     seen: dict[int, list[int]] = {}
     for i in program.instructions(comm.rank):
         changes = i.op == Op.FWD and setup.shapes[i.stage].overwrites_buffers

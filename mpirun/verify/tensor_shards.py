@@ -18,7 +18,7 @@ from schedgen.ir.tensor_parallel import TensorParallel
 def without_shards(
     setup: Setup, header: Header, record: Record, statistics: Statistics
 ) -> tuple[Setup, Header, Record | str, Statistics]:
-    """What was recorded, and what it is compared with; a sentence instead of the record if copies differ.
+    """A run's record, and the setup of its reference; a sentence instead of the record if copies differ.
 
     In canonical mode the reference has shards and adds them up, as the ranks do; else it runs the model without shards.
     """
@@ -31,7 +31,7 @@ def without_shards(
 
 
 def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
-    """The setup and the header of the model's stages, which a schedule has in shards."""
+    """The setup and the header of the model's stages without shards."""
     stages = header.model_stages
     plain = replace(
         header,
@@ -69,7 +69,7 @@ def _of_whole(header: Header, values: Mapping[tuple[int, str], Tensor]) -> Param
 
 
 def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
-    """The record of the model's stages; a sentence if shards differ in what should be copies."""
+    """The record of the model's stages; a sentence if shards differ in a parameter that should be the same in all."""
     tensor = header.tensor_parallel
     differing: list[str] = []
 

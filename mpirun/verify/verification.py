@@ -22,18 +22,18 @@ from schedgen.util.errors import UsageError, clip, one_line
 
 
 class Verification:
-    """One rank's part: it records what the interpreter does from now on, then compares."""
+    """One rank's part of --verify: records what the interpreter does from now on, then compares."""
 
     def __init__(self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter) -> None:
         """`program`: this rank's rows."""
         self.comm, self.program, self.header, self.setup = comm, program, program.header, setup
         self.interpreter = interpreter
         self.record = RankRecord([], [], {}, {})
-        self.resumed_buffers: Parameters = {}  # the model's that this rank has, as read from a checkpoint
+        self.resumed_buffers: Parameters = {}  # the model's buffers on this rank, as read from a checkpoint
         interpreter.optimizer_step.on_gradients = self._add_gradients
 
     def resumed(self) -> None:
-        """Record the buffers with which the run goes on from a checkpoint."""
+        """Record the buffers with which the run continues from a checkpoint."""
         self.resumed_buffers = self._buffers()
 
     def _buffers(self) -> Parameters:
@@ -81,7 +81,7 @@ class Verification:
         return int(self.comm.bcast(code))
 
     def _report(self, ours: Record, theirs: Record, statistics: Statistics, tolerance: float | None) -> int:
-        """Print the differences; the exit code."""
+        """Print the differences; return the exit code."""
         tolerance = default_tolerance(self.setup) if tolerance is None else tolerance
         limit = 0.0 if self.setup.canonical else tolerance
         if len(ours.gradients) != len(theirs.gradients):

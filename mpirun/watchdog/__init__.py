@@ -3,7 +3,7 @@
 `rank_side`   what a rank shows in shared memory, and how its host's watchdog is started
 `process`     the watchdog's loop: it looks at the ranks of its host, and ends them where one has died or none moves
 `rank_state`  what a rank does, in words
-`hang`        why a job cannot go on: which rank the others wait for, which scripts do different things
+`hang`        why a job cannot continue: which rank the others wait for, which scripts do different things
 `hosts`       connections to the watchdogs of other hosts, and which host is silent
 
 All but `rank_side` import only Python's standard library, so that a watchdog starts at once and stays small.
@@ -15,10 +15,10 @@ WORDS = 8
 PHASE = 0
 STEP = 1
 ROW = 2  # the instruction that the rank executes, or NOTHING
-WAIT = 3  # the row of the transfer or sum that it waits for, or NOTHING, or OTHERS: what all ranks take part in
+WAIT = 3  # the row of the transfer or sum that it waits for, or NOTHING, or OTHERS: for all other ranks
 BEAT = 4  # counts up during work in which the row does not change for long
 # The number of the calls of a script so far, times len(METHODS), and the last one's place in METHODS: one word, because
-# two would change one after the other.
+# two could be read between their changes.
 CALL = 5
 IN_SCRIPT = 6  # whether the script runs code of its own, between two calls
 ASKED = 7  # whether SIGTERM ends this rank now

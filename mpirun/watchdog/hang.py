@@ -1,4 +1,4 @@
-"""Why a job cannot go on: which rank the others wait for, or which scripts call different methods of the Engine."""
+"""Why a job cannot continue: which rank the others wait for, or which scripts call different methods of the Engine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mpirun.watchdog.rank_state import State
 
 
 def different_calls(states: list[State]) -> str | None:
-    """Two ranks whose scripts do different things though all have to do the same, in a sentence; None: there are none.
+    """A sentence about two ranks whose scripts call different methods though all must call the same; None: no such two.
 
-    After the same number of calls the last one is the same on all ranks, at any time, so one look is enough.
+    Ranks that have made the same number of calls must have made the same last call, at any time: one look is enough.
     """
     first: dict[int, State] = {}  # by number of calls
     for state in states:
@@ -25,11 +25,11 @@ def different_calls(states: list[State]) -> str | None:
 
 
 def explain_hang(states: list[State]) -> str:
-    """Which rank all others wait for in the end, or the circle in which they wait for each other."""
+    """A sentence: which rank all others wait for, directly or not, or the cycle in which ranks wait for each other."""
     by_rank = {state["rank"]: state for state in states}
 
     def next_of(rank: int) -> int | None:
-        """The rank that a rank waits for: in a sum the first one that has not come to it."""
+        """The rank that a rank waits for; in a sum, the first rank that has not reached the sum."""
         peer: int | None = by_rank[rank]["peer"]
         if peer != -1:
             return peer

@@ -1,6 +1,6 @@
 """Connections between the watchdogs of several hosts: their messages, and which host is silent.
 
-The watchdog beside rank 0 listens, and every other one connects to it. A message is a line of JSON with some of these:
+The watchdog beside rank 0 listens, and all others connect to it. A message is a line of JSON with some of these keys:
 
 token, host   opens a connection; one that begins otherwise is closed
 states        the states of the host's ranks, once a second
@@ -28,7 +28,7 @@ class Link:
     """A connection to another watchdog."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Messages are sent and received without waiting from now on."""
+        """Make the connection non-blocking."""
         self.socket, self.received, self.out, self.heard = connection, b"", b"", time.monotonic()
         self.host = ""
         self.states: list[State] = []
@@ -36,7 +36,7 @@ class Link:
         connection.setblocking(False)
 
     def send(self, **message: object) -> None:
-        """Send a message, with those that could not be sent before."""
+        """Send a message, after those that could not be sent before."""
         self.out += json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):  # full, or broken: `heard` will tell
             self.out = self.out[self.socket.send(self.out) :]
@@ -72,7 +72,7 @@ class Hosts:
         self.links: list[Link] = []
 
     def connect(self, host: str, addresses: list[str], port: int) -> bool:
-        """Connect this `host` to the watchdog beside rank 0; whether one of its addresses answers."""
+        """Connect this `host` to the watchdog beside rank 0; return whether one of its addresses answers."""
         for address in addresses:
             with contextlib.suppress(OSError):
                 link = self.add(socket.create_connection((address, port), 3))
@@ -82,14 +82,14 @@ class Hosts:
         return False
 
     def add(self, connection: socket.socket) -> Link:
-        """A new connection, not yet trusted."""
+        """Register a new connection, which is not trusted yet."""
         link = Link(connection)
         self.links.append(link)
         self.selector.register(link.socket, selectors.EVENT_READ, link)
         return link
 
     def _close(self, link: Link) -> None:
-        """Close a link. That of a watchdog that ends without `bye` stays in the list: its silence will count."""
+        """Close a link. If its watchdog ends without `bye`, it stays in the list, so that its silence counts."""
         self.selector.unregister(link.socket)
         link.socket.close()
         if link.left or not link.trusted:
@@ -110,7 +110,7 @@ class Hosts:
             self._close(link)
 
     def send(self, **message: object) -> None:
-        """Send a message to all."""
+        """Send a message to all other hosts."""
         for link in self.links:
             link.send(**message)
 
@@ -119,7 +119,7 @@ class Hosts:
         return [state for link in self.links for state in link.states]
 
     def silent(self, seconds: float) -> Link | None:
-        """A host that has not been heard of for so long; None: there is none."""
+        """A link to a host that has sent nothing for `seconds`; None: there is none."""
         now = time.monotonic()
         lost = (link for link in self.links if link.trusted and not link.left and now - link.heard > seconds)
         return next(lost, None)

@@ -52,7 +52,7 @@ class WatchdogProcess:
         ]
         self.selector = selectors.DefaultSelector()
         self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "stdin")
-        for rank in self.ranks:  # tells who ended first; where a kernel lacks it the next look finds out
+        for rank in self.ranks:  # tells which rank ended first; without pidfds the next look finds the ended ranks
             with contextlib.suppress(AttributeError, OSError):
                 self.selector.register(os.pidfd_open(rank.pid), selectors.EVENT_READ, rank)
                 rank.reported = True
@@ -75,7 +75,7 @@ class WatchdogProcess:
             for key, _ in self.selector.select(TICK):
                 if key.data == "server":
                     assert self.server is not None
-                    with contextlib.suppress(OSError):  # who connected has gone, or there are too many open files
+                    with contextlib.suppress(OSError):  # the peer is gone, or there are too many open files
                         self.hosts.add(self.server.accept()[0])
                 elif isinstance(key.data, Link):
                     self._receive(key.data)
@@ -93,7 +93,7 @@ class WatchdogProcess:
             self._end_launcher(self.launcher.pid, self.launcher.started)
 
     def _receive(self, link: Link) -> None:
-        """Do what another watchdog says."""
+        """Act on the messages of another watchdog."""
         for message in self.hosts.receive(link):
             if "failed" in message:
                 self.spoken = True
@@ -105,7 +105,7 @@ class WatchdogProcess:
                 self._end_ranks(0 if message["end"] == "now" else GRACE)
 
     def _look(self) -> None:
-        """Look at the ranks of this host; kill them when their time is up."""
+        """Look at the ranks of this host; kill them when their grace period has ended."""
         self._hear_failures()
         for rank in self.ranks:
             rank.look()
@@ -119,7 +119,7 @@ class WatchdogProcess:
         self.stop = self.stop or all(rank.gone for rank in self.ranks)
 
     def _hear_failures(self) -> None:
-        """A rank that fails reports it itself before it ends: no watchdog speaks, and all ranks are ended."""
+        """End all ranks if one fails; that rank itself reports why before it ends, so no watchdog speaks."""
         if not self.spoken and any(rank.words[PHASE] == FAILED for rank in self.ranks):
             self.spoken = True
             self.hosts.send(failed=True)
@@ -150,7 +150,7 @@ class WatchdogProcess:
     def _compare(self) -> None:
         """Report to the other hosts; end the job if one is silent, scripts call different methods, or nothing moves."""
         now = time.monotonic()
-        if (missed := now - self.compared - REPORT) > REPORT:  # suspended, as the ranks were: it does not count
+        if (missed := now - self.compared - REPORT) > REPORT:  # suspended, as the ranks were: this time does not count
             for rank in self.ranks:
                 rank.moved = min(now, rank.moved + missed)
             for link in self.hosts.links:
@@ -187,12 +187,12 @@ class WatchdogProcess:
         self._end_ranks(0)
 
     def _end_ranks(self, grace: float) -> None:
-        """Kill the ranks of this host after so many seconds, unless the launcher does before."""
+        """Kill the ranks of this host after `grace` seconds, unless the launcher has ended them by then."""
         at = time.monotonic() + grace
         self.ending = at if self.ending is None else min(self.ending, at)
 
     def _end_launcher(self, pid: int, started: int) -> None:
-        """End the launcher: MPICH's waits until nobody here can speak any more, and then for the host that is lost."""
+        """End the launcher: MPICH's waits until all output of this host is closed, and then for the lost host."""
         os.close(2)
         for _ in range(5):
             time.sleep(1)

@@ -36,12 +36,12 @@ COMMAND = [sys.executable, "-I", "-S", "-c", _SCRIPT]
 
 
 class Watchdog:
-    """`state` is this rank's words: code that does something writes there what it does."""
+    """A rank's side of its watchdog; `state`: this rank's words, in which code shows what it does."""
 
     def __init__(self, comm: MPI.Intracomm, first_line: int, instructions: Sequence[Instruction], limit: float) -> None:
         """`first_line`: of the instructions in the file; `limit`: seconds in which some rank has to move. Collective.
 
-        Without a limit, 0, no process is started.
+        If `limit` is 0, no process is started.
         """
         self.process: subprocess.Popen[bytes] | None = None
         self.state = memoryview(bytearray(_BYTES)).cast("q")
@@ -83,7 +83,7 @@ class Watchdog:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[file.fileno(), *([server.fileno()] if server else [])],
-            start_new_session=True,  # what ends the ranks should not end it: it speaks for them
+            start_new_session=True,  # signals that end the ranks should not end it: it speaks for them
         )
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(plan).encode() + b"\n")
@@ -105,7 +105,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, phase: int) -> Iterator[None]:
-        """Show what this rank does in the block; after it, unless the phase has changed, what it did before."""
+        """Show `phase` during the block and, unless the block has changed the phase, the previous one after it."""
         before, self.state[PHASE] = self.state[PHASE], phase
         yield
         if self.state[PHASE] == phase:
@@ -116,7 +116,7 @@ class Watchdog:
         self.state[WAIT] = OTHERS if waits else NOTHING
 
     def end(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Like `__exit__`: show that this rank is done, normally or by a Stop, or that it fails and says so itself."""
+        """Like `__exit__`: show that this rank is done, normally or by a Stop, or that it fails and reports why."""
         if error is not None and not isinstance(error, Stop):
             if isinstance(error, MPI.Exception):  # usually because a rank is gone: the watchdog reports that
                 time.sleep(1)
@@ -131,13 +131,13 @@ class Watchdog:
 
 
 def _sees() -> tuple[int, int]:
-    """What must be the same on two ranks for them to see each other's processes, and files in memory."""
+    """Identifiers that must be equal on two ranks for them to see each other's processes, and files in memory."""
     shared_memory = Path("/dev/shm")
     return Path("/proc/self/ns/pid").stat().st_ino, shared_memory.stat().st_dev if shared_memory.exists() else 0
 
 
 def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
-    """A file for the words of so many ranks, in memory where a host has such a folder."""
+    """A file for the words of `ranks` ranks, in memory (/dev/shm) if the host has such a folder."""
     for folder in ("/dev/shm", None):
         with contextlib.suppress(OSError):
             file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder, delete=False)  # noqa: SIM115

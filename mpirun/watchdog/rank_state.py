@@ -53,15 +53,15 @@ class Rank:
     """A rank of this host."""
 
     def __init__(self, number: int, pid: int, first_line: int, lines: list[str], words: memoryview) -> None:
-        """`lines`: its instructions; `first_line`: of the first of them in the schedule; `words`: what it shows."""
+        """`lines`: its instructions; `first_line`: of the first one in the schedule; `words`: those that it shows."""
         self.number, self.pid, self.first_line, self.lines, self.words = number, pid, first_line, lines, words
         self.seen: tuple[int, ...] = ()
         self.moved = time.monotonic()
         self.gone = False
-        self.reported = False  # the kernel reports its end, in the order of ends; a look finds ranks by number
+        self.reported = False  # whether the kernel reports its end, in the order of ends; a look finds ranks by number
 
     def look(self) -> None:
-        """Note when it moves: when its words change."""
+        """Record the time if the rank has moved: if its words have changed."""
         seen = tuple(self.words[word] for word in (PHASE, STEP, ROW, BEAT, IN_SCRIPT))
         if seen != self.seen:
             self.seen, self.moved = seen, time.monotonic()
@@ -70,7 +70,7 @@ class Rank:
         return f"line {self.first_line + row}: {self.lines[row]}"
 
     def state(self, host: str) -> State:
-        """What it does now; `host`: the name of this host."""
+        """What the rank does now; `host`: the name of this host."""
         phase, row, wait = self.words[PHASE], self.words[ROW], self.words[WAIT]
         at, waits, peer = PHASES[phase], None, None
         if phase == TRAINING:
