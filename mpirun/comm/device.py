@@ -259,7 +259,7 @@ class Cuda(Device):
         torch.use_deterministic_algorithms(True)
 
     def try_messages(self, comm: MPI.Intracomm) -> None:
-        """If the trial fails: with `auto` messages go through host memory, with `direct` there is a UsageError."""
+        """If the trial fails, messages go through host memory with `auto`; UsageError with `direct`."""
         if self.direct and not messages_arrive(comm, self.torch):
             if self.messages == "direct":
                 raise UsageError("gpu messages direct: MPI does not move GPU memory, but something else or nothing")
@@ -271,7 +271,7 @@ class Cuda(Device):
 
 
 def number_on_host(comm: MPI.Intracomm) -> int:
-    """A rank's number on its host: what the launcher says, or how many ranks before it are there. Collective."""
+    """A rank's number on its host: the launcher's, or the number of lower ranks on the host. Collective."""
     numbers, here = comm.allgather(local_rank(os.environ)), ranks_on_host(comm)
     number, said = numbers[comm.rank], {numbers[rank] for rank in here}
     # Ranks that inherit one variable of another launcher all have the same number.
@@ -279,7 +279,7 @@ def number_on_host(comm: MPI.Intracomm) -> int:
 
 
 def ranks_on_host(comm: MPI.Intracomm) -> list[int]:
-    """The ranks that run on this one's host. Collective.
+    """The ranks that run on this rank's host. Collective.
 
     MPI cannot be asked: with MPIR_CVAR_NOLOCAL it treats ranks of one host as if they were on several.
     """

@@ -103,7 +103,7 @@ class ReceivedMessage:
         make_request: Callable[[Tensor], MPI.Prequest],
         enqueue: Callable[[Transfer], None],
     ) -> None:
-        """`make_request`: takes the memory that MPI writes; `enqueue`: queues a transfer, which begins in its turn.
+        """`make_request`: makes the request for the memory that MPI writes; `enqueue`: queues a transfer.
 
         `mirror`: has that memory; None: it is the tensor's; `word`: gets a number when the message has arrived.
         """

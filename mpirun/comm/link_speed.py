@@ -17,7 +17,7 @@ from mpirun.comm.transport import Transport
 SIZES = [8 << k for k in range(22)]  # bytes, to 16 MiB
 SMALL = 2**16  # bytes: up to this size single times scatter so much that more of them are taken
 REPETITIONS, SMALL_REPETITIONS, WARM_UP = 12, 42, 2
-ROUNDS = 5  # at most: another one is measured if other programs disturbed the links so much that bytes cost nothing
+ROUNDS = 5  # at most: another round is measured if other programs disturbed the links so much that beta is 0
 TAG = 1
 
 

@@ -81,7 +81,7 @@ class OrderedAllreduce:
     def start(self) -> None:
         """Start the first phase. The rows may not change from now on until the sum is done."""
         self.phase = SCATTER
-        mark = self.transport.device.mark()  # after it the rows are computed, and kernels that read `total` done
+        mark = self.transport.device.mark()  # after the kernels that compute the rows or read `total`
         for receive in self.receives:
             receive.start()
         sends = [self.transport.send(piece, m, self.tags[SCATTER], self.group) for piece, m in self.scattered]
@@ -143,7 +143,7 @@ class AllreduceQueue:
             self.active.append(allreduce)
 
     def advance(self) -> bool:
-        """Advance all sums; with the same tags, up to the first that still scatters. True if another thread does so.
+        """Advance all sums; with the same tags, up to the first that still scatters. True if another thread does it.
 
         No thread waits for the lock: with words, its holder may wait for a stream that waits for the transfer thread.
         """

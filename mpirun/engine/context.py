@@ -29,7 +29,7 @@ class Context:
     slots: MemorySlots  # where received buffers lie
     transport: Transport
     allreduces: AllreduceQueue  # the allreduces in flight
-    buffers: LocalBuffers  # x, g and w by name
+    buffers: LocalBuffers  # x, g and w by name, and dw that are sent
     grad_buffers: GradBuffers  # dw
     optimizer: Optimizer
     position: Position  # the step and pass being executed

@@ -210,7 +210,7 @@ class ForwardBackward:
         return self.setup.model.loss_of == "minibatch" and not self.header.graph.consumers[i.stage]
 
     def _collect_outputs(self, i: Instruction, forward: Callable[[], list[Tensor]]) -> Act:
-        """The last stage's forward if the loss is computed over the whole minibatch."""
+        """The last stage's forward, whose outputs are collected for a loss of the whole minibatch."""
         x, read, mb = self.buffers.get(Kind.X, i.stage, i.mb), self.microbatches.reader(i.mb, keep=False), i.mb
         setup, count = self.setup, self.header.microbatches
 
@@ -241,7 +241,7 @@ class ForwardBackward:
         return self._backward(i, compute)
 
     def bwd_i(self, row: int, i: Instruction) -> Act:
-        """BWD_I: the gradients of the inputs only; BWD_W continues from what it leaves."""
+        """BWD_I: the gradients of the inputs only; `pending.half` keeps what BWD_W needs."""
         stage, pending, take_gradients = self.stage_of(i), self._pending(i), gradient_taker(self.context, i)
 
         def compute(gradients: list[Tensor | None]) -> list[Tensor]:

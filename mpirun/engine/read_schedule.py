@@ -1,7 +1,7 @@
 """The schedule: rank 0 reads and checks it, and refuses a wrong number of ranks; each rank gets its list.
 
 Rank 0 never holds the text. It reads the file block by block into columns of 22 bytes per instruction. Checking them
-takes about three times that memory. Afterwards rank 0 keeps only its own rows, unless all are wanted.
+takes about three times that memory. Afterwards rank 0 keeps only its own rows, unless `all_ranks` is kept.
 """
 
 from __future__ import annotations

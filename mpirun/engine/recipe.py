@@ -103,7 +103,8 @@ class SteppedOptimizer:
         self.recipe, self.optimizer, self.seed = recipe, optimizer, seed
         self.scheduler = None if recipe.scheduler is None else _scheduler(recipe.scheduler, optimizer)
         self.scheduled = 0  # steps that the scheduler has taken
-        self.set_names = set() if recipe.rate is None and recipe.scheduler is None else {"lr"}  # that steps change
+        # Names of the entries of parameter groups that steps change.
+        self.set_names = set() if recipe.rate is None and recipe.scheduler is None else {"lr"}
 
     def step(self, step: int, seed: Callable[[int], None] = seed_generators, update: int = 0) -> None:
         """Step with the learning rate of `step`, counted from 0, and the random numbers of its update number `update`.

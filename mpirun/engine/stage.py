@@ -202,7 +202,7 @@ class LocalStage:
     def _outputs(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """The module's outputs, or their loss, with their autograd graph."""
         with autocast(self.device.kind, self.autocast_dtype):
-            if self.shape.overwrites_inputs:  # others may still read them, and a leaf may not be changed in place
+            if self.shape.overwrites_inputs:  # other jobs may still read them, and a leaf may not be changed in place
                 arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
             output = self.module(*arguments)
             outputs = [output] if isinstance(output, Tensor) else list(output)

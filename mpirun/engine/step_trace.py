@@ -133,10 +133,7 @@ class StepTrace:
 
 
 def _trace(by_rank: list[tuple[Times, Times, Small]], program: Program | None) -> bytes:
-    """A Chrome trace of all ranks.
-
-    `by_rank`: times between instructions and seconds waited, shape (passes, rows + 1) and (passes, rows); causes.
-    """
+    """A Chrome trace of `by_rank`: times, shape (passes, rows + 1); waited seconds and causes, shape (passes, rows)."""
     assert program is not None
     start = min(times.min() for times, _, _ in by_rank)
     # Whole nanoseconds, so that starts, waits and lengths add up.

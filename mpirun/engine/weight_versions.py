@@ -23,7 +23,7 @@ from schedgen.ir.instructions import Instruction, Op
 
 
 class StageVersions:
-    """The versions of the stages that a rank owns, each with a module on its memory."""
+    """The versions of the stages that a rank owns, each with a module whose parameters lie in its memory."""
 
     def __init__(self, context: Context) -> None:
         """The stages of the context have version 0 of their weights."""
@@ -49,7 +49,7 @@ class StageVersions:
         return self.by_version[stage, version] if version else self.version_0[stage]
 
     def step(self, i: Instruction) -> Act:
-        """STEP to a version: from the one before, by the mean gradient of the microbatches since the last STEP."""
+        """STEP to a version: from the previous one, by the mean gradient of the microbatches since the last STEP."""
         before, after = self.at(i.stage, i.version - 1), self.at(i.stage, i.version)
         header, allreduces, optimizer = self.context.header, self.context.allreduces, self.context.optimizer
         position, gradient = self.context.position, self.context.grad_buffers.of_stage(i.stage)

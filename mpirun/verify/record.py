@@ -26,9 +26,9 @@ class Record(NamedTuple):
 
     losses: list[list[float]]  # by step and microbatch
     gradients: list[Parameters]  # by step, before clipping; without skipped steps
-    parameters: Parameters  # in the end
+    parameters: Parameters  # after the last step
     start: Parameters | None = None  # a reference's parameters before the first step
-    buffers: Mapping[tuple[int, str], Tensor] = {}  # in the end: those that forwards change
+    buffers: Mapping[tuple[int, str], Tensor] = {}  # after the last step: those that forwards change
 
 
 class RankRecord(NamedTuple):

@@ -55,7 +55,7 @@ class Verification:
         """Repeat all steps on rank 0, and compare those from `begun` on; the exit code on all ranks. Collective.
 
         beat       is called after each microbatch
-        tolerance  the relative difference that is allowed; None: by the types
+        tolerance  the relative difference that is allowed; None: the default for the types
         """
         for stage in self.interpreter.optimizer.stages.values():
             for via, part in stage.owned.items():

@@ -5,8 +5,8 @@ The watchdog beside rank 0 listens, and all others connect to it. A message is a
 token, host   opens a connection; one that begins otherwise is closed
 states        the states of the host's ranks, once a second
 died          the state of a rank that ended before it was done
-failed        a rank ends and says itself why
-end           the ranks are ended, "now" or "soon"
+failed        a rank fails and reports why itself
+end           all ranks are to be ended, "now" or "soon"
 bye           the host's ranks have ended: its silence means nothing from now on
 """
 
@@ -42,7 +42,7 @@ class Link:
             self.out = self.out[self.socket.send(self.out) :]
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived since the last call. `open` is false from the end of the connection on."""
+        """The messages that have arrived since the last call. `open` becomes False when the connection ends."""
         try:
             data = self.socket.recv(1 << 20)
         except BlockingIOError:
