@@ -288,7 +288,7 @@ def ranks_on_host(comm: MPI.Intracomm) -> list[int]:
 
 
 def cuda_aware() -> bool:
-    """Whether the loaded MPI says that it accepts GPU memory.
+    """Whether the loaded MPI says that it takes GPU memory.
 
     Open MPI answers MPIX_Query_cuda_support; MPICH and others name the kinds of memory that they take in the
     communicator's info (MPI 4.1, section 12.4).

@@ -13,7 +13,7 @@ _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C
 
 
 def mpi_buffer(tensor: Tensor) -> list[Any]:
-    """A contiguous tensor as an argument of MPI calls: memory, count, type. It does not keep the tensor alive."""
+    """What MPI calls take for a contiguous tensor: memory, count, type. It does not keep the tensor alive."""
     assert tensor.is_contiguous()
     size = tensor.nbytes
     width = gcd(size, 16)

@@ -20,7 +20,7 @@ from mpirun.comm.device import Device
 from mpirun.comm.message import mpi_buffer
 from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
-UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI make progress
+UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI make progress on the others
 NO_ROW = -1  # of a transfer that no single instruction of this rank has started, such as one of a sum
 AT_ONCE = 2**12  # bytes: smaller messages are sent eagerly by any MPI, even while ranks compute
 
@@ -100,7 +100,7 @@ class Transport:
         return Receive(start if large else request.Start, request.Test)
 
     def watch(self) -> None:
-        """From now on `moves` tracks messages that start, and has to be called regularly."""
+        """From now on `moves` tracks messages that start, and has to be called now and then."""
         self.watched = []
 
     def moves(self) -> bool:

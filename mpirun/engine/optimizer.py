@@ -18,7 +18,7 @@ from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError, clip
 
-# Attributes that torch itself sets: a checkpoint does not need them, or they are examined separately.
+# Torch's own attributes: those that a checkpoint does not need, and those that are examined separately.
 OWN = (
     "_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured",
     "defaults", "param_groups", "state",

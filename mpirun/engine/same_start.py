@@ -54,7 +54,7 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """A digest of names and values. A stage's values are many: CRC-32 hashes them three times as fast as SHA-256."""
+    """A digest of names and values. A whole stage's values go through CRC-32: three times as fast as SHA-256."""
     return digest_of(part for name, x in sorted(tensors.items()) for part in (name, x.dtype, x.shape, _crc(x)))
 
 

@@ -36,7 +36,7 @@ class Link:
         connection.setblocking(False)
 
     def send(self, **message: object) -> None:
-        """Send a message, after those that could not be sent before."""
+        """Send a message, with those that could not be sent before."""
         self.out += json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):  # full, or broken: `heard` will tell
             self.out = self.out[self.socket.send(self.out) :]
