@@ -2,9 +2,9 @@
 
     mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION
 
-`Engine` is the same as a library, for scripts with their own loop, data, optimizer and evaluation. For the source of a
-model there are the contract (`Model`), functions from a module to stages (`split`, `split_sequential`, `split_layers`),
-and what stages read (`Input`, `Value`).
+`Engine` is the same as a library, for scripts with their own loop, data, optimizer and evaluation. To define a model,
+use the contract (`Model`), the functions that split a module into stages (`split`, `split_sequential`,
+`split_layers`), and the types that say what stages read (`Input`, `Value`).
 """
 
 import importlib
@@ -55,7 +55,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """A public name, imported on first use: torch is slow to import, and --help does without it."""
-    if name in ("Engine", "Evaluation", "Result"):  # import MPI
+    if name in ("Engine", "Evaluation", "Result"):  # these import MPI
         importlib.import_module("mpirun.comm.local_gpu").use_local_gpu()
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)

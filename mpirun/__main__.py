@@ -1,4 +1,4 @@
-"""`mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION`, and `python -m mpirun profile` or `graph`."""
+"""The entry point of `python -m mpirun FILE --model MODULE:FUNCTION`, and of the commands `profile` and `graph`."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """A stage's module, built from its entry in `Model.stages`: with the same weights on every rank, for every cut.
 
-Values come from `Model.weights` if it has them, else from what builds the stage.
+Parameters and buffers get their values from `Model.weights` if it has them, else from the code that builds the stage.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mpirun.model.weight_names import lack, listed, weight_names
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
-NeedsValues = Callable[[str, Tensor], bool]  # a stage's parameter or buffer, by its name there
+NeedsValues = Callable[[str, Tensor], bool]  # takes a parameter or buffer of a stage, and its name there
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
     """The module of a stage, its weights seeded by the names of its layers, or else by the stage's index.
 
-    Tied parameters have the value of the tie's first; those that the stage has twice become one. UsageError if the
-    model's function fails, a tie names what does not exist, a parameter has a hook, or weights do not fit.
+    Tied parameters have the value of the tie's first; if the stage has a parameter twice, both become one. UsageError
+    if the model's function fails, a tie names a parameter that does not exist, one has a hook, or weights do not fit.
 
     values  False: trained parameters need none, since another rank has them
     mapped  trained parameters may lie in memory that is mapped from a file: the caller copies them
@@ -40,7 +40,7 @@ def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped
 
 
 class _NoMemo(FakeTensorConverter):
-    """Keeps no weak references to fake tensors: torch refuses to convert a module (`to`) that has such parameters."""
+    """Keeps no weak references to fake tensors: torch cannot convert a module (`to`) whose parameters have them."""
 
     def set_tensor_memo(self, t: Tensor, v: Tensor) -> None:
         pass
@@ -54,10 +54,10 @@ def fake_mode() -> FakeTensorMode:
 
 
 def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.Module:
-    """The same module, whose parameters and buffers are of `fake`: nothing is read for it.
+    """The module of a stage, with fake parameters and buffers, of the mode `fake`: no weights are read.
 
     Functions that build it run in `fake`, so that nothing is initialised; copies of existing modules, which cannot be
-    made there, are made outside. If that fails, as when a constructor asks for values, the functions run as usual.
+    made in `fake`, are made outside. If that fails, as when a constructor asks for values, the functions run as usual.
     """
     try:
         module = _Builder(model, stage, 0, lambda *_: False, making=fake).build()
@@ -69,15 +69,15 @@ def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.M
 
 
 def check_weights(model: Model) -> None:
-    """Report by name what of `Model.weights` is not used and what is missing, and which types are converted.
+    """Warn of entries of `Model.weights` that no stage uses, of tensors that it lacks, and of types that it converts.
 
-    Rank 0 calls it: these are MpirunWarnings. UsageError if it has nothing of the model. Weights without `names` are
-    not compared here: what a stage lacks is reported when it is built.
+    For rank 0 alone: each is an MpirunWarning. UsageError if no entry belongs to the model. Weights without `names` are
+    not compared here: what a stage lacks is reported when the stage is built.
     """
     if model.weights is None or (names := getattr(model.weights, "names", None)) is None:
         return
-    missing: dict[str, tuple[int, ...] | None] = {}  # the shape of those that are trained
-    types: set[tuple[torch.dtype, torch.dtype]] = set()  # of weights, and of the same tensors in the model
+    missing: dict[str, tuple[int, ...] | None] = {}  # by name, the shape if it is trained
+    types: set[tuple[torch.dtype, torch.dtype]] = set()  # in the weights, and in the model
     unused, found, fake = dict.fromkeys(names), 0, fake_mode()
     for stage in range(len(model.stages)):
         module = stage_without_values(model, stage, fake)
@@ -107,7 +107,7 @@ def check_weights(model: Model) -> None:
 
 
 def _of_same_shape(weights: Weights, missing: Mapping[str, tuple[int, ...] | None], unused: Sequence[str]) -> list[str]:
-    """A sentence on trained parameters that weights may have under other names, if there are some."""
+    """A sentence on missing trained parameters whose shape an unused weight has, as a list; empty: there are none."""
     of_shape: dict[tuple[int, ...], list[str]] = {}
     for name in unused:
         of_shape.setdefault(tuple(weights([name])[name].shape), []).append(name)
@@ -121,12 +121,12 @@ def _of_same_shape(weights: Weights, missing: Mapping[str, tuple[int, ...] | Non
 
 
 def _whole_shape(tensor: Tensor, dim: ShardedDim | None, shard: Shard) -> tuple[int, ...]:
-    """The shape that weights have of a tensor, of which a tensor shard has a share along `dim`."""
+    """The shape of a tensor in the weights; a tensor shard has a share of it along `dim`, or all of it if None."""
     return tuple(tensor.shape) if dim is None or shard.count == 1 else dim.full_shape(tensor.shape, shard)
 
 
 def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
-    """Put tensors in the place of parameters and buffers, by their id."""
+    """Replace parameters and buffers of a module; `new`: the new tensors, by the id of the old one."""
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, old in tensors.items():
@@ -135,7 +135,7 @@ def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
 
 
 def check_parameter_hooks(module: nn.Module, what: str) -> None:
-    """UsageError if parameters have hooks: a stage has its own parameters. `what` has them, for the message."""
+    """UsageError if parameters have hooks: a stage has parameters of its own. `what`: the module, for the message."""
     for name, parameter in module.named_parameters():
         for method, attribute in HOOKS.items():
             if getattr(parameter, attribute, None):
@@ -161,7 +161,7 @@ class _Builder:
         self.missing: list[str] = []
 
     def build(self) -> nn.Module:
-        """The module, with ties."""
+        """The stage's module, with its ties."""
         model, stage = self.model, self.stage
         module = self.untied()
         if model.reads is None:
@@ -207,7 +207,7 @@ class _Builder:
             setattr(module.get_submodule(owner), attribute, kept)
 
     def untied(self) -> nn.Module:
-        """The module as its entry builds it. If the entry has an attribute `seeded`, that seeds it, not the stage."""
+        """The module as its entry builds it. If the entry has an attribute `seeded`, this seeds it, not the stage's index."""
         entry = self.model.stages[self.stage]
         if isinstance(entry, nn.Module):
             return self._layer(ModuleCopy(entry), "", "")
@@ -267,7 +267,7 @@ class _Builder:
         return values
 
     def _fitted(self, weight: str, value: Tensor, name: str, module: nn.Module) -> Tensor:
-        """A value made to fit the module's parameter or buffer `name`: this shard's share of it, in the same type."""
+        """A weight converted for the module's parameter or buffer `name`: this shard's share, in the module's type."""
         tensor = own_tensors(module)[name]
         shard, dim = self.model.shard_of(self.stage), sharded_dims(module).get(name)
         expected = _whole_shape(tensor, dim, shard)
@@ -282,9 +282,9 @@ class _Builder:
 
 
 def _take_as_given(stage: nn.Module) -> None:
-    """Give a stage without `reads` its arguments as one tuple if its forward takes fewer, as an nn.Sequential's does.
+    """Pass the arguments of a stage without `reads` as one tuple if its forward takes fewer, as an nn.Sequential does.
 
-    The first forward shows how many there are; if it takes them, the hook is removed.
+    The first call shows how many arguments there are; if the stage's forward takes them, the hook is removed.
     """
 
     def before(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -299,7 +299,7 @@ def _take_as_given(stage: nn.Module) -> None:
 
 
 def _with_values(module: nn.Module, values: Mapping[str, Tensor], needs_values: NeedsValues) -> nn.Module:
-    """The module, with these values by name; UsageError if others are needed and on the meta device."""
+    """The module with these values, by name; UsageError if another tensor needs values and is on the meta device."""
     new: dict[int, Tensor] = {}
     for name, tensor in own_tensors(module).items():
         if name in values:

@@ -31,18 +31,18 @@ def pair_of_leaves(collated: Any) -> tuple[Sequence[Any], Any]:
 
 
 class Origin(NamedTuple):
-    """What a model knows that was cut from one module: `split` and `split_sequential` set it.
+    """What is known of a model that was cut from one module: `split` and `split_sequential` set it.
 
-    named       whether it was. Parameters and buffers then have their names in the module, for every cut. A buffer, or
-                a frozen parameter, has the same value in all stages that have it.
-    aliases     by name in the module, other names that the same parameter has there: weights may have it under one.
+    named       whether the model was cut from a module. Parameters and buffers then have their names there, for every
+                cut. A buffer, or a frozen parameter, has the same value in all stages that have it.
+    aliases     by a parameter's name in the module, its other names there: weights may have it under any of them.
     pair        collated samples of a loader -> (leaves of the input, target).
     traced      whether stages are for microbatches of one shape.
-    check_eval  () -> a function that makes a stage's module leave out in eval mode what the module leaves out, or None
-                if stages do so anyway. Both raise UsageError if the stages would still do something else.
-    join        (stages, numbers) -> the fields stages, tied and reads of a Model whose stages join so many of these
-                one after the other; UsageError if these are not those that were cut. None: only stages that are given
-                by their layers can be joined.
+    check_eval  () -> a function that makes a stage leave out in eval mode what the whole module leaves out, or None
+                if stages do so anyway. Both raise UsageError if a stage would still compute something else.
+    join        (stages, numbers) -> the fields stages, tied and reads of a Model whose stage k joins the next
+                numbers[k] of these stages; UsageError if they are not the stages that were cut. None: only stages that
+                are given by their layers can be joined.
     """
 
     named: bool = False
@@ -74,8 +74,8 @@ class Model(NamedTuple):
                      first, and the sum of the gradients of all; all are trained, or all frozen. Modules that share a
                      parameter are tied without this.
     reads            by stage: what each argument of its forward is, a Value (output k of an earlier stage) or an Input
-                     (leaf k of the input). None: all that its producers in the schedule return or, without producers,
-                     all leaves. Several are separate arguments, or one tuple if forward does not take that many.
+                     (leaf k of the input). None: all outputs of its producers in the schedule or, without producers,
+                     all leaves; they are separate arguments, or one tuple if forward does not take that many.
     loss_of          "microbatch", or "minibatch": loss takes the outputs and targets of all microbatches, concatenated
                      along dimension 0. The schedule must then have all forwards of the last stage before its first
                      backward, as gpipe has.
@@ -86,7 +86,7 @@ class Model(NamedTuple):
                      A stage asks for its own parameters and buffers; those without a value keep the one they are built
                      with, with a warning, or are refused if they have none.
     origin           set by `split` and `split_sequential`.
-    tensor_parallel  T, set by mpirun: stage s of the function becomes the T stages from T s on, which are shards if
+    tensor_parallel  T, set by mpirun: stage s of the function becomes stages T s to T s + T - 1, which are shards if
                      `sharded` has s, else replicas.
     """
 
@@ -103,9 +103,9 @@ class Model(NamedTuple):
     tensor_parallel: int = 1
 
     def resolved_reads(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:
-        """`reads`, or what None stands for, given the producers of each stage and the number of the input's leaves.
+        """`reads` or, if it is None, its default for these producers of each stage and this number of input leaves.
 
-        The latter has the first output of each producer; `all_outputs` adds the others, once their number is known.
+        The default has the first output of each producer; `all_outputs` adds the others, once their number is known.
         """
         if self.reads is not None:
             return self.reads
@@ -135,7 +135,7 @@ class Model(NamedTuple):
         return not self.is_first_shard(stage) and self.model_stage(stage) not in self.sharded
 
     def ties_shards(self, tie: Sequence[tuple[int, str]]) -> bool:
-        """Whether a tie is of a parameter that all shards of one stage have in full."""
+        """Whether the copies that a tie joins are in the shards of one stage, each of which has the whole parameter."""
         stages = {stage for stage, _ in tie}
         return len(stages) > len(set(map(self.model_stage, stages))) == 1
 
@@ -147,14 +147,14 @@ class Model(NamedTuple):
         return {name for tie in ties for place, name in tie if place == stage}
 
     def entry_name(self, stage: int, name: str) -> str:
-        """The name of a stage's parameter or buffer in the whole model; of a tied one, that of the tie's first.
+        """The name of a stage's parameter or buffer in the whole model; if it is tied, the name of the tie's first.
 
         If a stage is given by its layers, or cut from a module, names do not depend on how it is cut into stages.
         """
         for tie in self.tied:
             if (stage, name) in tie:
                 stage, name = tie[0]
-        name = name.replace("_orig_mod.", "")  # of torch.compile
+        name = name.replace("_orig_mod.", "")  # which torch.compile adds
         if self.origin.named or isinstance(self.stages[stage], Mapping):
             return name
         return f"stage{self.model_stage(stage)}.{name}"

@@ -100,7 +100,7 @@ class Dataflow:
 
     @cached_property
     def _bundles(self) -> dict[tuple[int, int, int], Bundle]:
-        """By kind, stage and consumer (-1: all); those of gradients have the floating-point outputs only."""
+        """By kind, stage and consumer (-1: all); messages of gradients have the floating-point outputs only."""
         bundles: dict[tuple[int, int, int], Bundle] = {}
         for p, consumers in enumerate(self.graph.consumers):
             for c in consumers:
@@ -140,10 +140,10 @@ class Arguments:
     """The arguments of a stage's forward, in terms of the values it receives and of the input's leaves."""
 
     def __init__(self, positions: Sequence[int], values: int) -> None:
-        """`positions`, by argument, among `values` values and then the leaves."""
+        """`positions`: by argument, its index in the list of `values` received values followed by the leaves."""
         self.positions = positions
         self.reads_input = any(position >= values for position in positions)
-        # How many arguments there are, if they are simply the first values in order; else 0.
+        # How many arguments there are, if they are the first values in order; else 0.
         self.first = len(positions) if list(positions) == list(range(len(positions))) else 0
 
     def __call__(self, values: Sequence[Tensor], leaves: Sequence[Any]) -> list[Any]:
@@ -230,4 +230,4 @@ def _difference(model: ModelGraph, header: Header) -> str | None:
         return f"in the schedule stage {c} reads stage {p}, but in the model it does not"
     for stage in sorted(set(model.per_consumer) - set(header.graph.per_consumer)):
         return f"only in the model what stage {stage} gives is different for those that read it"
-    return None  # a schedule may send the same to each of those that read it
+    return None  # a schedule may send a message to each consumer where one for all would do

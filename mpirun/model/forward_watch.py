@@ -17,18 +17,18 @@ BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in tra
 
 
 def memory(x: Tensor) -> Any:
-    """The memory of a tensor. That of its views has the same `_cdata`, a number that is unique while it is held."""
+    """A tensor's storage, or itself if not strided. Views share its `_cdata`, which is unique while it is alive."""
     return x.untyped_storage() if x.layout == torch.strided else x
 
 
 class ForwardWatch(TorchDispatchMode):
-    """While it is active, records in `random_layers` the layers of a module that draw, and what is written to.
+    """While it is active, records the layers that draw, in `random_layers`, and the memory written to, in `written`.
 
     Only writes by torch operations are seen, not those through NumPy views.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[str]) -> None:
-        """`layers`: their names; empty: each `RandomOp` in the module is one, or else the module."""
+        """`layers`: names of the module's layers; empty: its `RandomOp`s or, if it has none, the module itself."""
         super().__init__()
         self.module = module
         self.held = [memory(x) for x in module.buffers()]
@@ -46,7 +46,7 @@ class ForwardWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; record whether it draws, and where it writes.
 
-        Attention says that it draws, but does so only with dropout.
+        Attention is tagged as an operation that draws, but draws only with dropout.
         """
         kwargs = kwargs or {}
         draws, written = torch.Tag.nondeterministic_seeded in func.tags, _may_write_to(func)
@@ -65,13 +65,13 @@ class ForwardWatch(TorchDispatchMode):
         return isinstance(x, Tensor) and memory(x)._cdata in self.written
 
     def changed_buffers(self) -> list[str]:
-        """The module's buffers that have been changed, replaced, added or taken away."""
+        """The module's buffers that have been changed, replaced, added or removed."""
         before, after = self.buffers, {name: _place(x) for name, x in self.module.named_buffers()}
         return [n for n in {**before, **after} if before.get(n) != after.get(n) or before[n][0] in self.written]
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """The `_cdata` of its memory, and where in that its numbers lie."""
+    """The `_cdata` of a tensor's memory, and where its elements lie in this memory."""
     strided = x.layout == torch.strided and not x.is_nested
     return memory(x)._cdata, *((x.shape, x.stride(), x.storage_offset()) if strided else ())
 

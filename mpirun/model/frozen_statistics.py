@@ -1,6 +1,6 @@
-"""Buffers that forwards change, such as running statistics: copies of them, and forwards that leave them alone.
+"""Buffers that forwards change, such as running statistics: copies of them, and forwards that do not change them.
 
-A forward that is repeated must not update them twice, and computes with the values that they had the first time.
+A forward that is repeated must not update buffers twice, and computes with the values that they had the first time.
 Numbers that modules with buffers have as attributes, such as a count of calls, are treated in the same way.
 """
 
@@ -19,11 +19,11 @@ Counts = Mapping[str, Mapping[str, int | float]]  # by submodule that has buffer
 def frozen_statistics(
     module: nn.Module, begin: Mapping[str, Tensor] | None = None, begin_counts: Counts | None = None
 ) -> Iterator[None]:
-    """Inside, forwards compute the same, but what they write to buffers is lost: they write to copies.
+    """Inside, forwards compute the same, but write to copies of the buffers, which are dropped at the end.
 
-    Changes of numbers that a module with buffers has as attributes are lost, too. `begin`: values by every name, from
-    `buffer_copies`, that forwards begin with and write to, in place of copies of the buffers as they are now.
-    `begin_counts`: numbers from `counts` that they begin with.
+    Changes of numbers that a module with buffers has as attributes are dropped, too. `begin`: copies that forwards
+    begin with and write to, from `buffer_copies(every_name=True)`; None: copies of the buffers as they are now.
+    `begin_counts`: numbers that forwards begin with, from `counts`.
     """
     before = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     counts_before = counts(module)
@@ -44,7 +44,7 @@ def frozen_statistics(
 
 
 def counts(module: nn.Module) -> Counts:
-    """The numbers that the parts of a module that have buffers count as attributes."""
+    """The numbers that submodules with buffers have as attributes, such as a count of calls, by submodule."""
     return {
         path: {name: x for name, x in vars(part).items() if isinstance(x, int | float) and name != "training"}
         for path, part in module.named_modules()
@@ -53,7 +53,7 @@ def counts(module: nn.Module) -> Counts:
 
 
 def set_counts(module: nn.Module, values: Counts) -> None:
-    """Give the parts of a module these numbers, which may come from another module of the same stage."""
+    """Set these numbers in the submodules; they may come from another module of the same stage."""
     for path, numbers in values.items():
         vars(module.get_submodule(path)).update(numbers)
 

@@ -59,7 +59,7 @@ def load_model(
 
 
 def join_stages(model: Model, layers: Sequence[int]) -> Model:
-    """The model with stages that join consecutive stages of its own; `layers`: how many, by stage."""
+    """The model with stages that join consecutive stages of its own; `layers`: by new stage, how many it joins."""
     if sum(layers) != len(model.stages):
         raise UsageError(f"the schedule joins {sum(layers)} stages of the model, but it has {len(model.stages)}")
     if model.origin.join is not None:
@@ -88,7 +88,7 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
 
 
 def check_model(model: Model, stages: int) -> Model:
-    """The model, with Python's own numbers; UsageError if a field is not what it should be."""
+    """The model, its numbers converted to Python ints; UsageError if a field is not what the contract says."""
     _check_stages(model, stages)
     make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch
     functions = {"loss": model.loss, "batch": make, "weights": model.weights}
@@ -136,7 +136,7 @@ def _check_stages(model: Model, stages: int) -> None:
 
 
 def _checked_ties(model: Model, stages: int) -> list[list[tuple[int, str]]]:
-    """The model's ties, and those of modules that share parameters."""
+    """The model's ties, and those of parameters that stages given as modules share."""
     _check_list("tied", model.tied)
     ties: list[list[tuple[int, str]]] = []
     for tie in model.tied:

@@ -1,4 +1,4 @@
-"""The loss of one microbatch: of its samples without padding, with the metrics that it may return besides."""
+"""The loss of one microbatch, without its padding, and the metrics that the loss function may return."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss_input(outputs: Sequence[Tensor]) -> Any:
 def loss_and_metrics(
     function: Callable[[Any, Any], Any], output: Any, batch: Microbatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, shape (), and its metrics, numbers by name. If all is padding, the loss and its gradient are 0.
+    """The loss and, by name, its metrics, all of shape (). If all is padding, the loss and its gradient are 0.
 
     `function`: (output, target) -> loss, or (loss, metrics). UsageError if it returns anything else.
     """
@@ -66,7 +66,7 @@ def loss_and_metrics(
 
 
 def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[], Outputs]) -> Found:
-    """The result of `loss` on outputs that are zero or, if it fails on zeros (such as scales), on real ones.
+    """The result of `loss` on `zeros` or, if it fails on them (an output may be a scale), on the outputs of `real`.
 
     UsageError if it fails on these, too.
     """
@@ -96,7 +96,7 @@ def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
 
 
 def why_uncut(what: str, tree: Any, size: int) -> str | None:
-    """Why padding cannot be taken off these tensors of a microbatch of `size` samples, a sentence; None: it can."""
+    """A sentence: why padding cannot be removed from these tensors of a microbatch of `size` samples; None: it can."""
     for x in tree_leaves(tree):
         if isinstance(x, Tensor) and not (x.dim() and len(x) == size):
             return (

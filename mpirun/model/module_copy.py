@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError
 
-# Gives a submodule, whose name may be the second argument, the values of its own parameters and buffers, in place.
+# Sets the values of a submodule's own parameters and buffers in place; takes the submodule, and perhaps its name.
 Init = Callable[..., Any]
 
 
@@ -27,11 +27,11 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 class MetaModule(NamedTuple):
-    """A module without values, and what gives them to its submodules."""
+    """A module on the meta device, and the function that gives values to its submodules."""
 
     module: nn.Module
     init: Init | None  # None: _init_weights of the model, or the submodule's reset_parameters
-    prefix: str = ""  # what names in the whole model have before those in it
+    prefix: str = ""  # of the module's names in the whole model
 
 
 def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
@@ -51,10 +51,10 @@ class ModuleCopy:
     In a module on the meta device each submodule's values are seeded by its name, for every cut.
     """
 
-    seeded = "module"  # by this word and the run's seed: the same for all stages
+    seeded = "module"  # modules are seeded by this word and the run's seed: the same for all stages
 
     def __init__(self, module: nn.Module, source: MetaModule | None = None) -> None:
-        """`source`: if `module` is on the meta device, the module whose tensors it has, under the same names."""
+        """`source`: if `module` is on the meta device, the module that has its tensors, under the same names."""
         self.module, self.source = module, source
 
     def __call__(self) -> nn.Module:
@@ -62,7 +62,7 @@ class ModuleCopy:
         return self.build({}, lambda name, tensor: True)
 
     def build(self, values: Mapping[str, Tensor], needs_values: Callable[[str, Tensor], bool]) -> nn.Module:
-        """The copy with these values by name; other tensors that need no values have memory only."""
+        """A copy with these values, by name; other tensors that need no values get uninitialised memory."""
         seed = torch.initial_seed()
         tensors = own_tensors(self.module)
         copies: dict[int, Tensor] = {}
@@ -86,14 +86,14 @@ class ModuleCopy:
 
 
 class _Initialiser:
-    """Gives values to a module on the meta device, to the parameters and buffers of one submodule at a time.
+    """Initialises a module on the meta device: the parameters and buffers of one submodule at a time.
 
-    A model's own `_init_weights`, as transformers' models have it, is called with the submodule and then with those
-    that it is in, which may set a child's parameters. If values are still missing, `reset_parameters` comes before.
+    A model's own `_init_weights`, as transformers' models have it, is called for the submodule and then for the modules
+    around it, which may set its parameters. If values are still missing, `reset_parameters` is called before these.
     """
 
     def __init__(self, source: MetaModule) -> None:
-        """`source`: stays as it is."""
+        """`source` is not changed."""
         self.source = source
 
     @cached_property
@@ -102,7 +102,7 @@ class _Initialiser:
         return _without_values(self.source.module, {})
 
     def values(self, owner: str, needed: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-        """Values like these tensors, which a submodule has itself, by name there; UsageError if some get none."""
+        """Values for the tensors `needed` of submodule `owner` itself, by name there; UsageError if one gets none."""
         module = self.module.get_submodule(owner)
         model_inits = self._model_inits(owner)
         reset: Callable[[], Any] | None = getattr(module, "reset_parameters", None)
@@ -133,9 +133,9 @@ class _Initialiser:
         return values
 
     def _model_inits(self, owner: str) -> list[Callable[[], Any]]:
-        """Calls of the `_init_weights` of the model that a submodule is in: for the submodule, then for what it is in.
+        """Calls of the surrounding model's `_init_weights`: for a submodule, then for the modules around it.
 
-        If models are in models, that of the innermost.
+        Where models are nested, each module gets the `_init_weights` of the innermost model.
         """
         calls: list[Callable[[], Any]] = []
         init, parts = None, owner.split(".") if owner else []
@@ -154,9 +154,9 @@ class _Initialiser:
         return partial(init, module, whole) if _required(init) > 1 else partial(init, module)
 
     def _made(self, module: nn.Module, inits: Sequence[Callable[[], Any]], seed: int, byte: int) -> dict[str, Any]:
-        """What inits make of a submodule's own parameters and buffers, but not its children's.
+        """A submodule's own parameters and buffers, not its children's, as these inits set them.
 
-        `byte`: what booleans and bytes are filled with before.
+        `byte`: the value that booleans and bytes have before.
         """
         before = module._parameters, module._buffers
         module._parameters = {
@@ -201,7 +201,7 @@ def compiled_in_place(module: nn.Module) -> list[str]:
 
 
 def parameter_aliases(module: nn.Module) -> dict[str, list[str]]:
-    """By first name of a parameter that has several names in a module, the other names."""
+    """The other names of each parameter that has several names in a module, by its first name."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -232,7 +232,7 @@ def shared_buffers(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
 
 
 def like(tensor: Tensor, value: Tensor) -> Tensor:
-    """The value; as a parameter if `tensor` is one, frozen or trained like that."""
+    """The value, as a parameter if `tensor` is one, with the same requires_grad."""
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
@@ -262,7 +262,7 @@ def _filler(dtype: torch.dtype) -> float:
 
 
 def _unset_elements(value: Tensor) -> Tensor:
-    """Which elements nothing was written to, as far as that can be seen."""
+    """A mask of the elements that no init has written, as far as their values show."""
     if _is_byte(value.dtype):
         return torch.zeros((), dtype=torch.bool)
     inexact = value.is_floating_point() or value.is_complex()
@@ -270,7 +270,7 @@ def _unset_elements(value: Tensor) -> Tensor:
 
 
 def _is_given(tensor: Tensor, value: object, again: object) -> bool:
-    """Whether a value was made for a tensor; `again`: that made in other memory, with which bytes should agree."""
+    """Whether inits have set a tensor to `value`; `again`: the value from another filler, which bytes must equal."""
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         return False
     if _is_byte(value.dtype):

@@ -1,7 +1,7 @@
 """Random numbers of a model: they depend on the run's seed, the step, the microbatch and the layer, on nothing else.
 
 Rank, scheme, order and cut do not matter. A *layer* is an entry of the mapping that a stage is given as; in a stage
-made by `mpirun.split`, an operation that draws; any other stage is one layer. A loss is seeded as if it were one, an
+made by `mpirun.split`, an operation that draws; any other stage is one layer. A loss is seeded like a layer, an
 optimizer by the step and its first parameter. A `ForwardWatch` finds the layers whose forward draws (dropout), when
 shapes are inferred. `LayerRng` then seeds the generator before each of their forwards: the same forward draws the same
 numbers again, on any rank.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-WHOLE_STAGE = ""  # the name of the layer of a stage that is one layer
+WHOLE_STAGE = ""  # the layer's name in a stage that is one layer
 LOSS = ".loss"  # what the loss draws is seeded by this name, which no layer has
 
 
@@ -46,9 +46,9 @@ def generator_states(device: torch.device) -> list[list[int]]:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Afterwards torch's generators, of the CPU and of the current GPU, are as they were, whatever drew or seeded.
+    """On exit, restore torch's generators of the CPU and of the current GPU, whatever drew from them or seeded them.
 
-    Ranks have different layers and seed differently; what a script draws from these must be the same on all ranks.
+    Ranks have different layers and seed differently; what a script draws must be the same on all ranks.
     """
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         yield

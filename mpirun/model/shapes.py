@@ -3,7 +3,7 @@
 Rank 0 runs all stages once on fake tensors, which have shapes but no data and need little memory. They are on the run's
 device, because autocast has another list of operations for GPUs than for CPUs. If that fails, as when a stage asks for
 values to route tokens to experts, rank 0 runs the stages up to it on the microbatch itself, one after the other.
-Depending on values, such a stage may draw, or change its buffers, in other microbatches only.
+Such a stage depends on values, and may draw, or change its buffers, in other microbatches only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 CPU = torch.device("cpu")
-CHANGES_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # of torch's message
-NEEDS_GRADIENTS = "does not require grad"  # the same
+CHANGES_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # a part of torch's message
+NEEDS_GRADIENTS = "does not require grad"  # a part of another one
 ASK_FOR_GRADIENTS = "without gradients: a forward may ask for them with torch.enable_grad()"
 
 
@@ -42,7 +42,7 @@ ASK_FOR_GRADIENTS = "without gradients: a forward may ask for them with torch.en
 class Trial:
     """Runs all stages on one microbatch, one after the other.
 
-    `prepare`: is called with every stage's module before; None: modules stay in train mode, as they are built.
+    `prepare`: is called with every stage's module before its forward; None: modules stay in train mode, as built.
     """
 
     model: Model
@@ -55,7 +55,7 @@ class Trial:
     real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
     def shapes(self) -> list[StageShape]:
-        """By stage, its shape on this microbatch, found by running all stages, and the loss on zeros or their outputs.
+        """The shapes of all stages on this microbatch, found by running them, and the loss on zeros or their outputs.
 
         UsageError if a stage, or the loss, cannot take what it reads, or does not return what the contract says.
         """
@@ -66,7 +66,7 @@ class Trial:
                     raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {leaves}")
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
         shapes = self._without_loss()
-        if self.model.loss_of == "minibatch":  # it takes the outputs of all microbatches
+        if self.model.loss_of == "minibatch":  # the loss takes the outputs of all microbatches
             return shapes
         loss_of = partial(self._loss_facts, to_device(self.batch, self.device))
         zeros: Sequence[Tensor] = [spec.zeros(self.device) for spec in shapes[-1].outputs]
@@ -108,9 +108,9 @@ class Trial:
     def _forward(
         self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None
     ) -> tuple[Sequence[Tensor], StageShape]:
-        """Run a stage. `outputs`: of earlier ones; `fake`: None: with values, by which microbatches may differ.
+        """Run a stage: its outputs and its shape. `outputs`: of earlier stages; `fake`: None: with real values.
 
-        Its inputs are leaves of the graph, as in training, or copies of these if it changes them in place.
+        Its inputs are leaves of the autograd graph, as in training, or copies of leaves if it changes them in place.
         """
         try:
             return self._forward_on(stage, outputs, fake, copies=False)
@@ -183,7 +183,7 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
 
 
 def _input(x: Any, fake: FakeTensorMode | None, device: torch.device, needs_grad: bool) -> Any:
-    """What a stage is called with for x, which it may change: a leaf of the graph, with a gradient in training."""
+    """A copy of x that the stage may change: a leaf of the autograd graph, with a gradient in training."""
     if not isinstance(x, Tensor):
         return x
     if fake is not None and not fake.is_our_fake(x):
@@ -215,7 +215,7 @@ def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[
 
 
 def _parameter_shape(module: nn.Module) -> StageShape:
-    """The shape of a stage, with its trained parameters only."""
+    """The shape of a stage as far as its parameters tell it: without outputs."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     layout, size = flat_layout(list(trained.values()))
     return StageShape((), tuple(trained), size, layout=tuple(layout), sharded_dims=sharded_dims(module))

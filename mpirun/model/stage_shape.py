@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the byte after its last one is."""
+        """The offset of the byte after its last one."""
         return self.begin + self.size.numel() * self.dtype.itemsize
 
     def of(self, flat: Tensor) -> Tensor:
@@ -42,15 +42,15 @@ class StageShape(NamedTuple):
 
     outputs: tuple[TensorSpec, ...]
     parameter_names: tuple[str, ...]  # of the trained parameters
-    weight_bytes: int = 0  # of all of them, flat
+    weight_bytes: int = 0  # of these parameters, flat
     overwrites_inputs: bool = False  # whether it changes its inputs in place
     overwrites_buffers: bool = False  # whether it changes its buffers, or might in other microbatches
-    changed_buffers: tuple[str, ...] = ()  # those that it has changed here
-    changed_parameters: tuple[str, ...] = ()  # the same of parameters
+    changed_buffers: tuple[str, ...] = ()  # the buffers that it changed in the trial
+    changed_parameters: tuple[str, ...] = ()  # the parameters that it changed in the trial
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
-    random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might elsewhere
-    loss: LossFacts | None = None  # of the last stage; None: of others, or if it is of the whole minibatch
-    layout: tuple[Place, ...] = ()  # of the trained parameters, flat
+    random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might in other microbatches
+    loss: LossFacts | None = None  # None: not the last stage, or the loss is of the whole minibatch
+    layout: tuple[Place, ...] = ()  # of the trained parameters in the flat weights
     sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters and buffers that are divided among shards
     model_stage: int = 0  # its index; of a shard or replica, that of the model function's stage
 

@@ -12,7 +12,7 @@ from schedgen.util.errors import clip
 
 
 def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") -> dict[str, list[str]]:
-    """By parameter and saved buffer of a module, the names that weights may have for it; the first is the proper one.
+    """By parameter and saved buffer of a module, the names that weights may have for it, its entry name first.
 
     `module`: the stage, or a part of it whose names in the stage begin with `prefix`.
     """
@@ -37,11 +37,11 @@ def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
 
 
 def lack(names: Collection[str], where: str) -> str:
-    """A sentence: the weights that are `where` lack these names."""
+    """A sentence that says that weights lack these names; `where`: which weights."""
     return f"{where}: has no {listed(names)}: trained from the values that the model is built with"
 
 
 def listed(names: Collection[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first four names, and how many more there are, as text."""
     shown, more = list(names)[:4], len(names) - 4
     return ", ".join(map(clip, shown)) + (f" and {more} more" if more > 0 else "")
