@@ -24,7 +24,7 @@ from mpirun.model.weight_names import lack, listed, weight_names
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
-NeedsValues = Callable[[str, Tensor], bool]  # takes a parameter or buffer of a stage, and its name there
+NeedsValues = Callable[[str, Tensor], bool]  # takes a name in the stage, and its parameter or buffer
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
@@ -207,7 +207,7 @@ class _Builder:
             setattr(module.get_submodule(owner), attribute, kept)
 
     def untied(self) -> nn.Module:
-        """The module as its entry builds it. If the entry has an attribute `seeded`, this seeds it, not the stage's index."""
+        """The module as its entry builds it. An attribute `seeded` of the entry replaces the stage in its seed."""
         entry = self.model.stages[self.stage]
         if isinstance(entry, nn.Module):
             return self._layer(ModuleCopy(entry), "", "")

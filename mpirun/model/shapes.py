@@ -215,7 +215,7 @@ def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[
 
 
 def _parameter_shape(module: nn.Module) -> StageShape:
-    """The shape of a stage as far as its parameters tell it: without outputs."""
+    """The `StageShape` of a module with the fields of its parameters only."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     layout, size = flat_layout(list(trained.values()))
     return StageShape((), tuple(trained), size, layout=tuple(layout), sharded_dims=sharded_dims(module))

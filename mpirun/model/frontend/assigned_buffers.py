@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class Merged(NamedTuple):
-    """A buffer that is set to another one: to a copy of it, in the trace."""
+    """A buffer to which the forward assigned another buffer; in the trace it gets a copy."""
 
     part: nn.Module
     name: str
@@ -35,8 +35,8 @@ class Merged(NamedTuple):
 def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
     """Inside, a forward of `module` ends by copying into its buffers what it has assigned to them.
 
-    UsageError, raised by the assignment, if the buffer had another shape or type, or if either is None; and at the end
-    of the forward, if two buffers became one that is also changed in place: in a stage they stay two.
+    The assignment raises UsageError if the buffer had another shape or type, or if either is None. The end of the
+    forward raises it if two buffers became one that is also changed in place: in a stage they stay two.
     """
     parts = {*module.modules()}
     before: dict[tuple[nn.Module, str], Tensor] = {}  # the tensors when the forward began
@@ -59,7 +59,7 @@ def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
         before.setdefault((part, name), buffer)
         if _memory(value) not in {_memory(x) for x in (*before.values(), *module.buffers())}:
             return None
-        copy = value.clone()  # that of before may be changed in between
+        copy = value.clone()  # the buffer whose memory it shares may change before the forward ends
         if _memory(value) in {_memory(x) for x in module.buffers() if x is not buffer}:
             merged.append(Merged(part, name, value, copy, value._version, copy._version))
         return copy
@@ -80,7 +80,7 @@ def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
 
     register = torch_module.register_module_buffer_registration_hook
     handles = [register(assign), module.register_forward_pre_hook(begin), module.register_forward_hook(change)]
-    # With its own hook torch.export would do the same, too.
+    # torch.export's own hook would do the same again, so registering it does nothing.
     torch_module.register_module_buffer_registration_hook = lambda hook: RemovableHandle(OrderedDict())
     try:
         yield

@@ -10,7 +10,7 @@ from mpirun.model.frontend.errors import warn_user
 
 
 def batch_coupled(module: nn.Module) -> list[str]:
-    """The names of normalisations that train on statistics of the whole batch.
+    """The names of normalisations that compute, or update, statistics of the whole batch.
 
     BatchNorm of any kind, unless it is in eval mode and has running statistics; and InstanceNorm
     in train mode that keeps running statistics.
@@ -25,7 +25,7 @@ def _couples(norm: _NormBase) -> bool:
 
 
 def warn_of_batch_statistics(module: nn.Module) -> None:
-    """Warn of what a pipeline does to such layers."""
+    """Warn if a module has such layers: a pipeline changes their statistics."""
     if names := batch_coupled(module):
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warn_user(

@@ -1,7 +1,7 @@
-"""What differs between train and eval mode, by the graphs that a module is traced to in both.
+"""What differs between train and eval mode, found by comparing the graphs that a module is traced to in both.
 
-`compare_with_eval` finds what eval mode leaves out, which `follow_eval` makes stages leave out too. Any difference but
-this and the operations of `mode_ops` is refused: stages cannot follow it.
+`compare_with_eval` finds the operations that eval mode leaves out; `follow_eval` makes stages leave them out, too. Any
+difference but these and the operations of `mode_ops` is refused: stages cannot follow it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ DROPOUTS = (  # in eval mode they return their first argument
 class LeftOut(NamedTuple):
     """What eval mode leaves out, by names of nodes of the graph of train mode."""
 
-    nodes: frozenset[str] = frozenset()  # in eval mode only these use their values
-    twins: Mapping[str, str] = {}  # by node that others use in train mode: what they use in eval mode
-    changes: tuple[tuple[str, str], ...] = ()  # in place: a node, and the buffer that it changes
+    nodes: frozenset[str] = frozenset()  # in eval mode their values are used by one another only
+    twins: Mapping[str, str] = {}  # by such a node, the node whose value its users take in eval mode
+    changes: tuple[tuple[str, str], ...] = ()  # such a node, and a buffer that it changes in place
 
 
 def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut:
@@ -77,7 +77,7 @@ def _attributes_of(train: ExportedGraph, evaluated: ExportedGraph) -> dict[fx.No
 def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
     """Make a traced stage leave out in eval mode what the module leaves out.
 
-    UsageError if a value that eval mode uses in place of another one is another stage's.
+    UsageError if eval mode replaces a value of the stage by a value of another stage.
     """
     if not isinstance(stage, fx.GraphModule):
         return
@@ -85,14 +85,14 @@ def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
     traced = {node.meta[TRACED]: node for node in order if TRACED in node.meta}
     for name, argument in left_out.changes:
         node, buffer = traced.get(name), traced.get(argument)
-        if node and buffer and buffer in node.all_input_nodes:  # here, and not done before
+        if node and buffer and buffer in node.all_input_nodes:  # both are in this stage, and it is not done yet
             call = _call(stage, f"{name}-{argument}", Changed(), (buffer,), node.prev)
             call.meta[TRACED] = name
             node.replace_input_with(buffer, call)
     for name, twin in left_out.twins.items():
         node = traced.get(name)
         if node is None or node.op == "placeholder" or hasattr(stage, f"{MODE_OPS}{name}"):
-            continue  # another stage's, which sends what the mode needs; or done before
+            continue  # in another stage, which sends the mode's value; or done already
         users = {user for user in node.users if user.meta.get(TRACED) not in left_out.nodes}
         if users and twin not in traced:
             raise _differs(node)
@@ -120,20 +120,20 @@ class _Comparison:
         counters: Collection[fx.Node],
         node_of: dict[fx.Node, fx.Node],
     ) -> None:
-        """`counters`: nodes of the train mode's graph; `node_of`: by input or attribute of the other, the one here."""
+        """`counters`: nodes of train mode's graph; `node_of`: its node by input or attribute of eval mode's graph."""
         self.state, self.eval_state, self.counters, self.node_of = state, eval_state, counters, node_of
         self.dropped: dict[fx.Node, fx.Node] = {}  # by node that eval mode lacks: what its users use there
-        self.newly_dropped: dict[fx.Node, fx.Node] = {}  # the same, as far as the node that is compared matches
+        self.newly_dropped: dict[fx.Node, fx.Node] = {}  # the same, valid if the node being compared matches
         self.left_out: dict[fx.Node, None] = {}  # nodes that eval mode lacks, without dropouts
         self.changes: dict[tuple[fx.Node, fx.Node], None] = {}  # of buffers, as in LeftOut
         self.views: dict[fx.Node, fx.Node] = {}  # by node, the one whose memory it shares
         self.inside: UsageError | None = None  # the first difference in a subgraph
 
     def compare(self, graph: fx.Graph, other: fx.Graph, whole: bool = True) -> None:
-        """UsageError unless `other`, the graph of eval mode, is `graph` without some nodes.
+        """UsageError unless `other`, the graph of eval mode, is `graph`, that of train mode, without some nodes.
 
-        Then each of its nodes matches one of `graph`: the same operation on matching arguments. `whole`: they are no
-        subgraphs, which leave nothing out.
+        Each node of `other` must match one of `graph`: the same operation on matching arguments. `whole`: False for
+        subgraphs, which may leave nothing out.
         """
         self.views = views_of(graph, self.state)
         nodes = [node for node in graph.nodes if _computes(node) and not changes_counter(node, self.counters)]
@@ -152,10 +152,10 @@ class _Comparison:
                     raise self.inside or _differs(next(iter(self.left_out), node))
 
     def _leave_out(self, node: fx.Node) -> bool:
-        """Whether eval mode may leave out a node: all that it changes are values that are left out, too, or buffers."""
+        """Whether eval mode may leave out a node: it changes only left-out values and buffers. If so, record it."""
         if node.op == "output":
             return False
-        written = [] if eval_arguments(node) else written_arguments(node, self.state)  # in eval mode statistics stay
+        written = [] if eval_arguments(node) else written_arguments(node, self.state)  # eval mode changes no statistics
         kept = [argument for argument in written if self._root(argument) not in self.left_out]
         if not all(is_buffer(self._root(argument)) for argument in kept):
             return False
@@ -209,7 +209,7 @@ class _Comparison:
         return self._match(*constants)
 
     def _match(self, value: Any, other: Any) -> bool:
-        """Whether arguments are the same in both graphs, or replace in eval mode what that leaves out."""
+        """Whether arguments are the same in both graphs, or those of eval mode replace left-out ones."""
         if isinstance(value, fx.Node) and isinstance(other, fx.Node):
             value, other = self._uncopied(value), self._uncopied(other)
             if value.op == other.op == "get_attr":
@@ -231,7 +231,7 @@ class _Comparison:
         return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
     def _uncopied(self, node: fx.Node) -> fx.Node:
-        """The node of the same values, or its replacement, in any layout: attention may use others in eval mode."""
+        """The node that was made contiguous, or its replacement: attention may use other layouts in eval mode."""
         while node.target is aten.contiguous.default:
             node = node.all_input_nodes[0]
         return self.newly_dropped.get(node) or self.dropped.get(node, node)

@@ -19,7 +19,7 @@ from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, val
 from schedgen.util.errors import UsageError
 
 PIPE_SPLIT = "pippy._pipe_split.default"  # what torch.distributed.pipelining.pipe_split() is in a graph
-SLACK = 0.1  # how much slower the slowest stage may be so that less is sent
+SLACK = 0.1  # the fraction by which the slowest stage may be slower so that less is sent
 
 
 def starts_at_pipe_splits(dependencies: Dependencies) -> list[fx.Node]:
@@ -79,7 +79,7 @@ def balanced_stages(
 
 
 def module_calls(node: fx.Node) -> Mapping[str, tuple[str, object]]:
-    """The calls of modules that a node is in: by call the module's name and class."""
+    """The calls of modules that a node is in: by call, the module's name and class."""
     return node.meta.get("nn_module_stack") or {}
 
 

@@ -22,7 +22,7 @@ SHAPES = "shapes"  # in a node's meta: the shapes of its value for both sizes, i
 
 
 class SizedInt(int):
-    """A number that depends on the microbatch's size; as an int, it is the example's."""
+    """An int that depends on the microbatch's size; its own value is the one for the example."""
 
     by_size: tuple[int, int]
 
@@ -59,7 +59,7 @@ def merge_sizes(exported: ExportedGraph, smaller: ExportedGraph) -> ExportedGrap
 def _merge(graph: fx.Graph, other: fx.Graph, state: dict[str, Any], other_state: dict[str, Any]) -> None:
     """Mark the numbers of `graph` that differ from `other`; `other` and `other_state` are those of the smaller size."""
     node_of: dict[fx.Node, fx.Node] = {}  # by node of the other graph
-    for node, twin in zip(graph.nodes, other.nodes, strict=False):  # each ends with its only output
+    for node, twin in zip(graph.nodes, other.nodes, strict=False):  # each graph ends with its only output
         if node.op != twin.op or (node.op != "placeholder" and node.target != twin.target):
             raise _differs(node)
         node_of[twin] = node

@@ -62,7 +62,7 @@ def line_of_forward(module: nn.Module) -> SourceLine:
 
 
 def export_error(module: nn.Module, error: BaseException) -> UsageError:
-    """What to tell the user if torch.export has failed with `error`."""
+    """The UsageError that reports a failure of torch.export, with the user's line that causes it."""
     chain = list(_chain(error))
     lines = [
         SourceLine(frame.filename, frame.lineno or 0, frame.name)
@@ -116,7 +116,7 @@ def check_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def unknown_name(what: str, name: object, names: Iterable[str]) -> UsageError:
-    """`name` does not exist; the error suggests those of `names` that are similar."""
+    """The UsageError for a `name` that does not exist; it suggests similar ones among `names`."""
     near = difflib.get_close_matches(str(name), filter(None, names), 3, 0.4)
     return UsageError(f"{what} {name!r} does not exist" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 

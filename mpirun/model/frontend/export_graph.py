@@ -35,9 +35,9 @@ from mpirun.model.module_copy import is_on_meta
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
-ASSERT_TYPE = torch.ops.aten._assert_tensor_metadata.default  # of the traced type, which the engine's autocast changes
+ASSERT_TYPE = torch.ops.aten._assert_tensor_metadata.default  # asserts the traced type, which autocast changes
 
-SPARSE = {  # which argument asks for a sparse gradient
+SPARSE = {  # by operation, the index of the argument that asks for a sparse gradient
     torch.ops.aten.embedding.default: 4,
     torch.ops.aten.embedding_bag.default: 5,
     torch.ops.aten.embedding_bag.padding_idx: 5,
@@ -65,7 +65,7 @@ class ExportedGraph(NamedTuple):
 
 
 def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedGraph:
-    """The graph of `module(*args, **kwargs)`; UsageError, with the line that is the reason, if there is none."""
+    """The graph of `module(*args, **kwargs)`; UsageError, with the line that is the reason, if it cannot be traced."""
     _check_inputs(args, kwargs)
     # torch.export would merge a tensor that is given twice, or that is a buffer too
     args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
@@ -77,7 +77,7 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     check_hooks(module)
     check_names(module)
     export = torch.export.export
-    if torch.__version__ < "2.7":  # there export makes a graph for inference
+    if torch.__version__ < "2.7":  # before 2.7 export makes a graph for inference
         export = getattr(torch.export, "export_for_training", export)
     try:
         with (
@@ -85,7 +85,7 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             _refusing_untraced(),
             _tracing_data(),
             changing_assigned_buffers(module),
-            torch.compiler.set_stance("force_eager"),  # what torch.compile has made runs as it was written
+            torch.compiler.set_stance("force_eager"),  # compiled functions run uncompiled
             where,
         ):
             program = export(module, args, kwargs, strict=False)
@@ -165,7 +165,7 @@ def _set_region_lines(part: fx.GraphModule) -> None:
 
 
 def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
-    """By name, what get_attr nodes refer to; nodes are renamed so that each parameter has one node and name."""
+    """By name, what get_attr nodes refer to; changes the graph so that each parameter has one node and one name."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     state: dict[str, Any] = {}

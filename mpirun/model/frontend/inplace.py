@@ -39,7 +39,7 @@ def update_buffers_early(dependencies: Dependencies) -> Dependencies:
 
 
 def copy_changed_inputs(dependencies: Dependencies) -> Dependencies:
-    """Change a copy wherever the input is changed in place: other stages read the input, too."""
+    """Make operations that change the input in place change a copy: other stages read the input, too."""
     roots = [root for root in dependencies.writes if root.op == "placeholder"]
     for root in roots:
         _change_copies(dependencies, root, "changes the input in place, which other stages read")
@@ -47,10 +47,10 @@ def copy_changed_inputs(dependencies: Dependencies) -> Dependencies:
 
 
 def copy_at_cuts(dependencies: Dependencies, starts: Sequence[fx.Node]) -> tuple[Dependencies, list[fx.Node]]:
-    """Make a stage that would change a value of an earlier stage change a copy, which later stages read.
+    """Where a stage would change a value of an earlier stage in place, make it change a copy, which later stages read.
 
     `starts`: the first nodes of the second stage, the third and so on; the new ones are returned, too. UsageError if
-    several stages would have the same buffer, or there are views of what is changed.
+    several stages would use a buffer that is changed, or a changed value has views.
     """
     new_starts, changed = list(starts), False
     for root, first, last in uncut_ranges(dependencies):
@@ -68,7 +68,7 @@ def copy_at_cuts(dependencies: Dependencies, starts: Sequence[fx.Node]) -> tuple
 
 
 def _is_changed_in_place(node: object, root: fx.Node, state: Mapping[str, Any]) -> bool:
-    """Whether a node's value is all of root, changed in place; `state`: what get_attr nodes refer to."""
+    """Whether a node's value is the whole of `root`, changed in place; `state`: what get_attr nodes refer to."""
     while isinstance(node, fx.Node) and node is not root:
         if (inside := result_inside(node, state)) is not None:
             result, operand_of, code_state = inside

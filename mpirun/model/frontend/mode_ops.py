@@ -17,7 +17,7 @@ from mpirun.model.frontend.subgraphs import attributes, subgraphs
 
 MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
 TRACED = "traced"  # in the meta of a stage's node: the name of its node in the traced graph
-EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by parameter of aten's
+EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by aten's parameter
 COUNTER = "num_batches_tracked"  # the buffer that normalisations count in, in train mode only
 
 
@@ -67,7 +67,7 @@ class Choice(nn.Module):
 
 
 def mode_op(node: fx.Node, counters: Collection[fx.Node]) -> nn.Module | None:
-    """A module that runs a node by the mode; None if the mode changes nothing. `counters`: the nodes of counters."""
+    """A module that runs a node as the mode asks; None if the mode changes nothing. `counters`: nodes of counters."""
     if changes_counter(node, counters):
         return CountOp(node.target)  # type: ignore[arg-type]
     in_eval = eval_arguments(node)
@@ -97,7 +97,7 @@ def follow_mode_inside(node: fx.Node, state: Mapping[str, Any], counters: Collec
 
 
 def keep_eval_mode(stages: Iterable[nn.Module]) -> None:
-    """For a module that is traced in eval mode: what drops there, or uses the batch's statistics, always does so."""
+    """For a module traced in eval mode: what drops there, or uses batch statistics, does so in both modes."""
     for stage in stages:
         for part in stage.modules():
             if isinstance(part, ModeOp):
@@ -116,7 +116,7 @@ def changes_counter(node: fx.Node, counters: Collection[fx.Node]) -> bool:
 
 
 def eval_arguments(node: fx.Node) -> dict[int | str, Any]:
-    """The arguments that differ in eval mode, by position or keyword."""
+    """The values in eval mode of the arguments that the mode changes, by position or keyword."""
     if not isinstance(node.target, OpOverload):
         return {}
     changed: dict[int | str, Any] = {}

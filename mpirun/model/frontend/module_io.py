@@ -18,8 +18,8 @@ class Example(NamedTuple):
     """The input that a module was traced on: every microbatch has its nesting, shapes and types."""
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]  # tensors in both have no data
-    smaller: Call | None = None  # the same with one sample less; None: no microbatch has that
+    kwargs: dict[str, Any]  # tensors in args and kwargs have no data
+    smaller: Call | None = None  # the input with one sample less; None: no microbatch is smaller
 
     def leaves(self, data: Any, minibatch: bool = False) -> tuple[Any, ...]:
         """The leaves of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor.
@@ -76,7 +76,7 @@ class Example(NamedTuple):
 class ModuleOutput(NamedTuple):
     """How the module's own output is made from the last stage's outputs."""
 
-    leaves: list[int | None]  # which output of the last stage each leaf is; None: the constant
+    leaves: list[int | None]  # which output of the last stage each leaf is; None: a constant
     constants: list[Any]
     spec: pytree.TreeSpec
 
@@ -91,7 +91,7 @@ class ModuleOutput(NamedTuple):
 
 
 def _unlike_example(leaves: Sequence[Any], example: Call) -> str | None:
-    """What is wrong with the first leaf that is not like the example's; None: there is none."""
+    """A sentence on the first leaf that is not like the example's; None: there is none."""
     for (path, expected), leaf in zip(pytree.tree_leaves_with_path(example), leaves, strict=True):
         if _traced_part(leaf) != _traced_part(expected):
             name = pytree.keystr(path)[3:]

@@ -24,12 +24,12 @@ from mpirun.model.frontend.subgraphs import any_inside, attributes, result_insid
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten
-STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}  # written, which no schema says
+STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}  # written, though not in schemas
 CHEAP = 16  # flops per byte of output that a replicated node may do
 
 
 class Dependencies:
-    """The dependencies of an exported graph, which may still be changed: after a change they are made anew.
+    """The dependencies of the nodes of an exported graph; after a change of the graph a new object is made.
 
     position    by node, its index in the graph
     views       by node that shares memory with an earlier one, the node whose memory it is, its *root*
@@ -68,7 +68,7 @@ class Dependencies:
         return self.views.get(node, node)
 
     def final_writes(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """The writes to the memory of these nodes, after which they are what later stages see."""
+        """The writes to the memory of these nodes, after which it has the values that later stages see."""
         return [write for node in nodes for write in self.writes.get(self.root(node), []) if write in self.alive]
 
     def closure(self, nodes: Iterable[fx.Node], inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -172,7 +172,7 @@ def written_arguments(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
 
 
 def _viewed(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
-    """The arguments, or operands of the subgraph whose result it is, whose memory it may share."""
+    """The arguments, or operands of the subgraph that computes it, whose memory a node may share."""
     if (inside := result_inside(node, state)) is not None:
         result, operand_of, code_state = inside
         root = views_of(result.graph, code_state).get(result, result)

@@ -18,7 +18,7 @@ from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
 
 
 def insert_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
-    """Change a stage's graph, and its subgraphs; `state`: what get_attr nodes refer to.
+    """Insert the lookups into a stage's graph and its subgraphs; `state`: what get_attr nodes refer to.
 
     A placeholder whose shape tells the size has SHAPES in its meta.
     """

@@ -51,11 +51,11 @@ def split(
 ) -> Cut:
     """The stages of `module`, traced on the example of one microbatch's input.
 
-    `example`: a tensor, a tuple of args or a mapping of kwargs; if there are both, `example_kwargs` has the latter.
+    `example`: a tensor, a tuple of args or a mapping of kwargs; `example_kwargs`: the kwargs if there are args, too.
     The module is cut where submodules named in `points` begin and where its source calls `pipe_split()`; if there are
     none, into `stages` balanced parts between which little is sent. `costs`, by submodule, replace the estimated
     costs (flops plus bytes of parameters); other submodules then cost nothing. `shared`: whether a parameter that
-    several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or a mapping from names.
+    several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or a mapping by names.
     `dims`: the dimension of the example's samples, a number, or nested as args, kwargs or (args, kwargs), with None
     for what has no samples: the module is traced a second time, and microbatches may have one sample less.
     `init`: for a module on the meta device, a function that gives a submodule its own parameters and buffers, in
@@ -85,7 +85,7 @@ def split(
 
 
 def _build_stages(dependencies: Dependencies, starts: Sequence[fx.Node], shared: str | Mapping[str, str]) -> Cut:
-    """The stages that begin at these nodes, and what goes between them."""
+    """The `Cut` whose stages begin at these nodes."""
     stage_of = _stages_of_nodes(dependencies, starts)
     used_by = _stages_of_shared_parameters(dependencies, stage_of)
     treatment = _treatments(dependencies, shared)
@@ -121,7 +121,7 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
 
 
 def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckEval:
-    """As `Origin.check_eval`: it compares eval mode with the mode that the module is in."""
+    """A function for `Origin.check_eval`: it compares eval mode with the mode that the module is in now."""
     traced = [(part, part.training) for part in module.modules()]
 
     def exported(modes: Sequence[tuple[nn.Module, bool]]) -> ExportedGraph:
@@ -144,7 +144,7 @@ def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _check_options(module: object, stages: object, points: object, costs: object, shared: object) -> None:
-    """UsageError if they are not of the types that `split` takes."""
+    """UsageError if arguments of `split` have wrong types."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
     if isinstance(points, str) or not isinstance(points, Collection):
@@ -158,7 +158,7 @@ def _check_options(module: object, stages: object, points: object, costs: object
 
 
 def _warn_of_what_is_lost(module: nn.Module) -> None:
-    """Warn of what of the module its stages do not have: dropout in eval mode, what torch.compile does."""
+    """Warn of what stages lack: dropout if the module is in eval mode, and the effect of torch.compile."""
     if not module.training:
         warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
     if compiled_in_place(module) or any(hasattr(part, "_orig_mod") for part in module.modules()):
@@ -236,7 +236,7 @@ def _stages_of_shared_parameters(dependencies: Dependencies, stage_of: Mapping[f
 
 
 def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> dict[str, str]:
-    """By parameter, what is to be done if several stages use it."""
+    """By parameter, "transmit" or "replicate", which counts if several stages use it."""
     parameters = dependencies.exported.parameters
     treatments = dict.fromkeys(parameters, shared) if isinstance(shared, str) else shared
     for name, treatment in treatments.items():

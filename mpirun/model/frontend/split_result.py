@@ -21,9 +21,9 @@ from schedgen.util.errors import UsageError
 
 
 class Cut(NamedTuple):
-    """A module cut into stages: what each reads, and how to feed the first and read the last.
+    """A module cut into stages: what each stage reads, and how the module's input and output relate to theirs.
 
-    stages      a module each: forward takes its `reads`, and returns a tensor or a tuple of tensors. Their
+    stages      one module each: forward takes its `reads`, and returns a tensor or a tuple of tensors. Their
                 parameters are the module's own, under its own names.
     reads       by stage: what each argument of its forward is.
     tied        parameters that several stages have copies of, as Model.tied.
@@ -35,7 +35,7 @@ class Cut(NamedTuple):
     sent_bytes  by value that is sent, as far as they are known.
     meta        if the module is on the meta device: what gives values to its stages.
     aliases     by parameter, other names that it has in the module.
-    join        numbers -> the module in stages that join so many of these, one after the other; None: nobody knows how.
+    join        numbers -> the Cut whose stage k joins the next numbers[k] of these stages; None: as Origin.join.
     check_eval  as Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
     """
 
@@ -54,7 +54,7 @@ class Cut(NamedTuple):
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """(producer, consumer) of every two stages between which values go."""
+        """(producer, consumer) of every two stages between which values are sent."""
         return sorted({(value.stage, consumer) for value, consumer in self._values_read()})
 
     def leaves(self, data: Any, minibatch: bool = False) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ class Cut(NamedTuple):
     ) -> Model:
         """The `Model`. `loss` takes the module's own output; the input that `batch` returns is the module's own.
 
-        That is a tuple of args, a dict of kwargs, (args, kwargs) if the example had both, or the one tensor.
+        This input is a tuple of args, a dict of kwargs, (args, kwargs) if the example had both, or the one tensor.
         The `make` of a Minibatch returns the same for all microbatches together; its dims are one number, or by leaf.
         `batch`: None if a script gives the data. `weights` as Model.weights.
         """

@@ -100,7 +100,7 @@ class StageBuilder:
         return [next(node for node in self.exported.inputs if SHAPES in node.meta)]
 
     def _nodes(self, stage: int) -> list[fx.Node]:
-        """All that a stage computes or receives; what it receives is added to what others send."""
+        """The nodes that a stage computes or receives; the received ones are added to those that other stages send."""
         outputs = self.results if stage == self.count - 1 else self.sent[stage]
         writes = self.dependencies.final_writes(outputs)
         writes += [node for root, nodes in self.dependencies.writes.items() if is_buffer(root) for node in nodes]
@@ -188,7 +188,7 @@ class StageBuilder:
 def _reshape(graph: fx.Graph, state: Mapping[str, Any], written: Collection[fx.Node]) -> None:
     """Turn views into reshapes, at any depth: received values are contiguous, whatever was traced.
 
-    `state`: what get_attr nodes refer to; `written`: the nodes whose memory is changed, for which a copy will not do.
+    `state`: what get_attr nodes refer to; `written`: the nodes whose memory is changed, which must stay views.
     """
     for node in graph.nodes:
         if node.target is aten.view.default and node not in written:
