@@ -35,7 +35,7 @@ from schedgen.util.errors import RefusedFile
 VERSION = 3
 MANIFEST = "manifest.json"
 _DRAFT, _REMOVED = ".writing-", ".old-"  # prefixes of folders that are not checkpoints yet, or no longer
-_REPLACED = ".replaced-"  # prefix of checkpoints that count while their step has no other
+_REPLACED = ".replaced-"  # prefix of older checkpoints that count until their step has another
 _FOLDER_NAME = re.compile(rf"({re.escape(_REPLACED)})?step-[0-9]+")
 _FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")
 
@@ -57,7 +57,7 @@ class Manifest(NamedTuple):
     seed: int
     settings: dict[str, Any]  # of the run, as `run_settings` returns them, including step and seed
     files: list[CheckpointFile]
-    skipped: Sequence[Path] = ()  # the folders of newer ones, which are not whole
+    skipped: Sequence[Path] = ()  # the folders of newer checkpoints, which are not whole
 
     def entry_files(self, kind: str) -> dict[str, Path]:
         """The file of every entry; `kind`: weights or optimizer."""
@@ -194,7 +194,7 @@ def _step(folder: Path) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """RefusedFile if the folder is not a checkpoint that this version reads. Only the manifest is read."""
+    """The manifest in a checkpoint's folder; RefusedFile if this version cannot read it. Reads no other file."""
     path = folder / MANIFEST
     try:
         settings = json.loads(path.read_bytes())

@@ -67,7 +67,7 @@ def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
 
 
 class Entries:
-    """The entries of one kind, weights or optimizer, by the names that they have without shares."""
+    """The entries of one kind, weights or optimizer; a parameter in shares has one name here."""
 
     def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
         """`files`: the file of each entry as it was written; `folder`: the checkpoint, for messages."""
@@ -85,7 +85,7 @@ class Entries:
         return [*(name for name in self.files if _SHARE.fullmatch(name) is None), *self.shares]
 
     def read(self, names: Sequence[str], dims: Mapping[str, ShardedDim]) -> dict[str, Any]:
-        """Whole entries, without those that are missing; `dims`: how those that may be in shares were cut.
+        """The values of whole entries; missing ones are left out. `dims`: how entries that may be in shares were cut.
 
         UsageError if shares do not fit together.
         """

@@ -75,7 +75,7 @@ def export(
 def _entries(
     comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage], beat: Callable[[], None]
 ) -> dict[str, Tensor]:
-    """What this rank writes, by name in the whole model. Collective."""
+    """The tensors that this rank writes, by name in the whole model. Collective."""
     model, entries = setup.model, dict[str, Tensor]()
     shares: dict[str, list[Tensor]] = {}
     for index, shape in enumerate(setup.shapes):

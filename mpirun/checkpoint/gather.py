@@ -1,4 +1,4 @@
-"""Parameters of stages whose weights are divided among ranks, put together by the rank that writes the stage."""
+"""Parameters of stages whose weights are divided among ranks, gathered by the rank that writes the stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def writing_rank(header: Header, stage: int) -> int:
 def gather_parameters(
     comm: MPI.Intracomm, root: int, stage: LocalStage | None, layout: Layout, kept: Kept, beat: Callable[[], None]
 ) -> list[Values]:
-    """The values of every parameter of a stage on `root`, elsewhere none. Collective.
+    """The values of every parameter of a stage on `root`, an empty list elsewhere. Collective.
 
     `stage`: None on a rank that has nothing of it; `kept`: returns nothing if only the parameters are wanted; `beat` is
     called after each parameter.

@@ -31,7 +31,7 @@ class FolderLock:
         os.write(self.file, f"run {run} on {socket.gethostname()}, process {os.getpid()}\n".encode())
 
     def _taken(self, folder: Path) -> bool:
-        """Open and lock the file; whether it is still there."""
+        """Open and lock the file; returns whether the path still names it."""
         try:
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:

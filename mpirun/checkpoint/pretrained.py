@@ -1,6 +1,6 @@
 """Weights to start from: a directory of safetensors files, as transformers and `export` write it.
 
-Out: the tensors that are asked for, by name, mapped from the files: one that is never used is not read.
+Out: the requested tensors by name, mapped from the files: a tensor that is never used is not read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads checkpoints: finds the newest whole one, and restores from it what a rank has of the model.
 
 A rank looks for what it needs by name, so that a run continues under any schedule, whichever one the checkpoint was
-written under. A parameter in shares is put together from them, and a tensor shard takes its own share of the whole.
+written under. A parameter in shares is joined from them, and a tensor shard takes its own share of the whole.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
 
 
 def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
-    """The manifest of a whole checkpoint, whose files the ranks divide among them to verify; else a Stop."""
+    """The manifest of a checkpoint whose files the ranks have verified between them; Stop if it is not whole."""
     manifest = from_rank_0(comm, lambda: disk_format.read_manifest(folder))
 
     def verify() -> None:
@@ -68,9 +68,9 @@ def restore(
     settings: Mapping[str, object],
     beat: Callable[[], None],
 ) -> set[str]:
-    """Restore stages, and what the optimizer keeps for them; returns the entries of the weights that were read.
+    """Restore stages and their optimizer state; returns the entries of the weights that were read.
 
-    `name`, `settings`: of the optimizer, as checkpoints have them; `beat` is called after each stage. UsageError if
+    `name`, `settings`: of the optimizer, as checkpoints record them; `beat` is called after each stage. UsageError if
     the checkpoint is of another model or optimizer.
     """
     if name != manifest.settings["optimizer"]:
@@ -127,13 +127,13 @@ class _StageReader:
         return names
 
     def restore_optimizer(self, kept: Entries, of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer) -> None:
-        """Restore what the optimizer keeps for these weights; `of_parameter`: by parameter's entry, the optimizer's."""
+        """Restore the optimizer state of owned weights; `of_parameter`: the state's entries, by the parameter's."""
         parameters = {state: entry for entry in self.places for state in of_parameter.get(entry, ())}
         dims = {state: self.dims[entry] for state, entry in parameters.items() if entry in self.dims}
         values = kept.read(list(parameters), dims)
         for state, entry in parameters.items():
             value, dim = values[state], dims.get(state) if self.shard.count > 1 else None
-            as_saved = state in kept.files and -1 in self.stage.owned and dim is None  # whole then, and now
+            as_saved = state in kept.files and -1 in self.stage.owned and dim is None  # whole when saved, and whole now
             if not as_saved and isinstance(value, Tensor) and value.dim():
                 values[state] = self._checked(state, value, self.places[entry].size, value.dtype, dim)
         for via in self.stage.owned:

@@ -39,7 +39,7 @@ def run_settings(
 
 
 def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The settings of a checkpoint that are not the current ones, each as text. Right on rank 0 only."""
+    """The settings of a checkpoint that are not the current ones, each as text. Correct on rank 0 only."""
     before, now = saved["data"], current["data"]
     counts = f"{before['microbatches']} microbatches a step, not {now['microbatches']}"
     differs = {
@@ -56,13 +56,13 @@ def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 
 def other_sums(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """If gradients were summed in another order before, the latest one that differs, as text; else nothing."""
+    """The latest earlier order of gradient sums that differs from the current one, as text; empty: none."""
     now = current["sums"][-1]
     return [f"{then}, not {now}" for then in saved["sums"] if then != now][-1:]
 
 
 def other_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """If torch had another number of threads per rank before, which changes the bits of its sums, that one as text."""
+    """The latest earlier number of torch threads per rank that differs, which changes bits of sums; empty: none."""
     now = current["threads"][-1:]  # none on a GPU
     others = [threads for threads in saved["threads"] if now and threads != now[0]]
     return [f"{others[-1]} thread{'s' * (others[-1] > 1)} a rank, not {now[0]}"] if others else []

@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run: which rank writes what, and when a checkpoint counts.
 
 Each owner writes what it owns, under the parameters' names in the model. Of several owners of a stage one writes it; if
-they divide its weights, it gathers their parts first. Every tensor shard writes its share of a cut parameter.
+they divide its weights, this one gathers their parts first. Every tensor shard writes its share of a cut parameter.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class CheckpointWriter:
     ) -> None:
         """`beat`: is called after each file; `schedule`: its SHA-256. Collective.
 
-        UsageError if two parts of the model would be one entry, or a module keeps more than tensors.
+        UsageError if two parts of the model would have one entry name, or a module has state other than tensors.
         """
         self.comm, self.header, self.setup, self.stages, self.optimizer = comm, header, setup, stages, optimizer
         self.beat = beat
         descriptions = [found for found in comm.allgather(optimizer.description()) if found is not None]
         self.settings = run_settings(header, setup, descriptions[0] if descriptions else ("", {}), schedule, comm.rank)
-        self.settings["runs"] = [comm.bcast(secrets.token_hex(8))]  # those before this one first
+        self.settings["runs"] = [comm.bcast(secrets.token_hex(8))]  # the ids of runs, the oldest first
         written = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
         own = [(entry, stage.index) for stage in written for entry in written_untrained(setup.model, stage)]
         untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
@@ -110,7 +110,7 @@ class CheckpointWriter:
         self.directory = path
 
     def _lock(self, directory: Path, resumed: str | None) -> None:
-        """Make a folder, and lock it until the run ends, unless it is locked already: the run may come back to it."""
+        """Make a folder, and lock it until the run ends, unless this run has locked it before and returns to it."""
         _prepare(directory)
         if (path := directory.resolve()) not in self.locks:
             lock = FolderLock(directory, self.settings["runs"][-1])
@@ -123,7 +123,7 @@ class CheckpointWriter:
             self.locks[path] = lock
 
     def _check_others(self, directory: Path) -> None:
-        """UsageError if it has checkpoints of another run than this one and those that it continues."""
+        """UsageError if a folder has checkpoints of a run that is neither this one nor one that it continues."""
         newest = 0
         for folder in disk_format.step_folders(directory):
             if (folder / disk_format.MANIFEST).exists():
@@ -192,7 +192,7 @@ class CheckpointWriter:
         return gathered
 
     def _write_files(self, directory: Path, step: int, divided: Mapping[int, list[Values]]) -> list[CheckpointFile]:
-        """Write all that this rank writes; `divided`: what `_gather_divided` returned."""
+        """Write this rank's files; `divided`: what `_gather_divided` returned."""
         weights: Values = {}
         kept: Values = {}
         for index, stage in self.stages.items():

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from schedgen.util.errors import UsageError, clip
 
-ALIGNED = 64  # bytes, where torch begins a tensor on the CPU
+ALIGNED = 64  # bytes: the alignment that torch gives to tensors on the CPU
 Dims = Any  # an int or None, or a pytree of them: each stands for a leaf, or for all leaves of a part, of the minibatch
 
 
 def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
-    """`count` microbatches, nested as the minibatch; if samples do not divide, the first have one more.
+    """Cut a minibatch into `count` microbatches, nested like it; if samples do not divide, the first have one more.
 
-    What has None in `dims`, or is not a tensor, goes to every microbatch uncut. UsageError if samples are too few.
+    Leaves with None in `dims`, or that are no tensors, go to every microbatch uncut. UsageError if samples are too few.
     """
     if count < 1:
         raise UsageError(f"{count} microbatches: there should be one at least")
@@ -33,9 +33,9 @@ def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
 
 
 def in_own_memory(x: Any) -> Any:
-    """A tensor in memory as torch gives a new one: on rows that begin elsewhere some kernels round otherwise.
+    """The tensor, aligned as torch aligns a new one: on rows that begin elsewhere some kernels round differently.
 
-    What has such memory, or is no tensor, is returned itself.
+    A tensor that is contiguous and aligned already, or a value that is no tensor, is returned itself.
     """
     if not isinstance(x, Tensor) or (x.is_contiguous() and x.data_ptr() % ALIGNED == 0):
         return x

@@ -1,4 +1,4 @@
-"""Items made ahead of their use, by processes or by a thread, and the random numbers that they draw.
+"""Items prefetched by processes or by a thread, and the random numbers that they draw.
 
 In: a torch DataLoader. Out: its items, in order. Threads and processes end with the iteration, however it ends.
 """
@@ -26,10 +26,10 @@ _reading = [threading.RLock()]
 
 
 def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]) -> Generator[Any, None, None]:
-    """The items of a DataLoader; a thread makes `ahead` items before they are asked for, or takes them from workers.
+    """The items of a DataLoader; a thread prefetches `ahead` of them: it makes them, or takes them from workers.
 
-    The first is made here. Then `may_be` is told whether the first drew random numbers from the global generators of
-    this process, and returns whether a thread may make the others. If not, they are made here.
+    The calling thread makes the first item. Then `may_be` is told whether this item drew random numbers from the global
+    generators of this process, and returns whether a thread may make the others; if not, the calling thread does.
     """
     end = object()
     with ExitStack() as stack:
@@ -67,8 +67,8 @@ def reading() -> Iterator[None]:
 
 
 def start_worker(_: int) -> None:
-    """Let a worker end with its rank, not by a signal to all: the rank may have something to save first."""
-    _reading[0] = threading.RLock()  # the rank's may have been locked when this process was forked
+    """Let a worker end with its rank, not by a signal that both get: the rank may have something to save first."""
+    _reading[0] = threading.RLock()  # the rank's lock may have been held when this process was forked
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(AttributeError):  # only on Linux; elsewhere torch's worker looks for its parent every 5 s

@@ -35,7 +35,7 @@ DREW = (
 
 
 class Batch(NamedTuple):
-    """What one rank reads of a step."""
+    """The microbatches that one rank reads of a step."""
 
     epoch: int
     number: int  # of the step in the epoch
@@ -43,16 +43,16 @@ class Batch(NamedTuple):
     # known yet, `microbatch_size` each.
     samples: list[int]
     microbatches: dict[int, Microbatch]  # those that this rank reads
-    loader: Loader | None = None  # that made the batch; None: there is none
+    loader: Loader | None = None  # the loader that made the batch; None: a script made it
     is_last: bool = False  # of its epoch
 
 
 @dataclass(eq=False)
 class Loader(ABC):
-    """Each iteration goes through the rest of the epoch, and the next one begins the next epoch. One at a time.
+    """The batches of a dataset: an iteration goes through the rest of the epoch, the next one through the next epoch.
 
-    Leaving an iteration ends its thread or processes. The next one, or a restart, goes on after the last batch that was
-    trained on: one that only came out comes again, unless the iteration has come to its end.
+    Only one iteration at a time. Leaving one ends its thread or processes; the next one, or a restart, continues after
+    the last batch that was trained on: later batches are returned again, unless the iteration was exhausted.
 
     UsageError if an argument is wrong, or the dataset has no step.
 
@@ -113,7 +113,7 @@ class Loader(ABC):
         return self.last == "pad" and self.sample_count is not None and self.sample_count % self.microbatch_size > 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches; what the dataset raises comes from here, with its own message and place."""
+        """The batches; an exception of the dataset is raised from here, with its own message and traceback."""
         with closing(self._batches()) as batches:
             for batch in batches:
                 yield batch
@@ -121,7 +121,7 @@ class Loader(ABC):
                     self.trained(batch)
 
     def trained(self, batch: Batch) -> None:
-        """Go on after this batch, if that is further on: a script may train again on one that it has kept."""
+        """Move the position behind this batch, but never back: a script may train again on a batch that it has kept."""
         after = (batch.epoch + 1, 0) if batch.is_last else (batch.epoch, batch.number + 1)
         self.epoch, self.step = max((self.epoch, self.step), after)
 
@@ -135,7 +135,7 @@ class Loader(ABC):
 
     @contextmanager
     def from_the_start(self) -> Iterator[None]:
-        """Inside, iterations are those of the whole epoch; afterwards the loader is where it was."""
+        """Inside, iterations go through the whole epoch; on exit the position is what it was."""
         position = self.epoch, self.step
         self.step = 0
         try:
@@ -144,7 +144,7 @@ class Loader(ABC):
             self.epoch, self.step = position
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state()` was taken; UsageError if other samples would follow."""
+        """Continue at the position of a `state()`; UsageError if other samples would follow."""
         for name, value in self._unchanging().items():
             if state[name] != value:
                 raise UsageError(
@@ -165,13 +165,13 @@ class Loader(ABC):
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
-        """Report if item `number` draws random numbers; torch's are looked for only if `number` is a power of 2."""
+        """Report if item `number` draws random numbers; torch's is watched only if `number` is a power of 2."""
         with watched(number & (number - 1) == 0) as drew:
             yield
             if drew():
                 self.say(DREW)
 
-    # For the loaders of each kind
+    # For subclasses
 
     @abstractmethod
     def _batches(self) -> Generator[Batch, None, None]:
@@ -212,10 +212,10 @@ class Loader(ABC):
     def _made(
         self, items: Dataset[Any], may_be_made_by_thread: Callable[[bool], bool], ahead: int, **batches: Any
     ) -> Generator[Any, None, None]:
-        """What torch's DataLoader makes of items; `ahead` of them are ready, or being made, before they are used.
+        """The items that torch's DataLoader makes of `items`; `ahead` of them are prefetched.
 
-        `may_be_made_by_thread`: is asked after the first; it takes whether making that drew from the generators of this
-        process.
+        `may_be_made_by_thread`: as `may_be` of `made_ahead`; it takes whether the first item drew from the generators
+        of this process.
         """
         seed = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
         workers = self.workers if ahead else 0

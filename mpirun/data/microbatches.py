@@ -121,18 +121,18 @@ class Microbatches(MicrobatchSource):
         return chunks
 
     def examples(self) -> list[Microbatch]:
-        """Those of the first step."""
+        """The microbatches of the first step, or its first if `batch` makes one at a time."""
         return [self(0, number) for number in (range(self.count) if isinstance(self.batch, Minibatch) else [0])]
 
 
 def tokens(microbatch: Microbatch) -> int:
-    """Elements of the largest tensor in its target."""
+    """The number of elements of the largest tensor in a microbatch's target."""
     leaves = pytree.tree_leaves(microbatch.target)
     return max((x.numel() for x in leaves if isinstance(x, Tensor)), default=0)
 
 
 def digest(microbatch: Microbatch) -> str:
-    """A hash of its input and target."""
+    """A hash of a microbatch's input and target."""
     return digest_of([*microbatch.leaves, *pytree.tree_leaves(microbatch.target)])
 
 
@@ -151,11 +151,11 @@ def digest_of(leaves: Iterable[Any]) -> str:
 def raw_bytes(x: Tensor) -> np.ndarray:
     """The bytes of a tensor's elements in their order, in host memory; no copy if they lie there in that order."""
     dense = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()  # of one element: any strides
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()  # one element has any strides
 
 
 def checked_pair(made: Any, what: str) -> tuple[Any, Any]:
-    """An input and its target; UsageError, which begins with `what`, if it is something else."""
+    """`made`, if it is a pair (input, target); else a UsageError that begins with `what`."""
     if not isinstance(made, tuple) or len(made) != 2:
         raise UsageError(f"{what} a pair (input, target), not {type(made).__name__}")
     return made
@@ -174,7 +174,7 @@ def input_and_target(collated: Any) -> tuple[Any, Any]:
 def plain(collated: Any) -> Any:
     """Collated samples, with a dict for each mapping that is not a pytree, such as transformers' BatchEncoding.
 
-    UsageError if there is any other such object: it could not be cut, counted or moved to a device.
+    UsageError if there is a leaf of another type: it could not be cut, counted or moved to a device.
     """
 
     def known(leaf: Any) -> Any:

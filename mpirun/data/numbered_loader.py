@@ -26,7 +26,7 @@ class NumberedLoader(Loader):
 
     @abstractmethod
     def collated(self, step: int, number: int, indices: list[int]) -> Any:
-        """The samples of a microbatch, which have these indices, as one; `number`: the microbatch's in the step."""
+        """The collated samples of a microbatch, which have these indices; `number`: the microbatch's in the step."""
 
     @abstractmethod
     def _deal(self, epoch: int) -> Deal:
@@ -60,7 +60,7 @@ class NumberedLoader(Loader):
 
 
 class MapLoader(NumberedLoader):
-    """Of a dataset with `__len__`, and with `__getitem__` or `__getitems__`."""
+    """The loader of a dataset with `__len__`, and with `__getitem__` or `__getitems__`."""
 
     name = "a dataset"
 
@@ -92,7 +92,7 @@ class MapLoader(NumberedLoader):
 
 
 class FunctionLoader(NumberedLoader):
-    """Of a function `make(step, microbatch, rng) -> (input, target)`, which has no end."""
+    """The loader of a function `make(step, microbatch, rng) -> (input, target)`, which has no end."""
 
     kind, name = "function", "a function that makes microbatches"
 
@@ -113,7 +113,7 @@ class FunctionLoader(NumberedLoader):
         return {**super()._unchanging(), "microbatches": self.microbatches}
 
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
-        """Its size is that of dimension 0 of the input's first tensor that has one."""
+        """As in `Loader`; the size is that of dimension 0 of the input's first tensor that has one."""
         made = super()._microbatch(checked_pair(collated, "the function should return"), dealt, real)
         size = next((len(x) for x in made.leaves if isinstance(x, torch.Tensor) and x.dim()), made.size)
         return made._replace(size=size)

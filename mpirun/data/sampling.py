@@ -1,4 +1,4 @@
-"""Which samples make which microbatch of which step. Pure functions of numbers: every rank finds the same.
+"""Which samples are in which microbatch of which step. Pure functions of numbers: every rank finds the same.
 
 In: the dataset's length, the seed and the epoch, and how a step is cut. Out: the order of the epoch, and a step's
 samples dealt to its microbatches. A step of `count` microbatches of `size` has the next `size * count` of the order.
@@ -34,7 +34,7 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Sequence[i
 
 
 def deal(samples: Sequence[T], size: int, count: int) -> list[Dealt[T]]:
-    """The `count` microbatches of a step with one sample at least and `size * count` at most.
+    """The `count` microbatches of a step that has from 1 to `size * count` samples.
 
     All have `size` samples: the real ones fill the first microbatches, then the step's first samples are repeated.
     """

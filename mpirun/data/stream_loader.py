@@ -1,4 +1,4 @@
-"""The loader of a torch IterableDataset, whose samples are read in order; and which loader reads a dataset."""
+"""The loader of a torch IterableDataset, whose samples are read in order; and the choice of a dataset's loader."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loader_class(dataset: Any) -> type[Loader]:
 
 
 class StreamLoader(Loader):
-    """Every rank reads all samples, and keeps those of its microbatches."""
+    """The loader of an IterableDataset: every rank reads all samples, and keeps those of its microbatches."""
 
     kind, name = "stream", "an IterableDataset"
 
@@ -44,11 +44,11 @@ class StreamLoader(Loader):
             raise UsageError(f"{self.workers} workers cannot share {self.name}: it takes one at most")
 
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
-        """UsageError."""
+        """UsageError: a stream gives no single microbatch."""
         raise UsageError("an IterableDataset is read in order from its start: no single microbatch of it can be made")
 
     def _batches(self) -> Generator[Batch, None, None]:
-        """The number of samples of the next step tells whether a step is the last."""
+        """The rest of the epoch; a step is known to be the last by the number of samples after it."""
         epoch, first, size = self.epoch, self.step, self.step_size
         drop = self.last == "drop"
         steps = _Steps(self, epoch, first)
@@ -74,7 +74,7 @@ class StreamLoader(Loader):
 
 
 class _Steps(IterableDataset[Any]):
-    """The steps from `first` on: counts of a step's samples and of the next's, its collated microbatches by number."""
+    """The steps from `first` on: numbers of samples in it and in the next, its collated microbatches by number."""
 
     def __init__(self, loader: StreamLoader, epoch: int, first: int) -> None:
         self.loader, self.epoch, self.first = loader, epoch, first
@@ -97,7 +97,7 @@ class _Steps(IterableDataset[Any]):
             here = following
 
     def _collate(self, step: int, number: int, samples: list[Any]) -> Any:
-        """In a worker it draws the same whatever was drawn before, and leaves the stream's generators as they were."""
+        """Collate samples. In a worker the generators are seeded by step and microbatch, and restored afterwards."""
         loader = self.loader
         with nullcontext() if get_worker_info() is None else seeded(loader.seed, self.epoch, step, number):
             return (loader.collate or default_collate)(samples)
