@@ -1,4 +1,4 @@
-"""`python -m mpirun graph`: what stages read from each other, and ties, for the option `--graph` of schedgen."""
+"""`python -m mpirun graph`: writes which stages read which, and ties, for the option `--graph` of schedgen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Graph:
         return ""
 
     def execute(self) -> int:
-        """Write the file; the exit code. Collective."""
+        """Write the file; returns the exit code. Collective."""
         with print_notes(self.comm):
             on_rank_0(self.comm, self._write)
         return 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Execute a command; the exit code. `arguments`: those of the process unless given. Collective."""
+    """Execute a command; returns the exit code. `arguments`: None: those of the process. Collective."""
     replace_closed_streams()
     comm, command = MPI.COMM_WORLD, None
     try:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Run | Profile | Graph:
-    """The command that is asked for. torch is imported only once the options are right: --help does not wait for it."""
+    """The requested command. torch is imported only once the options are right: --help does not wait for it."""
     if arguments[:1] == ["profile"]:
         of_profile = profile_options(comm, arguments[1:])
         with _imports():
@@ -63,9 +63,9 @@ def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Run | Profile | G
 
 @contextlib.contextmanager
 def _imports() -> Iterator[None]:
-    """What is imported inside lives until the end: garbage collection skips it, now and in steps.
+    """Let garbage collection skip what is imported inside, now and in steps: it lives until the process ends.
 
-    Afterwards modules in the folder where the command runs can be imported, as --model does.
+    Afterwards modules in the working directory can be imported, as --model does.
     """
     first = "torch" not in sys.modules
     if first:

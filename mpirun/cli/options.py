@@ -96,7 +96,7 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
 
 
 def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
-    """The options from the arguments after `profile`. A step's cost depends neither on the rate nor on --canonical."""
+    """The options from the arguments after `profile`. A step's cost does not depend on --lr or --canonical."""
     parser = _parser(
         " profile",
         "Measure what a model's stages and messages cost here, on all ranks at once:\n"
@@ -104,12 +104,12 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
         "example: mpiexec -n 4 python -m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 -o tiny",
     )
     add = parser.add_argument
-    add("--stages", type=_positive_count, metavar="S", help="how many the model is cut into")
+    add("--stages", type=_positive_count, metavar="S", help="how many stages the model is cut into")
     add("--schedule", metavar="FILE", help="take stages and edges from a schedule")
     add("-o", "--output", metavar="PROFILE", help="the file to write")
     _common(parser)
-    add("--steps", type=_count, default=10, metavar="N", help="that are timed; default: 10")
-    add("--seed", type=_count, default=0, metavar="N", help="of the weights, and of places in the text; default: 0")
+    add("--steps", type=_count, default=10, metavar="N", help="steps that are timed; default: 10")
+    add("--seed", type=_count, default=0, metavar="N", help="seed of the weights and of places in the text; default: 0")
     values = _values(comm, parser, arguments, model="--model", output="--output")
     if values["stages"] is None and values["schedule"] is None:
         parser.error("--stages or --schedule is missing")
@@ -127,7 +127,7 @@ def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> GraphOptions:
         "a file for --graph of schedgen compile, search and plan.",
         "example: python -m mpirun graph --model mymodel:unet --stages 4 -o unet.graph",
     )
-    parser.add_argument("--stages", type=_positive_count, metavar="S", help="how many the model is cut into")
+    parser.add_argument("--stages", type=_positive_count, metavar="S", help="how many stages the model is cut into")
     parser.add_argument("-o", "--output", metavar="FILE", help="the file to write; - is standard output")
     return _made(GraphOptions, _values(comm, parser, arguments, model="--model", stages="--stages", output="--output"))
 
@@ -141,7 +141,7 @@ def _parser(command: str, description: str, epilog: str) -> Parser:
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="show this and exit")
     add("--model", metavar="MODULE:FUNCTION", help="a function: number of stages -> mpirun.Model")
-    add("--traceback", action="store_true", help="where a rank fails, show the whole traceback")
+    add("--traceback", action="store_true", help="if a rank fails, show the whole traceback")
     return parser
 
 
@@ -150,58 +150,58 @@ def _common(parser: Parser) -> None:
     add = parser.add_argument
     add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
-    add("--momentum", type=_fraction, default=0.0, metavar="X", help="of sgd; default: 0")
+    add("--momentum", type=_fraction, default=0.0, metavar="X", help="momentum of sgd; default: 0")
     add("--weight-decay", type=_fraction, default=0.01, metavar="X", help="default: 0.01")
     add("--autocast", choices=("bf16",), help="forwards in mixed precision; weights stay as they are")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
     add("--gpu-messages", choices=("auto", "direct", "host"), default="auto",
-        help="messages from GPU memory as it is, or by way of the host's; default: as it is where MPI can and a trial "
+        help="messages straight from GPU memory, or through host memory; default: straight if MPI can and a trial "
         "shows that it does")  # fmt: skip
-    add("--stream-words", action="store_true", help="words in memory order a GPU's kernels and messages, not events")
+    add("--stream-words", action="store_true", help="order a GPU's kernels and messages by words in memory, not events")
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
-    add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
+    add("--threads", type=_threads, default=0, metavar="N", help="torch's threads on each rank; default: cores / ranks")
 
 
 def _of_run(parser: Parser) -> None:
     """Add the options that a run alone has."""
     add, lr = parser.add_argument, SetupOptions.lr
     # Steps
-    add("--steps", type=_count, default=SetupOptions.steps, metavar="N", help="of the optimizer; default: 20")
+    add("--steps", type=_count, default=SetupOptions.steps, metavar="N", help="steps of the optimizer; default: 20")
     add("--seed", type=_count, metavar="N",
-        help="of the weights and of the microbatches' places in the text; default: 0, or the checkpoint's")  # fmt: skip
+        help="seed of weights and of microbatches' places in the text; default: 0, or the checkpoint's")  # fmt: skip
     add("--lr", type=_positive, default=lr, metavar="X", help=f"learning rate; default: {lr}")
     add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant", help="default: constant")
     add("--warmup", type=_count, default=0, metavar="N", help="steps in which the learning rate rises; default: 0")
     add("--accumulate", type=_positive_count, default=1, metavar="N", help="passes through the schedule before a step")
     add("--graphs", action="store_true", help="capture the kernels of each job once, on a GPU, and replay them")
     # The comparison with one process
-    add("--verify", action="store_true", help="do the same steps in one process and compare; exit 1 if they differ")
+    add("--verify", action="store_true", help="repeat the steps in one process and compare; exit 1 if results differ")
     add("--tolerance", type=_fraction, metavar="X",
         help="relative difference that --verify allows; default: 1e-5, 1e-2 with --autocast, 5e-2 where parameters "
         "are narrower than float32")  # fmt: skip
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
     # Checkpoints
     add("--save", metavar="DIR", help="write checkpoints there")
-    add("--every", type=_positive_count, metavar="N", help="steps between two; default: 100")
-    add("--keep", type=_positive_count, metavar="K", help="so many, the newest; default: 3")
-    add("--resume", metavar="DIR", help="go on from the newest whole checkpoint there; --steps counts from the first")
+    add("--every", type=_positive_count, metavar="N", help="steps between two checkpoints; default: 100")
+    add("--keep", type=_positive_count, metavar="K", help="keep the K newest checkpoints; default: 3")
+    add("--resume", metavar="DIR", help="resume from the newest whole checkpoint there; --steps includes its steps")
     # What goes wrong
     add("--on-nan", choices=("stop", "skip"), default="stop",
         help="what to do about a loss or a gradient that is not finite: stop, or leave out the optimizer's step; "
         "default: stop")  # fmt: skip
     add("--timeout", type=_fraction, default=600.0, metavar="S",
-        help="seconds after which a run in which nothing moves is ended; 0: never; default: 600")  # fmt: skip
+        help="seconds without progress after which a run is ended; 0: never; default: 600")  # fmt: skip
     # Records
-    add("--memory", action="store_true", help="say the most bytes of tensors on each rank; slow on a CPU")
+    add("--memory", action="store_true", help="print the peak bytes of tensors on each rank; slow on a CPU")
     add("--metrics", metavar="FILE",
         help="one JSON object a step: step, loss, grad_norm, seconds, tokens, and the loss's metrics; - is standard "
         "output")  # fmt: skip
-    add("--trace", metavar="FILE", help="when ranks did what, for Perfetto and schedgen stats --measured")
+    add("--trace", metavar="FILE", help="record when ranks do what, for Perfetto and schedgen stats --measured")
     add("--trace-steps", type=_positive_count, metavar="K", help="trace the last K steps; default: 1")
 
 
 def _values(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: str) -> dict[str, Any]:
-    """The options' values by name; `needed`: those that must be there, and what they are called."""
+    """The options' values by name; `needed`: by name of a required one, how it is spelled."""
     values = vars(parser.parse_args(arguments))
     if values["help"]:
         if comm.rank == 0:
@@ -219,7 +219,7 @@ def _values(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: 
 
 
 def _check_company(parser: Parser, values: dict[str, Any]) -> None:
-    """Refuse options about something that is not asked for, and set the defaults of those that are not given."""
+    """Refuse options that need another one which is not given, and set the defaults of those that are not given."""
     for name, asked, default in (("every", "save", 100), ("keep", "save", 3), ("trace_steps", "trace", 1)):
         if values[name] is None:
             values[name] = default

@@ -58,7 +58,7 @@ class Bytes(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """What it leaves behind besides these buffers."""
+        """Bytes that stay alive after it, besides these buffers."""
         return max(0, self.after - self.before - self.defined)
 
     @property
@@ -68,7 +68,7 @@ class Bytes(NamedTuple):
 
 
 class _Stopwatch:
-    """Seconds that pass in modules of stages and in their backwards."""
+    """Counts the seconds that stages' modules and their backwards take."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -109,7 +109,7 @@ class Profile:
         return "" if self.current is None else f"{self.current}: "
 
     def execute(self) -> int:
-        """Measure, and write the file on rank 0; the exit code. Collective."""
+        """Measure, and write the file on rank 0; returns the exit code. Collective."""
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds()
         alpha, beta = measure_link_speed(self.comm, self.setup.device, self.setup.crowded)
@@ -133,7 +133,7 @@ class Profile:
         """Bytes by stage. The same in every run: they depend on no time, nor on what was measured before."""
         measured: dict[Key, list[Bytes]] = {}
         gc.collect()
-        gc.disable()  # it runs at arbitrary moments: what only reference cycles keep, stays
+        gc.disable()  # it runs at arbitrary moments: now reference cycles stay alive
         machine = self._interpreter()
         with track_memory(self.setup.device.torch) as memory:
             for i, act in zip(self.instructions, machine.code, strict=True):
@@ -195,7 +195,7 @@ class Profile:
 
 
 def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount) -> Bytes:
-    """Execute an instruction and measure it."""
+    """Execute an instruction and measure its bytes."""
     machine.microbatches.forget()
     before = memory.live
     memory.reset_peak()
@@ -237,7 +237,7 @@ def _schedule(options: ProfileOptions) -> Program:
 
 
 def _one_worker(graph: ModelGraph) -> Program:
-    """A step on one worker.
+    """The program of a step on one worker.
 
     Microbatches go in pairs, so that a stage does two jobs of a kind in a row: the state of the caches is then between
     that of 1F1B and of GPipe. The backwards of one pair are whole, those of the next are split.

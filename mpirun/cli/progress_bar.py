@@ -36,7 +36,7 @@ class Progress:
         self.total = 0.0  # seconds
 
     def step(self, step: int, result: Result) -> None:
-        """Show a step, counted from 0, that is done."""
+        """Show a step that is done; `step` counts from 0."""
         loss = result.loss
         self.losses.append(loss)
         self.rates.append(result.tokens / result.seconds)

@@ -58,7 +58,7 @@ class Run:
         return self.session.position()
 
     def execute(self) -> int:
-        """Do all steps, and what follows them; the exit code. Collective."""
+        """Do all steps, and what follows them; returns the exit code. Collective."""
         session, options = self.session, self.options
         with self.end:
             begun, steps = session.begun, options.setup.steps
@@ -78,7 +78,7 @@ class Run:
             return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # no rank is done before all are
 
     def _steps(self, traced: int) -> tuple[bool, bool]:
-        """Do all steps, and trace the last `traced`; whether the end is saved, and whether SIGTERM caused it."""
+        """Do all steps, tracing the last `traced`; returns whether the last is saved, and if SIGTERM ended them."""
         session, options, saved, left = self.session, self.options, False, False
         steps, source = options.setup.steps, session.setup.microbatches
         weights, tokens = source.loss_weights, source.tokens

@@ -3,7 +3,7 @@
     mpiexec -n 4 python -m mpirun.examples.finetune_lm MODEL TEXT SCHEDULE TUNED
 
 MODEL is a directory with config.json, the tokenizer and safetensors; SCHEDULE is a file of schedgen, or the name of a
-scheme. After each epoch it evaluates on the last tenth of the text. It saves checkpoints; started again, it goes on
+scheme. After each epoch it evaluates on the last tenth of the text. It saves checkpoints; started again, it resumes
 from the newest. The tuned model goes to the directory TUNED, which from_pretrained loads.
 """
 

@@ -54,12 +54,12 @@ class AttentionPart(nn.Module):
         self.attention = HeadParallelAttention(width, heads, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (sequences, length, width), as the result."""
+        """x and the result: (sequences, length, width)."""
         return skip(x, self.attention(self.norm(x)), self.shard)
 
 
 class MLPPart(nn.Module):
-    """The second half of a block, the MLP, in the same way."""
+    """The second half of a block, the MLP, as a layer like `AttentionPart`; or a shard of it."""
 
     def __init__(self, width: int, shard: Shard = UNSHARDED) -> None:
         """`width` is that of x; the whole MLP is 4 times as wide."""
@@ -70,7 +70,7 @@ class MLPPart(nn.Module):
         self.down = RowParallelLinear(4 * width, width, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (sequences, length, width), as the result."""
+        """x and the result: (sequences, length, width)."""
         return skip(x, self.down(nnf.gelu(self.up(self.norm(x)))), self.shard)
 
 
@@ -146,9 +146,9 @@ def tied(stages: int) -> Model:
 
 
 def tensor(stages: int) -> Model:
-    """0.2 million parameters, 256 bytes a microbatch; 8 stages, of which 1 to 6 can have shards, 2 or 4.
+    """0.2 million parameters, 256 bytes a microbatch; 8 stages, of which 1 to 6 can have 2 or 4 shards.
 
-    Compile with --tensor 2 and the graph file of 8 stages, with --stages 2, say, on 4 ranks.
+    Compile with --tensor 2, the graph file of 8 stages and, for 4 ranks, --stages 2.
     """
     return gpt(stages, blocks=3, width=64, heads=4, length=64, sequences=4, halves=True)
 

@@ -18,7 +18,7 @@ from mpirun.examples.gpt import VOCABULARY
 
 
 class Seq2Seq(nn.Module):
-    """Two pieces of text, (sequences, length) each -> what follows the second's bytes, (sequences, length, 256)."""
+    """Two pieces of text, (sequences, length) each -> scores of what follows each byte of the second, (..., 256)."""
 
     mask: Tensor
 
@@ -34,7 +34,7 @@ class Seq2Seq(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
 
     def forward(self, before: Tensor, behind: Tensor) -> Tensor:
-        """Bytes; in the text the second piece follows the first."""
+        """Both are bytes; in the text `behind` follows `before`."""
         length = before.shape[1]
         memory = self.byte(before) + self.place.weight[:length]
         for layer in self.encoder:

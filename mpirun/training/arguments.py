@@ -25,7 +25,7 @@ from mpirun.model.load_model import check_model, join_stages
 from schedgen.util.errors import UsageError
 
 Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
-Taken = tuple[Model, Callable[[Any], Any] | None]  # with what rebuilds its own output from the last stage's
+Taken = tuple[Model, Callable[[Any], Any] | None]  # and the function from the last stage's output to the model's
 Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
 
 
@@ -37,14 +37,14 @@ def take_model(
     weights: Path | None,
     seed: int,
 ) -> Taken:
-    """A Model from what a script gives, and what rebuilds its own output from the last stage's; None: it is the same.
+    """A script's model as a Model, and the function from the last stage's output to its own; None: they are the same.
 
     stages   how many there should be; None: as many as there are
     layers   how many of the model's own stages each stage joins; None: one
     weights  a directory that parameters and buffers are read from
     seed     for the modules that a function makes
 
-    UsageError if what is given makes no such model.
+    UsageError if the arguments make no such model.
     """
     if callable(model) and not isinstance(model, Model | Cut | nn.Module):
         if stages is None:
@@ -71,7 +71,7 @@ def take_model(
 
 
 def directory_of(what: str, name: object) -> Path:
-    """The directory of this name, which a method or an argument was given; UsageError if it is not a name."""
+    """`name` as a Path; UsageError if it is not a name. `what`: the method or argument that got it, for the message."""
     if not isinstance(name, str | os.PathLike):
         raise UsageError(f"{what}: give the name of a directory, not a {type(name).__name__}")
     return Path(name)
@@ -136,26 +136,26 @@ def check_options(
 
 
 def check_data(data: object) -> None:
-    """UsageError if this has no position that a checkpoint could record."""
+    """UsageError if `data` is neither None nor a Loader, whose position a checkpoint can record."""
     if data is not None and not isinstance(data, Loader):
         raise UsageError(f"data: give what loader(...) returns, not a {type(data).__name__}")
 
 
 def check_saving(data: object, keep: object) -> None:
-    """UsageError if this has no position, or is no number of checkpoints."""
+    """UsageError as in `check_data`, or if `keep` is no number of checkpoints."""
     check_data(data)
     if type(keep) is not int or keep < 1:
         raise UsageError(f"keep should be a whole number of at least 1, not {keep!r}")
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """UsageError if this is neither None nor a relative difference."""
+    """UsageError if `tolerance` is neither None nor a relative difference."""
     if tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0):
         raise UsageError(f"tolerance should be a number of at least 0, not {tolerance!r}")
 
 
 def check_batches(loader: object, batches: object) -> None:
-    """UsageError if these are not batches to evaluate, and how many of them; None: all, if there is an end."""
+    """UsageError unless `loader` gives batches to evaluate, and `batches` says how many; None: all, if they end."""
     if batches is not None and (type(batches) is not int or batches < 0):
         raise UsageError(f"batches should be a whole number, not {batches!r}")
     if not isinstance(loader, Iterable):
@@ -168,7 +168,7 @@ def check_batches(loader: object, batches: object) -> None:
 
 
 def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log | None:
-    """The function that takes each step's numbers; a directory: it writes TensorBoard events; `ending` closes it."""
+    """The function that takes each step's numbers; a directory gets TensorBoard events. `ending` closes it."""
     if log is None or callable(log):
         return log
     try:

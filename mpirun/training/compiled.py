@@ -27,7 +27,7 @@ def compile_for(model: Model, scheme: str, microbatches: int | None, workers: in
         raise UsageError(f"microbatches: say how many a step of {scheme} has, 1 at least")
     graph, sizes = model.graph(), Sizes(len(model.stages), microbatches, workers)
     loaded = load(scheme, sizes)
-    if model.reads is not None or loaded.edges is None:  # else the scheme's own say what stages read
+    if model.reads is not None or loaded.edges is None:  # else the scheme's own edges say what stages read
         loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)

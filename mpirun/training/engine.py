@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """A method whose errors end all ranks, and that draws nothing from the script's generators."""
+    """Wrap a method: its errors end all ranks, and it leaves the script's random generators as they were."""
 
     @functools.wraps(method)
     def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -101,7 +101,7 @@ class Engine:
     stream_words  on a GPU, order messages and kernels by words in memory instead of events
     graphs        on a GPU, capture the kernels of each job once and replay them
     canonical     add gradients in microbatch order: under every schedule the same bits as one process
-    threads       torch's, in a process; None: the rank's share of the cores
+    threads       of torch on each rank; None: the rank's share of the cores
     seed          of weights, dropout and shuffling
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
     buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
@@ -112,7 +112,7 @@ class Engine:
                   to which they are written for TensorBoard
     timeout       seconds without progress after which a run is ended; 0: never. Time in which every rank is between
                   two calls of the Engine does not count
-    export        the directory that `export` will write; it is refused now if it is not empty
+    export        the directory that `export` will write; it is refused at once if it is not empty
     comm          the ranks; None: all
     """
 
@@ -151,7 +151,7 @@ class Engine:
         self.session: Session | None = None
         self._steps_at_end = 0  # steps, once the run has ended
         self._data_notes = DataNotes(self.comm)
-        self._loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
+        self._loaders: WeakSet[Loader] = WeakSet()  # loaders known to read what this run's ranks read
         self._ending = contextlib.ExitStack()  # restores what the process had before the run
         with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
             if self.comm.size > 1:
@@ -265,13 +265,13 @@ class Engine:
         if len(set(lengths)) > 1:
             raise Stop(f"loader: the datasets of the ranks have different lengths: {lengths}")
         if isinstance(loader, NumberedLoader):
-            on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in it stops all ranks
+            on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
         self._loaders.add(loader)
         return loader
 
     @_collective
     def step(self, batch: Any) -> Result:
-        """Train on a batch: of a loader, or an (input, target) of all samples, the same on every rank.
+        """Train on a batch: one of a loader, or a pair (input, target) of all samples, the same on every rank.
 
         Whether ranks have the same data is checked in steps 1, 2, 4, 8, ... of the run. In other steps the rank that
         reads an input and the rank that reads its target may use different samples without an error.
@@ -302,9 +302,9 @@ class Engine:
 
     @_collective
     def evaluate(self, loader: Iterable[Any], batches: int | None = None) -> Evaluation:
-        """The loss and the metrics over a loader's samples, in eval mode; `batches`: only its first so many batches.
+        """The loss and the metrics over a loader's samples, in eval mode; `batches`: only the first so many.
 
-        It covers the whole epoch even in the middle of one, and leaves the loader's position alone. A list of batches,
+        It begins with the epoch's first batch, wherever the loader is, and does not move it. A list of batches,
         such as pairs (input, target), may replace the loader. A loader of a function has no end: it needs `batches`.
         """
         return self._over(loader, batches, evaluate, scores=True)
@@ -383,7 +383,7 @@ class Engine:
 
     @_collective
     def export(self, directory: str | os.PathLike[str]) -> None:
-        """Write the whole model under its own names: safetensors, and what else the directory of `weights` has."""
+        """Write the whole model under its own names: safetensors, and other files of the directory `weights`."""
         self._build_stages("export")
         path = together(self.comm, lambda: directory_of("export", directory))
         on_rank_0(self.comm, lambda: check_new(path))
@@ -431,7 +431,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _ended_by_mistakes(self) -> Iterator[None]:
-        """An error inside that stops all ranks ends the run: the process, as a notebook's, may start another."""
+        """Inside, an error that stops all ranks also ends the run: the process, as a notebook's, may start another."""
         try:
             yield
         except Exception as error:
@@ -453,7 +453,7 @@ class Engine:
         return self.session
 
     def _failing(self, error: BaseException) -> None:
-        """Show the watchdog that this rank itself reports why it ends."""
+        """Tell the watchdog that this rank reports by itself why it ends."""
         if self.session is not None:
             self.session.watchdog.end(type(error), error, None)
 
@@ -461,7 +461,7 @@ class Engine:
         return "" if self.session is None else self.session.position()
 
     def _batch(self, batch: Any) -> Batch:
-        """What a script gives, as a Batch; Stop if it does not have the microbatches of a step."""
+        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step."""
         count = self._prepared.count
         if not isinstance(batch, Batch):
             return together(self.comm, lambda: whole_batch(batch, count, self._model.origin.pair))
@@ -474,9 +474,9 @@ class Engine:
         return batch
 
     def _build_stages(self, method: str) -> None:
-        """Build the stages of a run that was resumed with data, and has not used them: all of its steps may be done.
+        """Build the stages if the run was resumed with data and has used none yet: all of its steps may be done.
 
-        Stop if that is not so, and nothing is built.
+        Stop if the stages are not built then; `method`: for the message.
         """
         resumed = self._checkpoints.resumed
         if not self._prepared.has_stages and resumed is not None and resumed.data is not None:
@@ -492,7 +492,7 @@ class Engine:
         use: Callable[[Session, Iterable[tuple[Evaluator, Batch]]], T],
         scores: bool,
     ) -> T:
-        """Call `use` with the first batches of a loader's epoch and the evaluators of their shapes; the loader stays.
+        """Call `use` with an epoch's first batches and the evaluators of their shapes; the loader's position stays.
 
         `scores`: batches are scored by their targets.
         """
@@ -501,7 +501,7 @@ class Engine:
         shapes = Shapes(self.comm, self._shapes.buckets)
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
-        # Where others are open this may be a teacher: the student's next step saves and leaves.
+        # If other runs are open in this process, this may be a teacher: the student's next step saves and leaves.
         saves = self._checkpoints.at_sigterm is not None
         may_leave = saves and not sleeping_any(self.comm, not session.sigterm.is_alone)
         leaves = False

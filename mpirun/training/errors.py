@@ -80,7 +80,7 @@ def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
     end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
 
 
-_hooks_before: dict[object, Callable[..., object]] = {}  # by the hook of each run that has not ended
+_hooks_before: dict[object, Callable[..., object]] = {}  # by hook of a run that has not ended: the hook before
 
 
 def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], object]) -> Callable[[], None]:

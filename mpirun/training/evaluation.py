@@ -114,7 +114,7 @@ def predict(
 ) -> Any:
     """The outputs of all samples in their order, nested like one output, on rank 0; None elsewhere.
 
-    rebuild  the model's own output, from the last stage's; None: they are the same
+    rebuild  the last stage's output -> the model's own; None: they are the same
     each     is called with the number of a microbatch and its output on the rank that has it; then there is no result
     """
     outputs: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""What a user should know of a run that goes on all the same: a line each on rank 0."""
+"""Notes on what a user should know of a run, which continues: one line each, printed by rank 0."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from schedgen.ir.header import Header
 
 
 class DataNotes:
-    """What the loaders of all ranks have to say: each line once."""
+    """The notes of the loaders on all ranks: each line is printed once."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """`comm`: the ranks of the run."""
         self.comm = comm
         self.said: set[str] = set()
-        self.unsaid: list[str] = []  # lines that rank 0 has not been told yet
+        self.unsaid: list[str] = []  # lines that rank 0 has not received yet
 
     def say(self, sentence: str) -> None:
         """Print a line: at once if it is rank 0's, else with the next `print_unsaid`."""
@@ -32,14 +32,14 @@ class DataNotes:
             self.unsaid += [sentence] if self.comm.rank else []
 
     def print_unsaid(self) -> None:
-        """Rank 0 prints what other ranks have to say. Collective."""
+        """Print on rank 0 the lines of other ranks. Collective."""
         unsaid, self.unsaid = self.unsaid, []
         for sentence in chain.from_iterable(self.comm.gather(unsaid) or ()):
             self.say(sentence)
 
 
 def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
-    """Name what the model computes for nothing, or changes where others do not see it."""
+    """Note that nothing is trained, outputs that no stage reads, and parameters that forwards change."""
     if not any(shape.parameter_names for shape in setup.shapes):
         note(comm, "no parameter is trainable: steps change nothing")
     dataflow = setup.dataflows[0]

@@ -30,8 +30,8 @@ class OfShape(NamedTuple):
     """What a run needs to train on microbatches of one shape."""
 
     interpreter: Interpreter
-    tokens: int  # elements of the target, a sample
-    why_uncut: str | None  # why padding cannot be taken off a microbatch
+    tokens: int  # elements of the target per sample
+    why_uncut: str | None  # why padding cannot be removed from a microbatch; None: it can
     example: Microbatch
 
 
@@ -42,7 +42,7 @@ class Prepared:
         """`verifies`: the steps are recorded, to be verified."""
         self.session, self.model, self.options, self.host, self.verifies = session, model, options, host, verifies
         self.count = session.header.microbatches * options.passes  # microbatches of a step
-        self.resumed: Manifest | None = None  # the checkpoint to go on from, as soon as the stages are built
+        self.resumed: Manifest | None = None  # the checkpoint to resume from, as soon as the stages are built
         self.of_shape: dict[Shape, OfShape] = {}
         self.evaluators: dict[Shape, Evaluator] = {}
         self.batches: StepBatches  # of the steps
@@ -55,7 +55,7 @@ class Prepared:
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.
 
-        Stop if the loader will pad a microbatch in part, and the padding could not be taken off again.
+        Stop if the loader will pad a microbatch in part, and the padding could not be removed.
         """
         if not self.has_stages:
             self.build(batch, shape)
@@ -79,7 +79,7 @@ class Prepared:
     def evaluator(self, batch: Batch, shape: Shape, padded: bool, scores: bool) -> Evaluator:
         """The evaluator of microbatches of this shape; `scores`: their targets are used, too.
 
-        Stop if a microbatch will be `padded` in part, and the padding could not be taken off again.
+        Stop if a microbatch will be `padded` in part, and the padding could not be removed.
         """
         if not self.has_stages:
             self.build(batch, shape)
@@ -105,21 +105,21 @@ class Prepared:
             session.resume(self.resumed)
 
     def resume(self, manifest: Manifest) -> None:
-        """Go on from this checkpoint: now, or as soon as the stages are built."""
+        """Resume from this checkpoint: now, or as soon as the stages are built."""
         if self.has_stages:
             self.session.resume(manifest)
         else:
             self.resumed, self.session.steps = manifest, manifest.step
 
     def free(self) -> None:
-        """Free the MPI resources of all of them."""
+        """Free the MPI resources of all interpreters and evaluators."""
         for evaluator in self.evaluators.values():
             evaluator.list.transport.free()
         if self.has_stages:
             self.session.free()
 
     def _example(self, batch: Batch) -> Microbatch:
-        """A microbatch of the batch, the same on all ranks, and with samples, not padding alone."""
+        """A microbatch of the batch, the same on all ranks: one with the most samples that are not padding."""
         comm, saved = self.session.comm, io.BytesIO()
         own = max(batch.microbatches.values(), key=_real, default=None)
         real = comm.allgather(-1 if own is None else _real(own))
@@ -130,7 +130,7 @@ class Prepared:
 
 
 def _real(microbatch: Microbatch) -> int:
-    """Its samples without padding."""
+    """The number of a microbatch's samples without padding."""
     return microbatch.size - microbatch.padding
 
 
@@ -140,7 +140,7 @@ def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> Of
 
 
 def _why_uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:
-    """Why padding cannot be taken off a microbatch, and if `scores` off its target; None: it can."""
+    """Why padding cannot be removed from the output and, if `scores`, the target of a microbatch; None: it can."""
     outputs = [torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs]
     of_target = why_uncut("target", example.target, example.size) if scores else None
     return why_uncut("output", outputs, example.size) or of_target

@@ -1,4 +1,4 @@
-"""The checkpoints of a script: how it saves, what SIGTERM does again of that, and from which it goes on."""
+"""The checkpoints of a script: how it saves, what SIGTERM saves, and from which checkpoint the run resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpirun.comm.fail_together import Stop, note, refuse, together
 from mpirun.data.loader import Loader
 from mpirun.training.session import Session
 
-KEEP_ALL = sys.maxsize  # how many checkpoints stay where nobody has said it
+KEEP_ALL = sys.maxsize  # how many checkpoints stay if the script has not said it
 
 
 class Saving(NamedTuple):
@@ -29,11 +29,11 @@ class Checkpoints:
     def __init__(self, session: Session) -> None:
         """Nothing is saved or resumed yet."""
         self.session = session
-        self.at_sigterm: Saving | None = None  # what SIGTERM saves, where
-        self.resumed: Saving | None = None  # the directory and the data that the run went on with
+        self.at_sigterm: Saving | None = None  # what SIGTERM saves, and where
+        self.resumed: Saving | None = None  # the directory and the data that the run resumed with
 
     def resume(self, directory: Path, data: Loader | None) -> Manifest | None:
-        """The newest whole checkpoint, at whose position `data` goes on; None if the directory has no checkpoint."""
+        """The newest whole checkpoint, whose position `data` gets; None if the directory has no checkpoint."""
         comm = self.session.comm
         manifest = newest_checkpoint(comm, str(directory), str(directory))
         if manifest is not None:
@@ -58,7 +58,7 @@ class Checkpoints:
             before = resumed
         if before is None or now.data is not None:
             return now
-        if before.data is not None:  # a checkpoint without a position in the data is no place to go on from
+        if before.data is not None:  # a run does not resume from a checkpoint without a position in the data
             return before._replace(keep=now.keep) if now.directory == before.directory else before
         return now if now.directory in (before.directory, resumed and resumed.directory) else before
 
@@ -74,7 +74,7 @@ class Checkpoints:
         self.session.leave(saved)
 
     def _open(self, saving: Saving) -> None:
-        """Take the directory for this run's checkpoints."""
+        """Let this run's checkpoints be saved to the directory."""
         writer = self.session.checkpoints()
         if writer.directory != saving.directory:
             writer.open(str(saving.directory), None if self.resumed is None else str(self.resumed.directory))

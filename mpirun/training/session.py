@@ -73,7 +73,7 @@ class Session:
     """A run on this rank: set up once, then stepped."""
 
     def __init__(self, comm: RunComm, schedule: Schedule, timeout: float) -> None:
-        """`timeout`: seconds in which some rank has to move; 0: there is no watchdog."""
+        """`timeout`: seconds within which some rank has to make progress; 0: there is no watchdog."""
         self.comm, self.schedule = comm, schedule
         self.program, self.header = schedule.program, schedule.program.header
         self.instructions = self.program.instructions(comm.rank)
@@ -92,7 +92,7 @@ class Session:
         self.trace: StepTrace | None = None
 
     def build(self, setup: Setup, verify: bool) -> None:
-        """Build the stages, and all that executes the list. Stop if the model does not fit the schedule.
+        """Build the stages, and the interpreter that executes the list. Stop if the model does not fit the schedule.
 
         `verify`: record the steps for the method `verify`.
         """
@@ -148,7 +148,7 @@ class Session:
         return self.writer
 
     def resume(self, manifest: Manifest) -> None:
-        """Go on from a checkpoint. Stop if it is of another model or optimizer."""
+        """Resume from a checkpoint. Stop if it is of another model or optimizer."""
         writer = self.checkpoints()
         if self.verification is not None:
             saved = manifest.settings
@@ -176,7 +176,7 @@ class Session:
         self.trace.begin(self.interpreter)
 
     def drop_trace(self) -> None:
-        """Note nothing any more, and write nothing. Not collective."""
+        """Stop recording, and write nothing. Not collective."""
         if self.trace is not None:
             self.trace.detach()
             self.trace = None
@@ -252,11 +252,11 @@ class Session:
         self.interpreter.optimizer_step.leave_requested = True
 
     def _show_sigterm(self) -> None:
-        """Let the watchdog say what ends this rank."""
+        """Tell the watchdog that SIGTERM ends this rank."""
         self.watchdog.state[ASKED] = True
 
     def leave(self, saved: bool) -> None:
-        """Stop on all ranks together, as SIGTERM asked: a nonzero exit code makes launchers end the other ranks."""
+        """Stop after SIGTERM, on all ranks together: a nonzero exit code makes launchers end the other ranks."""
         self.sigterm.end_at_once()
         sleeping_barrier(self.comm)
         what = "saved" if saved else "nothing is saved"
@@ -296,19 +296,19 @@ class Session:
 
     def end_with_script(self) -> None:
         """End the run when the script ends, unless `close` is called before. Collective."""
-        self.at_end = self.comm.Dup()  # the wait of a rank that has ended matches no call of others
+        self.at_end = self.comm.Dup()  # the barrier of an ended rank matches no other collective
         self.at_end.on_wait = self.comm.on_wait
         atexit.register(self.close_together)
 
     def wait_for_others(self) -> None:
-        """Return when all ranks have come here, or let the watchdog say which has not."""
+        """Block until all ranks have called this; the watchdog reports ranks that do not."""
         with self.watchdog.calling("close"):
             self.watchdog.state[PHASE] = ENDING
             sleeping_barrier(self.at_end)
             self.at_end.Free()
 
     def close_together(self) -> None:
-        """End the run when the script ends: no rank is done before all are."""
+        """End the run when the script ends: no rank exits before all have come to the end."""
         self.wait_for_others()
         self.close()
 

@@ -20,7 +20,7 @@ from schedgen.util.errors import UsageError
 
 
 class Shapes:
-    """The shapes there have been so far, in a run or an evaluation."""
+    """The shapes of the microbatches so far, in a run or an evaluation."""
 
     def __init__(self, comm: MPI.Intracomm, buckets: Sequence[int]) -> None:
         """`buckets`: the sizes that are declared; empty: there is one shape. UsageError if they are not iterable."""
@@ -40,7 +40,7 @@ class Shapes:
             expected = self.by_size[None]
             for shape in own - {expected}:
                 sentence = f"{_has(name, shape)}, not {_words(expected)} as the first: declare sizes with buckets="
-                if batch.loader is None or self.comm.size == 1:  # all ranks have got it
+                if batch.loader is None or self.comm.size == 1:  # all ranks have this batch
                     raise Stop(sentence)
                 raise UsageError(sentence)
             return expected

@@ -18,7 +18,7 @@ ASKED_TWICE = 10.0  # seconds after which a second SIGTERM ends the rank at once
 class Sigterm:
     """What SIGTERM does to one run on this rank. A handler of the script's own stays, and then this does nothing."""
 
-    came: ClassVar[float | None] = None  # when the first signal came after which no run has left yet
+    came: ClassVar[float | None] = None  # when the first signal came that no run has answered by leaving
 
     def __init__(self, leave: Callable[[], None], end: Callable[[], None]) -> None:
         """`leave`: asks the run to leave after its step; `end`: is called before SIGTERM ends this rank."""
@@ -43,15 +43,15 @@ class Sigterm:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other run of this process is open, to which a signal goes, too."""
+        """Whether this is the only open run of the process, so that a signal goes to no other."""
         return _runs == [self]
 
     def end_at_once(self) -> None:
-        """From now on SIGTERM ends the process: there are no more steps. One that has come before is answered."""
+        """From now on SIGTERM ends the process: there are no more steps. An earlier signal counts as answered."""
         self.after_step, Sigterm.came = False, None
 
     def give_back(self) -> None:
-        """The run has ended. After the last of them SIGTERM means what it meant before the first."""
+        """Unregister this run, which has ended. After the last run SIGTERM has its default action again."""
         if self in _runs:
             _runs.remove(self)
         if not _runs and signal.getsignal(signal.SIGTERM) == _on_sigterm and _sets_signals():
@@ -65,13 +65,13 @@ class Sigterm:
             signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-_runs: list[Sigterm] = []  # those that a signal goes to, in the order in which they took it
+_runs: list[Sigterm] = []  # the runs that a signal goes to, in the order in which they registered
 
 
 def _on_sigterm(*_: object) -> None:
     last, now = _runs[-1] if _runs else None, time.monotonic()
     if last is None or not last.after_step or now - (Sigterm.came or now) > ASKED_TWICE:
-        # It ends this rank, as it does by itself; the watchdog says so, and ends the others.
+        # The signal ends this rank, as by default; the watchdog reports it, and ends the others.
         for run in _runs:
             run.end()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -84,5 +84,5 @@ def _on_sigterm(*_: object) -> None:
 
 
 def _sets_signals() -> bool:
-    """Whether this is the main thread: no other can."""
+    """Whether this is the main thread: no other can set a signal handler."""
     return threading.current_thread() is threading.main_thread()
