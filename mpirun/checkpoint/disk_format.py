@@ -50,7 +50,7 @@ class CheckpointFile(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint's manifest says."""
+    """The contents of a checkpoint's manifest."""
 
     folder: Path
     step: int  # steps done
@@ -146,10 +146,10 @@ def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequ
 
 
 def prune(directory: Path, step: int, keep: int, damaged: Collection[Path] = ()) -> None:
-    """Keep the newest `keep` checkpoints up to a step; remove those before them, and unfinished ones.
+    """Keep the newest `keep` checkpoints up to a step; remove older ones, and unfinished ones.
 
-    Checkpoints of later steps stay: they are of an earlier run, and this one could not resume from them. So do those
-    that cannot be removed, and those that are `damaged`: neither count towards `keep`.
+    Checkpoints of later steps stay: they are of an earlier run, and this run could not resume from them. Checkpoints
+    that cannot be removed, or are `damaged`, stay, too, and do not count towards `keep`.
     """
     folders = [folder for folder in step_folders(directory) if _step(folder) <= step and (folder / MANIFEST).exists()]
     for folder in [folder for folder in folders if folder.resolve() not in damaged][keep:]:

@@ -40,7 +40,7 @@ def shard_entry(entry: str, shard: Shard) -> str:
 
 
 def is_share(model: Model, stage: LocalStage, name: str) -> bool:
-    """Whether what a stage has under a name is a tensor shard's share."""
+    """Whether a stage's tensor of this name is a tensor shard's share."""
     return model.shard_of(stage.index).count > 1 and name in stage.shape.sharded_dims
 
 
@@ -55,7 +55,7 @@ def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
 
 
 def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
-    """The untrained tensors that are written, by entry: every share, and from the first shard what all shards have."""
+    """The untrained tensors that are written, by entry: every share, and the first shard's copy of others."""
     entries: dict[str, Tensor] = {}
     for name, value in untrained_tensors(stage).items():
         entry = model.entry_name(stage.index, name)

@@ -15,8 +15,8 @@ from mpirun.model.stage_shape import Place
 from schedgen.ir.header import Header
 
 PARAMETER = ""  # the key of a parameter's own value
-Values = dict[str, Any]  # a parameter's value, and what the optimizer keeps for it (tensors, numbers) by torch's names
-Kept = Callable[[int], Sequence[Values]]  # by part of a stage: what the optimizer keeps for each piece in it
+Values = dict[str, Any]  # a parameter's value, and its optimizer state (tensors, numbers) by torch's names
+Kept = Callable[[int], Sequence[Values]]  # by part of a stage: the optimizer state of each piece in it
 
 
 def writing_rank(header: Header, stage: int) -> int:

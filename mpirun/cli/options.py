@@ -201,7 +201,7 @@ def _of_run(parser: Parser) -> None:
 
 
 def _values(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: str) -> dict[str, Any]:
-    """The options' values by name; `needed`: by name of a required one, how it is spelled."""
+    """The options' values by name; `needed`: required ones, with their spelling in messages."""
     values = vars(parser.parse_args(arguments))
     if values["help"]:
         if comm.rank == 0:

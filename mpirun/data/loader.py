@@ -130,12 +130,12 @@ class Loader(ABC):
         """Microbatch `number` of any step, the same as in an iteration; UsageError if it cannot be made alone."""
 
     def state(self) -> dict[str, Any]:
-        """The position of the next batch, and what must not change; for JSON."""
+        """The position of the next batch, and the settings that must not change; for JSON."""
         return {"epoch": self.epoch, "step": self.step, "microbatches": self.microbatches, **self._unchanging()}
 
     @contextmanager
     def from_the_start(self) -> Iterator[None]:
-        """Inside, iterations go through the whole epoch; on exit the position is what it was."""
+        """Inside, iterations go through the whole epoch; on exit the position is restored."""
         position = self.epoch, self.step
         self.step = 0
         try:

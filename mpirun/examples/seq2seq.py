@@ -34,7 +34,7 @@ class Seq2Seq(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
 
     def forward(self, before: Tensor, behind: Tensor) -> Tensor:
-        """Both are bytes; in the text `behind` follows `before`."""
+        """`before` and `behind` are bytes; in the text `behind` follows `before`."""
         length = before.shape[1]
         memory = self.byte(before) + self.place.weight[:length]
         for layer in self.encoder:

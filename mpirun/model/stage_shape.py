@@ -33,7 +33,7 @@ class LossFacts(NamedTuple):
     """What every rank knows of a microbatch's loss."""
 
     bytes: int  # of the loss, which is the last stage's x
-    metrics: tuple[str, ...]  # names of what it returns besides, sorted
+    metrics: tuple[str, ...]  # sorted names of the metrics that it returns
     draws: bool  # whether it draws random numbers
 
 

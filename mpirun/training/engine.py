@@ -101,7 +101,7 @@ class Engine:
     stream_words  on a GPU, order messages and kernels by words in memory instead of events
     graphs        on a GPU, capture the kernels of each job once and replay them
     canonical     add gradients in microbatch order: under every schedule the same bits as one process
-    threads       of torch on each rank; None: the rank's share of the cores
+    threads       torch's threads on each rank; None: the rank's share of the cores
     seed          of weights, dropout and shuffling
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
     buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
@@ -383,7 +383,7 @@ class Engine:
 
     @_collective
     def export(self, directory: str | os.PathLike[str]) -> None:
-        """Write the whole model under its own names: safetensors, and other files of the directory `weights`."""
+        """Write the whole model under its own names: safetensors, and the other files of the directory `weights`."""
         self._build_stages("export")
         path = together(self.comm, lambda: directory_of("export", directory))
         on_rank_0(self.comm, lambda: check_new(path))

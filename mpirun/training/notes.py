@@ -1,4 +1,4 @@
-"""Notes on what a user should know of a run, which continues: one line each, printed by rank 0."""
+"""Notes to the user on a run, which continues: one line each, printed by rank 0."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Checkpoints:
             before = resumed
         if before is None or now.data is not None:
             return now
-        if before.data is not None:  # a run does not resume from a checkpoint without a position in the data
+        if before.data is not None:  # a restart needs a checkpoint with a position in the data
             return before._replace(keep=now.keep) if now.directory == before.directory else before
         return now if now.directory in (before.directory, resumed and resumed.directory) else before
 

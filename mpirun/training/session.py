@@ -182,7 +182,7 @@ class Session:
             self.trace = None
 
     def end_trace(self, option: str, path: str) -> bool:
-        """Write what was recorded; `option`: what asked for it. False if no step has been done since `begin_trace`."""
+        """Write the trace; `option`: the one that asked for it. False if no step has been done since `begin_trace`."""
         trace, self.trace = self.trace, None
         if trace is None:
             return False
@@ -296,7 +296,7 @@ class Session:
 
     def end_with_script(self) -> None:
         """End the run when the script ends, unless `close` is called before. Collective."""
-        self.at_end = self.comm.Dup()  # the barrier of an ended rank matches no other collective
+        self.at_end = self.comm.Dup()  # its own: the barrier of an ended rank matches no other collective
         self.at_end.on_wait = self.comm.on_wait
         atexit.register(self.close_together)
 

@@ -25,7 +25,7 @@ def _couples(norm: _NormBase) -> bool:
 
 
 def warn_of_batch_statistics(module: nn.Module) -> None:
-    """Warn if a module has such layers: a pipeline changes their statistics."""
+    """Warn if a module has layers that couple samples: a pipeline changes their statistics."""
     if names := batch_coupled(module):
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warn_user(

@@ -18,7 +18,7 @@ from mpirun.model.frontend.errors import line_of_node, unknown_name
 from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
 from schedgen.util.errors import UsageError
 
-PIPE_SPLIT = "pippy._pipe_split.default"  # what torch.distributed.pipelining.pipe_split() is in a graph
+PIPE_SPLIT = "pippy._pipe_split.default"  # the target of torch.distributed.pipelining.pipe_split() in a graph
 SLACK = 0.1  # the fraction by which the slowest stage may be slower so that less is sent
 
 
@@ -121,7 +121,7 @@ def _empty_stage(what: str) -> UsageError:
 
 
 def _prices(dependencies: Dependencies) -> list[float]:
-    """By node of the body, what a cut before it costs: bytes that are sent there, and modules that are cut through."""
+    """By node of the body, the price of a cut before it: bytes that are sent there, plus modules cut through."""
     body = dependencies.body
     index = {node: k for k, node in enumerate(body)}
     changes = [0] * (len(body) + 1)  # of the bytes that are alive

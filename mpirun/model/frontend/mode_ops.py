@@ -1,6 +1,6 @@
 """Train and eval mode: operations of a traced stage that follow its `train()` and `eval()`, as in the module.
 
-A graph is traced in one mode, and has what the mode decides as constants: whether a dropout drops, whether BatchNorm
+A graph is traced in one mode, whose decisions are constants in it: whether a dropout drops, whether BatchNorm
 uses the batch's statistics. `compare_modes` finds what else differs.
 """
 
