@@ -155,7 +155,7 @@ def _common(parser: Parser) -> None:
     add("--autocast", choices=("bf16",), help="forwards in mixed precision; weights stay as they are")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
     add("--gpu-messages", choices=("auto", "direct", "host"), default="auto",
-        help="messages straight from GPU memory, or through host memory; default: straight if MPI can and a trial "
+        help="direct: MPI reads GPU memory; host: messages go through the host; default: direct if MPI can and a trial "
         "shows that it does")  # fmt: skip
     add("--stream-words", action="store_true", help="order a GPU's kernels and messages by words in memory, not events")
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")

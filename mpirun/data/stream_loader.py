@@ -74,7 +74,7 @@ class StreamLoader(Loader):
 
 
 class _Steps(IterableDataset[Any]):
-    """The steps from `first` on: numbers of samples in it and in the next, its collated microbatches by number."""
+    """The steps from `first` on: (samples in the step, samples in the next, its collated microbatches by number)."""
 
     def __init__(self, loader: StreamLoader, epoch: int, first: int) -> None:
         self.loader, self.epoch, self.first = loader, epoch, first
