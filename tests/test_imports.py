@@ -1,4 +1,4 @@
-"""Rooms: each contract of pyproject.toml, which `make lint` holds the tree to, refuses an import that breaks it."""
+"""Import contracts: each contract in pyproject.toml, which `make lint` checks, refuses an import that breaks it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LINT_IMPORTS = Path(sys.executable).parent / "lint-imports"
 
-# By contract: a file of the tree, and an import that it may not have.
+# For each contract: a file of the tree, and an import that is forbidden in it.
 WRONG = {
     "schedgen-packages": ("schedgen/ir/header.py", "schedgen.schemes"),
     "compiler-without-analysis": ("schedgen/compiler/place.py", "schedgen.analysis"),

@@ -20,20 +20,20 @@ TEXT = "".join((ROOT / name).read_text() for name in NAMES)
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, flags=re.S)
 COMMANDS = list(dict.fromkeys(line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()))
 
-LEFT_OUT = {"make test"}  # what runs this
+LEFT_OUT = {"make test"}  # it runs this file
 Place = tuple[Path, dict[str, str]]  # a folder and an environment
 TRAIN = "mpiexec -n 4 python -m "
-# What is done less: one golden schedule of each kind of command, for test_traces.py compiles all; an epoch of three.
+# Options that shorten commands: one golden schedule of each kind, as test_traces.py compiles all; one epoch, not three.
 MORE = {
     "make run": " STEPS=4",
     "make traces": " GOLDEN='lpp-g4 zb-v 1f1b-tied 1f1b-rr fsdp-sharded 1f1b-tensor' BIN=build/tools",
     f"{TRAIN}mpirun.examples.digits zb-h1.json": " 1",
     f"{TRAIN}mpirun profile --model mpirun.examples.gpt:tiny --stages 4 --output profile.json": " --steps 1",
 }
-LAST = {"make run": next(text for _, text in BLOCKS if text.startswith("verify: "))}  # what a command ends with
-EXIT = {"schedgen diff 1f1b.json mine.json": 1}  # asked to find differences
+LAST = {"make run": next(text for _, text in BLOCKS if text.startswith("verify: "))}  # the end of a command's output
+EXIT = {"schedgen diff 1f1b.json mine.json": 1}  # the files differ
 
-# There is no Slurm to test with: srun's ranks are started by mpiexec.
+# A stand-in for Slurm's srun: it starts the ranks with mpiexec.
 SRUN = """while [ "$1" != python ]; do [ "$1" = -n ] && ranks=$2; shift; done
 exec $MPIEXEC -n $ranks "$@\""""
 
@@ -65,15 +65,15 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> Pl
     mpiexec = os.environ.get("MPIEXEC", str(venv / "bin" / "mpiexec"))
     path = os.pathsep.join([str(tools), str(venv / "bin"), os.environ["PATH"]])
     inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MPI")}
-    # MPI=system is run with this venv and its launcher in the place of a site's.
-    # The pictures that the READMEs show are 80 columns wide. mypy keeps what it knows for the next time.
+    # MPI=system is run with this venv and its launcher in place of a site's.
+    # The pictures that the READMEs show are 80 columns wide. mypy's cache outlives the copy.
     more = {"COLUMNS": "80", "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache")}
     return copy, {**inherited, **more, "PATH": path, "MPIEXEC": mpiexec}
 
 
 @pytest.fixture(scope="module")
 def four(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Done]]:
-    """`mpiexec -n 4 python -m MODULE ARGUMENTS`: the first launched by itself, the others in a launch they share."""
+    """Runs `mpiexec -n 4 python -m MODULE ARGUMENTS`: the first command by itself, the others in one shared launch."""
     copy, environment = place
     waiting: list[StandingLaunch] = []
 
@@ -98,7 +98,7 @@ def shell(command: str, place: Place) -> Done:
 
 @pytest.fixture(scope="module")
 def ran(place: Place, four: Callable[[str], Done]) -> Callable[[str], Done]:
-    """How a command of the READMEs ends, which runs once."""
+    """Runs a command of the READMEs, shortened and only once, and returns how it ended."""
 
     @functools.cache
     def ran(command: str) -> Done:

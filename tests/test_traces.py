@@ -23,7 +23,7 @@ def test_a_golden_schedule_compiles_to_the_same_bytes(golden: Path, tmp_path: Pa
     scheme = header["scheme"]
     tensor = header.get("tensor", {"degree": 1, "whole": []})
     graph = {"stages": scheme["stages"] // tensor["degree"], "whole": tensor["whole"]}
-    if not tensor["whole"]:  # else ties are among shards, and no model's
+    if not tensor["whole"]:  # else ties are between shards, and do not come from the model
         graph["tied"] = header["tied"]
     (tmp_path / "graph").write_text(json.dumps(graph))
     scheme["stages"] = graph["stages"] // scheme.pop("parts", 1)

@@ -1,4 +1,4 @@
-"""How tests launch, and find every process of a launch again."""
+"""The launcher that tests use, and a marker by which they find all processes of a launch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def environment(marker: str, more: Mapping[str, str] | None = None) -> dict[str,
 
 
 def processes(marker: str) -> dict[int, list[str]]:
-    """The processes of one launch that are still there, with their command lines.
+    """The processes of one launch that still run, with their command lines, by pid.
 
-    A rank that is forked has another's environment in /proc, but its stdout may be a file whose name has the marker.
+    /proc shows a forked rank with its server's environment, so a marker in the name of its stdout's file counts, too.
     """
     command_lines = {}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,9 @@
-"""A launch that executes one run after the other: most of a short run is starting Python and importing torch."""
+"""A standing launch: ranks that stay, and execute one run after the other, as most of a short run is its startup.
+
+mpiexec starts RANKS processes of programs/run_server.py once. `run` writes a request, a line of JSON, to a FIFO. Rank 0
+reads it from there and broadcasts it, all ranks execute it, and rank 0 prints the answer to stdout, as `run: JSON`.
+`close` closes the FIFO, and the ranks exit.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +25,13 @@ HERE = Path(__file__).parent
 
 
 class StandingLaunch:
-    """`mpiexec -n RANKS python -m mpi4py programs/run_server.py`, which reads runs from a FIFO until that is closed."""
+    """`mpiexec -n RANKS python -m mpi4py programs/run_server.py FIFO`."""
 
     def __init__(self, ranks: int, env: dict[str, str], folder: Path, cwd: Path = HERE) -> None:
-        """Start the ranks, in `cwd`; `folder`: an empty one, for the FIFO and for stderr."""
+        """Start the ranks, in `cwd`. `folder`: an empty one, for the FIFO and the ranks' stderr."""
         self.marker, self.runs, self.received = uuid.uuid4().hex, 0, b""
         os.mkfifo(folder / "requests")
-        self.requests = os.open(folder / "requests", os.O_RDWR)  # does not wait until somebody reads
+        self.requests = os.open(folder / "requests", os.O_RDWR)  # O_RDWR does not wait for a reader
         self.err = folder / "err"
         with self.err.open("w") as err:
             self.job = subprocess.Popen(
@@ -52,7 +57,7 @@ class StandingLaunch:
         self.selector.register(self.out, selectors.EVENT_READ)
 
     def run(self, request: Any, limit: float) -> Any:
-        """What the program answers to a request; RuntimeError where it does not come to that within `limit` seconds."""
+        """Return the answer to a request. RuntimeError if the launch ends or takes more than `limit` seconds."""
         self.runs += 1
         os.write(self.requests, json.dumps(request, default=str).encode() + b"\n")
         deadline = time.monotonic() + limit
@@ -73,7 +78,7 @@ class StandingLaunch:
             self.received += data
 
     def close(self, grace: float = 30) -> None:
-        """Let the ranks leave; kill those that have not after some seconds."""
+        """Let the ranks exit; kill those that still run after `grace` seconds."""
         with contextlib.suppress(OSError):
             os.close(self.requests)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,18 +1,23 @@
-"""Ranks that need not import torch: mpiexec starts them as ever, and each is forked from a process that has done it.
+"""Warm ranks: ranks of a launch that are forked from a server that has imported torch, so that none imports it itself.
 
-    python warm_ranks.py serve FOLDER NAME [CALLS]            is asked on FOLDER/NAME, then imports torch; forks
-    python warm_ranks.py mpiexec FOLDER MPIEXEC ARGUMENTS     executes MPIEXEC ARGUMENTS; their Python asks to be forked
-    python warm_ranks.py rank FOLDER ARGUMENTS                does what `python ARGUMENTS` does
+    python warm_ranks.py serve FOLDER NAME [CALLS]            a server: listens on the Unix socket FOLDER/NAME
+    python warm_ranks.py mpiexec FOLDER MPIEXEC ARGUMENTS     MPIEXEC ARGUMENTS, with warm ranks
+    python warm_ranks.py rank FOLDER ARGUMENTS                a stand-in for `python ARGUMENTS`
 
-A rank has the environment, folder, open files and exit code that it would have, MPI starts in it alone, signals sent to
-it arrive, and where its end of the socket closes it is killed. A process that no mpiexec starts may be a rank, too,
-the only one. There are two servers, for odd and for even ranks: the hashes of strings differ between ranks, as they do
-between processes. CALLS, each MODULE:FUNCTION:NUMBER, are made before ranks are forked. What a server cannot stand in
-for is started as Python: ranks of another MPI than MPICH, other options than -c and -m, and variables that are read
-when a library is loaded, of which the server notes the names in FOLDER/in-the-way. With COLD_RANKS=1 all is.
+`mpiexec` puts `rank` in place of the Python executable in ARGUMENTS and executes MPIEXEC, which starts a `rank` process
+where it would start Python. This process imports neither torch nor MPI. It sends its arguments, environment, working
+directory and open files to a server, which forks a child; the child takes them over and runs the program, as the actual
+rank: MPI is initialized only there. Meanwhile the `rank` process relays signals to the child, then exits as it did; if
+the `rank` process dies, the server kills the child. Started without mpiexec, `rank` is a launch of one rank.
 
-A rank ends as Python does, but leaves the modules and libraries that it was forked with as they are: to take those
-down, too, costs more than most ranks do.
+A server imports torch on the first request, and then makes CALLS, each MODULE:FUNCTION:NUMBER, whose results ranks find
+cached. There are two servers, for even and for odd ranks, so that string hashes differ between ranks, as they do
+between processes. A rank is started cold, as a Python that imports torch itself, where no server listens, for another
+MPI than MPICH, with Python's options other than -c and -m, with COLD_RANKS=1, and where variables that Python or a
+library reads once, on startup, are not those of the server, which appends their names to FOLDER/in-the-way.
+
+A warm rank exits as Python does, but without tearing down the modules and libraries that it was forked with, which
+would take longer than most ranks run.
 """
 
 from __future__ import annotations
@@ -41,8 +46,8 @@ from typing import NamedTuple, TextIO
 COLD = "COLD_RANKS"
 OTHER_MPI = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"}  # in the ranks of Open MPI
 READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "LD_", "MALLOC_")  # libraries set others themselves
-IN_THE_WAY = "in-the-way"  # a file
-OBEYED = ("PYTHONPATH", "PYTHONWARNINGS")
+IN_THE_WAY = "in-the-way"  # a file in FOLDER
+OBEYED = ("PYTHONPATH", "PYTHONWARNINGS")  # `run` applies them
 PRELOADED = (
     "numba", "numpy", "torch", "torch._dynamo", "torch.distributed", "torch._subclasses.fake_tensor",
     "torch.export._trace", "transformers.models.gpt2.modeling_gpt2", "schedgen.checker", "schedgen.simulator.footprint",
@@ -51,12 +56,12 @@ RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that take effect when Python starts or a library is loaded, but for those that `run` obeys."""
+    """The variables that take effect when Python starts or a library is loaded, except those that `run` applies."""
     return {key: text for key, text in environment.items() if key.startswith(READ_AT_IMPORT) and key not in OBEYED}
 
 
 def mpiexec(folder: str, words: list[str]) -> None:
-    """Become mpiexec."""
+    """Execute `words`, an mpiexec command; `rank` replaces Python if that is this venv's and COLD_RANKS is not set."""
     for place, word in enumerate(words):
         if Path(word).name.startswith("python") and (file := shutil.which(word)):
             if Path(file).parent.samefile(Path(sys.executable).parent) and COLD not in os.environ:
@@ -66,14 +71,14 @@ def mpiexec(folder: str, words: list[str]) -> None:
 
 
 def rank_here() -> int:
-    """By MPICH's variable; 0 where nothing launched this process. OSError where a server cannot stand in for it."""
+    """The rank by MPICH's variable, 0 without a launcher. OSError if the rank must be cold."""
     if COLD in os.environ or OTHER_MPI & os.environ.keys():
         raise OSError("a rank of another MPI, or one that should be cold")
     return int(os.environ.get("PMI_RANK", 0))
 
 
 def rank(folder: str, words: list[str]) -> None:
-    """Stand for a rank that is elsewhere until it ends, and end in the same way."""
+    """Have a server fork the rank, relay signals to it, and exit as it does; execute Python if it must be cold."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         try:
             server.connect(f"{folder}/{rank_here() % 2}")
@@ -97,42 +102,42 @@ def rank(folder: str, words: list[str]) -> None:
 
 
 class Request(NamedTuple):
-    """What `rank` asks for."""
+    """The process that `rank` has a server fork: its arguments, environment, working directory and open files."""
 
     words: list[str]
     environment: dict[str, str]
     folder: str
-    files: dict[int, int]  # by number, what is to be open under it
+    files: dict[int, int]  # descriptor in the rank: descriptor of the same file in this process
 
     @classmethod
     def receive(cls, connection: socket.socket) -> Request:
-        """The counterpart of `send`."""
+        """Read a request that `send` has written."""
         size, files, _, _ = socket.recv_fds(connection, 4, 64)
         with connection.makefile("rb") as stream:
             words, environment, folder, numbers = json.loads(stream.read(int.from_bytes(size, "little")))
         return cls(words, environment, folder, dict(zip(numbers, files, strict=True)))
 
     def send(self, connection: socket.socket) -> None:
-        """All of it, with the files."""
+        """Write the request, and pass the descriptors of its files."""
         data = json.dumps([self.words, self.environment, self.folder, list(self.files)]).encode()
         socket.send_fds(connection, [len(data).to_bytes(4, "little")], list(self.files.values()))
         connection.sendall(data)
 
 
 class Server:
-    """Forks for who asks at `path`, until stdin is closed."""
+    """Forks a rank for every `rank` process that connects to the socket `path`, until stdin is closed."""
 
     def __init__(self, path: str, calls: list[str]) -> None:
-        """Import what ranks need, and call functions, when the first asks; who asks meanwhile waits."""
+        """Wait for the first connection, then import what ranks need and make the calls; later connections wait."""
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(f"{path}-")
         self.listener.listen(64)
-        Path(f"{path}-").rename(path)  # who finds it can ask
+        Path(f"{path}-").rename(path)  # once it exists, connections are accepted
         self.in_the_way = Path(path).with_name(IN_THE_WAY)
         self.variables = read_at_import(os.environ)
         if self.listener not in select.select([0, self.listener], [], [])[0]:
             sys.exit()
-        atexit.register(keep_inherited)  # the first, which is called last
+        atexit.register(keep_inherited)  # registered first, hence called last
         gc.disable()
         warm_up()
         make(calls)
@@ -140,17 +145,17 @@ class Server:
         gc.collect()
         gc.freeze()
         gc.enable()
-        self.ended, end = os.pipe()  # somebody has
+        self.ended, end = os.pipe()  # readable once a rank has ended
         os.set_blocking(end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(end, warn_on_full_buffer=False)
-        self.ranks: dict[int, socket.socket] = {}  # by process, who asked for it
+        self.ranks: dict[int, socket.socket] = {}  # pid of a rank: the connection of its `rank` process
         self.selector = selectors.DefaultSelector()
         for file in (0, self.ended, self.listener):
             self.selector.register(file, selectors.EVENT_READ)
 
     def serve(self) -> Request:
-        """What to be: returns in ranks alone."""
+        """Serve connections. Returns only in a forked rank: its request."""
         while True:
             for key, _ in self.selector.select():
                 if key.fileobj == 0:
@@ -162,12 +167,12 @@ class Server:
                 elif key.fileobj is self.listener:
                     if request := self.fork(self.listener.accept()[0]):
                         return request
-                elif key.data in self.ranks:  # who asked has gone
+                elif key.data in self.ranks:  # its `rank` process has died
                     self.selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
 
     def fork(self, connection: socket.socket) -> Request | None:
-        """Make a rank; what it has to be, in it."""
+        """Fork a rank and answer its pid, or 0 if it must be cold. Return its request in the rank, None here."""
         request = Request.receive(connection)
         other = read_at_import(request.environment).items() ^ self.variables.items()
         if other:
@@ -194,7 +199,7 @@ class Server:
         return None
 
     def report(self) -> None:
-        """Say how ranks ended to who asked for them."""
+        """Send the wait status of every rank that has ended to its `rank` process."""
         os.read(self.ended, 4096)
         for pid in list(self.ranks):
             gone, status = os.waitpid(pid, os.WNOHANG)
@@ -220,7 +225,7 @@ def warm_up() -> None:
 
 
 def make(calls: list[str]) -> None:
-    """Call functions of modules beside this file, which keep what they return."""
+    """Call functions of modules beside this file, which cache what they return."""
     sys.path.insert(0, str(Path(__file__).parent))
     for call in calls:
         module, function, number = call.split(":")
@@ -229,17 +234,17 @@ def make(calls: list[str]) -> None:
 
 
 def end_here() -> None:
-    """Of C's exit handlers, and destructors of libraries, the process calls those alone that are there later."""
+    """Skip, at exit, the exit handlers of C and destructors of libraries that are registered by now."""
     libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # with the exit status
-    libc.__cxa_atexit(libc.fflush, None, None)  # before it, all files
+    libc.on_exit(libc._exit, None)  # is called before the handlers registered earlier, with the exit status
+    libc.__cxa_atexit(libc.fflush, None, None)  # is called before that, and flushes all streams
 
 
 inherited: dict[str, ModuleType] = {}  # in a rank: the modules that it was forked with
 
 
 def keep_inherited() -> None:
-    """Take them out of Python's sight, which ends next."""
+    """Hide the inherited modules from Python's shutdown, which follows, and would tear them down."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
     for name, module in inherited.items():
         if sys.modules.get(name) is module and name not in ("builtins", "sys", "__main__"):
@@ -247,18 +252,18 @@ def keep_inherited() -> None:
 
 
 def answer(connection: socket.socket, number: int) -> None:
-    """Send a line; who does not want it any more need not get it."""
+    """Send a number as a line; nothing if the other end is closed."""
     with contextlib.suppress(OSError):
         connection.sendall(b"%d\n" % number)
 
 
 def can_be_forked(words: list[str]) -> bool:
-    """Whether `run` knows what Python would do."""
+    """Whether `run` can do what Python would do with these arguments."""
     return bool(words) and (not words[0].startswith("-") or (words[0] in ("-c", "-m") and len(words) > 1))
 
 
 def begin(request: Request) -> None:
-    """Make this process what mpiexec started."""
+    """Take over the open files, standard streams, environment and working directory of a request."""
     above = 1 + max(*request.files, *request.files.values())
     moved = {number: fcntl.fcntl(file, fcntl.F_DUPFD, above) for number, file in request.files.items()}
     for file in request.files.values():
@@ -277,14 +282,14 @@ def begin(request: Request) -> None:
 
 
 def reopened(number: int, stream: TextIO) -> TextIO:
-    """A standard stream, made for the file that it is now: buffered by lines where that is a terminal."""
+    """A standard stream for the file that is now open under `number`: line-buffered for stderr and for a terminal."""
     how = "w" if number else "r"
     lines = 1 if number == 2 else -1
     return open(number, how, lines, encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
 def run(words: list[str]) -> None:
-    """What `python WORDS` does once it has started."""
+    """Do what `python WORDS` does once it has started."""
     warnings._processoptions(filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")))  # type: ignore[attr-defined]
     first = {"-c": "", "-m": str(Path.cwd())}.get(words[0], str(Path(words[0]).resolve().parent))
     sys.path[:0] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

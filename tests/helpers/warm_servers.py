@@ -1,4 +1,8 @@
-"""Starts the two servers of warm_ranks.py, for even and for odd ranks, and ends them."""
+"""Starts and ends the two servers of warm_ranks.py, from which tests fork ranks that need not import torch.
+
+A server imports torch on the first request and forks a child for each. It listens on a Unix socket in FOLDER, `0` for
+even ranks and `1` for odd ones, and ends, with the children that still run, once its stdin is closed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ PROGRAM = Path(__file__).with_name("warm_ranks.py")
 
 
 class WarmServers:
-    """Two processes that ranks are forked from, by the sockets FOLDER/0 and FOLDER/1."""
+    """The two servers, which listen on FOLDER/0 and FOLDER/1."""
 
     def __init__(
         self,
@@ -21,7 +25,7 @@ class WarmServers:
         calls: Sequence[str] = (),
         python: Sequence[str] = (),
     ) -> None:
-        """Start them, in an environment each. `calls` as in warm_ranks.py; `python`: what does what Python would do."""
+        """Start each server in its environment. `calls`: as in warm_ranks.py; `python`: a stand-in for Python."""
         self.sockets = [folder / name for name in ("0", "1")]
         self.processes = [
             subprocess.Popen(
@@ -33,12 +37,12 @@ class WarmServers:
         ]
 
     def wait(self) -> None:
-        """Return when both can be asked: who asks before that gets a rank that imports torch itself."""
+        """Block until both servers accept connections: a process that connects earlier is started cold."""
         while not all(socket.exists() for socket in self.sockets):
             assert all(process.poll() is None for process in self.processes), "a server of warm ranks has ended"
             time.sleep(0.01)
 
     def close(self) -> None:
-        """End them, and the ranks that are left."""
+        """End the servers, and the ranks that still run."""
         for process in self.processes:
             process.communicate()

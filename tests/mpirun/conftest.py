@@ -98,16 +98,16 @@ class Ended(NamedTuple):
     err: str
 
 
-MOST = 100  # runs of one launch: what a run leaves behind, communicators and all, adds up
+MOST = 100  # runs per launch: what runs leave behind, such as communicators, accumulates
 
 
 @pytest.fixture(scope="session")
 def in_one_launch(
     tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]
 ) -> Iterator[Callable[..., list[Any]]]:
-    """What programs/run_server.py answers to each of a list of runs, one after the other in one launch.
+    """Executes a list of runs one after the other in one launch, and returns run_server.py's answer to each.
 
-    The launch is one that has done others before, unless it should be `fresh`.
+    A launch of the same number of ranks and the same environment is reused, unless `fresh`.
     """
     launches: dict[object, StandingLaunch] = {}
 
@@ -119,7 +119,7 @@ def in_one_launch(
             launches.pop(key).close()
         if key not in launches:
             launches[key] = StandingLaunch(ranks, env, tmp_path_factory.mktemp("launch"))
-        launch = launches.pop(key)  # back only where all went well
+        launch = launches.pop(key)  # put back only if every run is answered
         results = [launch.run(run, limit) for run in runs]
         launches[key] = launch
         return results
@@ -131,7 +131,7 @@ def in_one_launch(
 
 @pytest.fixture(scope="session")
 def mistakes(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Ended]]:
-    """Runs of mpirun none of which ends well."""
+    """Runs of mpirun with mistakes, none of which may end in a traceback."""
 
     def mistakes(ranks: int, runs: Sequence[Sequence[object]], env: dict[str, str] | None = None) -> list[Ended]:
         results = in_one_launch(ranks, [["mpirun", *map(str, run)] for run in runs], env=env)
@@ -164,7 +164,7 @@ def several(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[tuple
 
 
 class Seen(NamedTuple):
-    """One of several runs in a launch, seen from inside."""
+    """The result of a run that programs/inspected_run.py executed."""
 
     code: int
     out: str
@@ -191,9 +191,9 @@ def inside(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Seen]]
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`schedgen compile SCHEME OPTIONS`; the file.
+    """Runs `schedgen compile SCHEME OPTIONS` and returns the file.
 
-    A scheme of more than one line is a file that defines w and n; a graph that is a dict is a file that has it.
+    A scheme of several lines is the source of a file that defines w and n; a graph that is a dict is written to a file.
     """
 
     def compiled(scheme: str, **options: Any) -> Path:
@@ -229,7 +229,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def left_behind() -> Callable[[LaunchResult], list[int]]:
-    """The processes of a launch that are still there after a grace of 2 s for the kernel to reap them."""
+    """The processes of a launch that still run after a grace of 2 s for the kernel to reap them."""
 
     def left_behind(result: LaunchResult) -> list[int]:
         deadline = time.monotonic() + 2

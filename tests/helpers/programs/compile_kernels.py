@@ -1,4 +1,4 @@
-"""Compile the kernels that many tests need, for numba to keep: `python compile_kernels.py FOLDER first|second`.
+"""Compile the kernels that many tests need into numba's cache: `python compile_kernels.py FOLDER first|second`.
 
 The halves take about the same time, and few kernels are in both.
 """

@@ -1,7 +1,10 @@
-"""Runs of mpirun in one launch, as they are requested. The argument is a FIFO with a request a line, in JSON.
+"""The ranks of a standing launch (standing_launch.py): they execute requested runs one after the other.
+
+The argument is a FIFO. Rank 0 reads a request from it, a line of JSON, and broadcasts it. All ranks execute it, and
+rank 0 prints its result, as `run: JSON`. The ranks exit when the FIFO is closed.
 
 A request is an object that inspected_run.py takes, or a list: what follows `python -m`, or "-c" and what follows
-`python -c`. Of such a run rank 0 prints the exit code, the same on all ranks, the stdout, and the stderr of all ranks.
+`python -c`. The result of a list is its exit code, the same on all ranks, and the stdout and the stderr of all ranks.
 """
 
 import contextlib
@@ -24,20 +27,20 @@ from mpirun.comm.waiting import sleeping_barrier
 
 schedgen.util.jit.SMALL = 0  # kernels are compiled: there will be many runs
 WORLD = MPI.COMM_WORLD
-LONGEST = 1 << 16  # bytes of a request
+LONGEST = 1 << 16  # bytes of a request at most
 
 
 class CopiedErrors(io.StringIO):
-    """Keeps what is written, and passes it on: a run that dies takes this program along."""
+    """Keeps what is written and copies it to stderr, since a run that dies takes this program down with it."""
 
     def write(self, text: str) -> int:
-        """As to any file."""
+        """Keep the text, and copy it."""
         sys.__stderr__.write(text)
         return super().write(text)
 
 
 def requests(file: str) -> Iterator[Any]:
-    """The requests, which rank 0 reads. The others sleep until then."""
+    """Yield the requests, which rank 0 reads and broadcasts; the other ranks sleep meanwhile. Collective."""
     line = bytearray(LONGEST)
     with Path(file).open("rb") if WORLD.rank == 0 else contextlib.nullcontext() as lines:
         while True:
@@ -54,7 +57,7 @@ def requests(file: str) -> Iterator[Any]:
 
 
 def run(module: str, arguments: list[str]) -> int:
-    """Do what `python -m` does, or a script that `python -c` is given; the exit code."""
+    """Execute a module as `python -m` does, or a script as `python -c` does; return the exit code."""
     if module == "mpirun":
         return main(arguments)
     try:
@@ -69,7 +72,7 @@ def run(module: str, arguments: list[str]) -> int:
 
 
 def script(text: str, *arguments: str) -> None:
-    """Execute it as in a new process, where all ranks draw the same numbers. It closes its Engines, which give back."""
+    """Execute a script as in a new process, with one seed on all ranks. AssertionError if it leaves an Engine open."""
 
     def of_engines() -> tuple[Any, ...]:
         return signal.getsignal(signal.SIGTERM), sys.excepthook, torch.get_num_threads()
@@ -84,7 +87,7 @@ def script(text: str, *arguments: str) -> None:
 
 
 def command(arguments: list[str]) -> list[Any]:
-    """A run: its exit code, its stdout, its stderr. Collective."""
+    """Execute a run; on rank 0 return its exit code, and the stdout and the stderr of all ranks. Collective."""
     out, err = io.StringIO(), CopiedErrors()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(arguments[0], arguments[1:])
