@@ -12,7 +12,7 @@ fail() {
     exit 1
 }
 
-# needs PACKAGES TOOL...: and root, and MPICH
+# needs PACKAGES TOOL...: fails without one of the tools, root or MPICH
 needs() {
     local tool
     [ "$(id -u)" = 0 ] || fail "only root can do this"

@@ -13,7 +13,7 @@ ranks() { pids | xargs --no-run-if-empty ps --format=comm= --pid | grep ^python 
 no_ranks() { [ -z "$(ranks)" ]; }
 
 clean() {
-    exec 2> /dev/null # the shell's words about what is killed
+    exec 2> /dev/null # hides the shell's messages about killed processes
     pids | xargs --no-run-if-empty kill -KILL || true
     wait
     for host in 1 2; do ip netns delete $net-$host 2> /dev/null || true; done # and the link with them
@@ -37,7 +37,7 @@ host=\$1
 shift
 exec ip netns exec $net-\$host unshare --uts --ipc sh -c "hostname host\$host; mount -t tmpfs tmpfs /dev/shm; \$*"
 END
-# ssh [OPTION]... ADDRESS COMMAND. Like ssh it does not learn that a command has ended while the link is cut.
+# ssh [OPTION]... ADDRESS COMMAND. Like ssh, it does not notice the end of a command while the link is cut.
 cat > "$dir/ssh" << END
 #!/bin/sh
 while [ "\${1#-}" != "\$1" ]; do shift; done
@@ -50,7 +50,7 @@ exit \$code
 END
 chmod +x "$dir/on" "$dir/ssh"
 
-# UCX would use shared memory: to it the two are one machine.
+# Else UCX would use shared memory: it takes the two hosts for one machine.
 launch() { # OPTIONS OF MPIRUN
     UCX_TLS=tcp,self "$dir/on" 1 "exec $bin/mpiexec -launcher ssh -launcher-exec $dir/ssh \
         -hosts 10.77.0.1,10.77.0.2 -ppn 2 -n 4 $bin/python ${train[*]} $*"

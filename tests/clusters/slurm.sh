@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Jobs on a Slurm of two nodes, both of them this machine. Argument: the bin folder of a venv with MPICH.
-# Slurm believes that each node has two GPUs: it gives them to jobs, which do not find them.
-# What Slurm needs and writes is in one temporary folder; a Slurm that is installed here is not touched.
+# Jobs on a Slurm cluster of two nodes, both of them this machine. Argument: the bin folder of a venv with MPICH.
+# The configuration claims two GPUs per node: Slurm assigns them to jobs, which do not find them.
+# All files of this cluster are in one temporary folder; a cluster that this machine belongs to is not touched.
 
 . "$(dirname "$0")/common.sh"
 needs "munge slurm-wlm slurm-wlm-basic-plugins" munged slurmctld slurmd srun
@@ -11,7 +11,7 @@ mount -t tmpfs tmpfs /dev/shm
 
 dir=$(mktemp --directory)
 chmod 755 "$dir" # munge insists
-export SLURM_CONF=$dir/slurm.conf # in the environment of all daemons and jobs, and what they are found by
+export SLURM_CONF=$dir/slurm.conf # in the environment of all daemons and jobs, by which `processes` finds them
 
 processes() { (grep -lszxF "SLURM_CONF=$SLURM_CONF" /proc/[0-9]*/environ || true) | cut --delimiter=/ --fields=3; }
 ranks() { # [NUMBER]
@@ -25,7 +25,7 @@ both_idle() { [ "$(sinfo --noheader --partition=low --states=idle --format=%D)" 
 clean() {
     local code=$?
     if [ $code != 0 ]; then tail --lines=5 "$dir"/*.log; fi
-    exec 2> /dev/null # the shell's words about what is killed
+    exec 2> /dev/null # hides the shell's messages about killed processes
     processes | xargs --no-run-if-empty kill -KILL || true
     wait
     rm -rf "$dir"

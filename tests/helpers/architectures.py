@@ -2,8 +2,8 @@
 
     python tests/helpers/architectures.py [NAME ...]
 
-Output, gradients and buffers of the stages should be the whole module's. A line for each; the exit code is 1 if one
-differs, or is refused that should not be.
+Output, gradients and buffers of the stages must be the whole module's. Prints a line for each architecture; the exit
+code is 1 if one differs, or is refused unexpectedly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BOTH: dict[str, Any] = {**TEXT, "decoder_input_ids": TOKENS.flip(1)}
 SEEN: dict[str, Any] = {"pixel_values": IMAGE}
 HEARD: dict[str, Any] = {"input_features": FEATURES, "decoder_input_ids": TOKENS, "use_cache": False}
 
-# name in the library: what it does, its configuration, its inputs
+# name in the library: its task, its configuration, its inputs
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "GPT2": ("LMHeadModel", {"vocab_size": WORDS, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}, TEXT),
     "Llama": ("ForCausalLM", GROUPED, TEXT),
@@ -111,11 +111,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "CLIP": ("Model", TOWERS, {**MASKED, **SEEN}),
 }  # fmt: skip
-REFUSED = {"Bloom"}  # a backward of its own
+REFUSED = {"Bloom"}  # it defines a backward of its own
 
 
 def outcome(name: str) -> str:
-    """What becomes of an architecture: `equal`, or why not."""
+    """Split an architecture at 2 and 4 stages; return `equal`, or why the stages are not."""
     task, options, inputs = MODELS[name]
     torch.manual_seed(0)
     module = getattr(transformers, name + task)(getattr(transformers, f"{name}Config")(**options)).eval()

@@ -6,7 +6,7 @@ from schedgen.schemes.scheme import Sizes
 
 
 def at(part, op, **operands):
-    """The place of the first instruction with these operands (`from_` for from); of the last with last=True."""
+    """The index of the first instruction with these operands (`from_` for from), of the last with last=True."""
     last = operands.pop("last", False)
     wanted = {"op": op, **{key.rstrip("_"): value for key, value in operands.items()}}
     places = [i for i, instruction in enumerate(part) if wanted.items() <= instruction.items()]

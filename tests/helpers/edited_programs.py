@@ -1,4 +1,4 @@
-"""Programs as bytes, and with other rows than they were compiled with."""
+"""Programs as bytes, and programs whose rows are reordered, repeated or dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schedgen.util.errors import RefusedFile
 
 
 def written(program: Program) -> bytes:
-    """The bytes of its file."""
+    """The bytes of the program's file."""
     out = io.BytesIO()
     write(program, out)
     return out.getvalue()
@@ -27,7 +27,7 @@ def taken(program: Program, order: Sequence[int] | np.ndarray) -> Program:
 
 
 def refused_less_or_twice(program: Program, row: int, place: int, rules: str = "1-7") -> None:
-    """Assert that `check` refuses it by one of these rules without a row, and with that row once more at `place`."""
+    """Assert that `check` refuses the program by one of `rules` without `row`, and with `row` repeated at `place`."""
     every = np.arange(len(program))
     for order in (np.delete(every, row), np.insert(every, place, row)):
         with pytest.raises(RefusedFile, match=rf"^program:\d+: rank \d+: .* \(rule [{rules}]: "):

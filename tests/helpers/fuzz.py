@@ -1,12 +1,12 @@
-"""Every command that reads what a user gives it answers hostile input with one sentence, soon, in little memory.
+"""Every command that reads user input must answer hostile input with one sentence, in little time and memory.
 
     python tests/helpers/fuzz.py --count 100000 --processes 2
 
 Hypothesis damages schedules, profiles, traces, torch's CSV and options by
-`mutations` and gives them to `schedgen.cli.main`. An answer is right if its
-exit code is a documented one and it says what such an answer should; it takes
-SECONDS at the most and MEMORY more bytes than the process has. The same seed
-gives the same inputs. What fails is shrunk and left in build/fuzz.
+`mutations` and passes them to `schedgen.cli.main`. An answer is right if its
+exit code is documented, its output is what that code requires, and it takes at
+most SECONDS, and MEMORY bytes beyond those that the process has. The same seed
+gives the same inputs. A failing input is shrunk and left in build/fuzz.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ OPTIONS = ("--cost", "--alpha", "--beta", "--activation", "--weight", "--saved")
 
 
 class Case(NamedTuple):
-    """What is done to one input: the kind of file it is of, which one, and how it is damaged."""
+    """One input: the kind of file, which file, how it is damaged, and which command reads it."""
 
     kind: str  # schedule, profile, trace, actions or option
     base: int
     steps: tuple[tuple[int, int], ...]  # (mutation, its seed)
     deep: bool  # only lines of a schedule change, so that most pass the reader
     sealed: bool  # whether a damaged schedule has the right hash
-    command: int  # which of those that fit
-    compiled: bool  # kernels
+    command: int  # which of the commands that read this kind
+    compiled: bool  # whether kernels are compiled
 
 
 class Answer(NamedTuple):
@@ -77,12 +77,12 @@ class Failure(AssertionError):
 
 
 class Tally:
-    """What a campaign has seen."""
+    """The statistics of a campaign."""
 
     def __init__(self) -> None:
         self.inputs, self.codes, self.reasons = Counter[str](), Counter[str](), Counter[str]()
         self.slowest, self.slowest_words = 0.0, ""
-        self.memory = 0  # KiB at the most before the first input
+        self.memory = 0  # peak before the first input, in KiB
 
 
 def schedules() -> list[bytes]:
@@ -131,7 +131,7 @@ def cases(draw: st.DrawFn, bases: int) -> Case:
 
 
 class Range:
-    """Where inputs are made and commands answer them."""
+    """Makes inputs in a folder, and runs commands on them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bases, self.tally = folder, schedules(), Tally()
@@ -181,7 +181,7 @@ class Range:
         self.tally.inputs[case.kind] += 1
 
     def schedule(self, case: Case, text: bytes) -> None:
-        """`check` first; what it accepts every command must accept, what it refuses none but `seal` may accept."""
+        """Run `check`, then others: all must accept a file that `check` accepts, only `seal` one that it refuses."""
         data = self.damaged(case, text)
         self.mutant.write_bytes(data)
         mutant, base, other = map(str, (self.mutant, self.base, self.other))
@@ -213,7 +213,7 @@ class Range:
                 raise Failure("what seal wrote is not what check reads")
 
     def actions(self, case: Case) -> None:
-        """torch's CSV, which compiles to a schedule that is right."""
+        """Damage torch's CSV: if it compiles, `check` must accept the schedule."""
         table = self.mutant.with_suffix(".csv")
         answer(["export", str(self.base), "--to", "csv", "-o", str(table)])
         table.write_bytes(self.damaged(case, table.read_bytes()))
@@ -242,7 +242,7 @@ class Range:
 
 
 def answer(command: list[str]) -> Answer:
-    """What `schedgen COMMAND` says in this process; warnings are errors."""
+    """Run `schedgen COMMAND` in this process, with warnings as errors; return its exit code and output."""
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
     err = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
@@ -256,7 +256,7 @@ def answer(command: list[str]) -> Answer:
 
 
 def judge(said: Answer, command: list[str], codes: Sequence[int]) -> None:
-    """Raises Failure unless the answer is one of the documented."""
+    """Raise Failure unless the answer is a documented one."""
     words = f"{shlex.join(command)}: {said.code}, {said.err[:2000]!r}"
     if said.code not in codes:
         raise Failure(f"another exit code than {codes}: {words}")
@@ -275,7 +275,7 @@ def judge(said: Answer, command: list[str], codes: Sequence[int]) -> None:
         raise Failure(f"done, but: {words}")
     if said.code == 0 and "--json" in command:
         lowest = min(_numbers(json.loads(said.out, parse_constant=_no_number)))
-        if lowest < -1e-6 and "--measured" not in command:  # there, clocks that disagree a little are believed
+        if lowest < -1e-6 and "--measured" not in command:  # clocks of a measured run may disagree a little
             raise Failure(f"it prints {lowest}: {words}")
 
 
@@ -297,10 +297,10 @@ class Hang(Failure):
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """An exception after so many seconds of processor time; the process ends where Python does not come to it.
+    """Raise Hang after so many seconds of processor time; kill the process after twice as many if Python did not.
 
-    A process may be stopped for any time, or find no core, and nothing happens. Both timers count from here on: a
-    limit on all of the process's time is compared with another clock, which by then is seconds apart.
+    Time in which the process is stopped or waits for a core does not count. Both timers count from here on: a limit on
+    all of the process's time is compared with another clock, which by then differs by seconds.
     """
 
     def stop(*_: object) -> None:
@@ -320,7 +320,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory(size: int) -> Iterator[None]:
-    """So many bytes more than now are the most that the process may have."""
+    """Limit the process's address space to `size` bytes more than it has now."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + size
@@ -337,11 +337,11 @@ def _peak() -> int:
 
 
 def campaign(count: int, seed: object, folder: Path, shrink: bool = True, progress: bool = False) -> Tally:
-    """Answers to so many inputs; the first wrong one is raised, shrunk. `progress`: a line on stderr a round."""
+    """Run commands on `count` inputs. Raises the first Failure, shrunk. `progress`: a line on stderr per round."""
     place = Range(folder)
     schedgen.cli.main.parser = cache(schedgen.cli.main.parser)  # making it takes longer than most answers
     base, other = str(place.base), str(place.other)
-    for compiled in (0, 10**12):  # what is loaded once is no answer's memory
+    for compiled in (0, 10**12):  # load everything now: it is no answer's memory
         schedgen.util.jit.SMALL = compiled
         for file, text in ((place.base, place.bases[0]), (place.other, place.bases[1])):
             file.write_bytes(text)
@@ -374,7 +374,7 @@ def campaign(count: int, seed: object, folder: Path, shrink: bool = True, progre
 
 
 def run(count: int, seed: object) -> None:
-    """A campaign in this process; what it saw on standard output, in JSON."""
+    """Run a campaign in this process; print its statistics as JSON."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         try:
@@ -395,7 +395,7 @@ def run(count: int, seed: object) -> None:
 
 
 def run_all(count: int, processes: int, seed: int) -> int:
-    """The same in several processes; the exit code."""
+    """Run campaigns in several processes; return the exit code."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

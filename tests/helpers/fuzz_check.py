@@ -2,9 +2,9 @@
 
     python tests/helpers/fuzz_check.py --count 200000 --processes 2
 
-Every program, and every mutant of it, is written, read, checked and executed. What `check` accepts the machine must
-execute, with the peaks that `check` says: anything else is printed, left in build/fuzz, and the exit code is 1. What
-`check` refuses and the machine executes is counted by rule and reason. The same seed gives the same mutants.
+Every program, and every mutant of it, is written, read, checked and executed. The machine must execute what `check`
+accepts, with the peaks that `check` reports: any other file is printed, left in build/fuzz, and makes the exit code 1.
+Files that `check` refuses and the machine executes are counted by rule and reason. A seed gives the same mutants again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
 
 
 def a_program(chance: Random) -> Program:
-    """A scheme of the compiler's, or a random one, with options by chance; small."""
+    """A small program by a built-in scheme or a random one, with random options."""
     while True:
         try:
             program = chance.choice((of_a_scheme, of_random_functions, of_random_functions))(chance)
@@ -143,7 +143,7 @@ def reordered(program: Program, order: list[int], ranks: Any = None) -> Program:
 
 
 def moved(program: Program, row: int, to: int) -> Program:
-    """Row `row` where row `to` of its rank is now."""
+    """The program with row `row` moved to where row `to` of its rank is now."""
     order = list(range(len(program)))
     order.insert(to, order.pop(row))
     return reordered(program, order)
@@ -167,7 +167,7 @@ def a_place(chance: Random, program: Program) -> Program:
 
 
 def a_swap(chance: Random, program: Program) -> Program:
-    """Two instructions of one opcode on one rank."""
+    """Swap two instructions of one opcode on one rank."""
     row, order = some_row(chance, program), list(range(len(program)))
     other = chance.choice([at for at in stretch(program, row) if program.rows.op[at] == program.rows.op[row]])
     order[row], order[other] = other, row
@@ -192,14 +192,14 @@ def twice(chance: Random, program: Program) -> Program:
 
 
 def elsewhere(chance: Random, program: Program) -> Program:
-    """On another rank."""
+    """Move a row to a random rank."""
     row, ranks = some_row(chance, program), program.rows.rank.copy()
     ranks[row] = chance.randrange(program.header.workers)
     return reordered(program, list(range(len(program))), ranks)
 
 
 def together(chance: Random, program: Program) -> Program:
-    """The same two of an opcode's instructions change places on every rank."""
+    """Swap the same two of an opcode's instructions on every rank."""
     op, order = program.rows.op[some_row(chance, program)], list(range(len(program)))
     k = chance.randrange(4)
     for rank in range(program.header.workers):
@@ -224,7 +224,7 @@ def an_operand(chance: Random, program: Program) -> Program:
 
 
 def with_rows(program: Program, new: list[tuple[int, int, Instruction]]) -> Program:
-    """The program with instructions (row, rank, instruction), each in front of the row."""
+    """The program with `new` inserted: (row, rank, instruction), each before the row."""
     rank, *columns = np.array([(rank, *instruction) for _, rank, instruction in new], np.int32).reshape(-1, 7).T
     op, kind, stage, mb, via, peer = columns
     added = rows(op, rank, kind=kind, stage=stage, mb=mb, via=via, peer=peer)
@@ -233,7 +233,7 @@ def with_rows(program: Program, new: list[tuple[int, int, Instruction]]) -> Prog
 
 
 def a_sum_of_all(chance: Random, program: Program) -> Program:
-    """All ranks, or those of another group, sum up a stage's gradient before NORM."""
+    """Insert, before NORM, an ALLREDUCE of a stage's gradient by any group."""
     header, stage, group = program.header, chance.randrange(program.header.stages), 0
     if not header.groups or header.weight_shards:
         return program
@@ -316,7 +316,7 @@ def by_machine(program: Program) -> Verdict:
 
 
 def judge(data: bytes, tally: Counter[str]) -> str:
-    """Count what is said of a file; what is wrong with that, or nothing."""
+    """Compare both verdicts on a file, and count them; return what is wrong with them, or nothing."""
     try:
         program, fault = read(io.BytesIO(data), "mutant")
     except RefusedFile:
@@ -340,7 +340,7 @@ def judge(data: bytes, tally: Counter[str]) -> str:
 
 
 def campaign(count: int, seed: str) -> tuple[Counter[str], int]:
-    """What is said of so many mutants; how many programs they are of."""
+    """Judge `count` mutants; return the counts of verdicts, and the number of programs."""
     tally, chance, programs = Counter[str](), Random(seed), 0
     with compiled_always():
         while count > 0:
@@ -365,7 +365,7 @@ def report(data: bytes, words: str, name: str) -> None:
 
 
 def run_all(count: int, processes: int, seed: int) -> int:
-    """Campaigns in several processes; the exit code."""
+    """Run campaigns in several processes; return the exit code."""
     share = 20 * EACH
     seeds = [f"{seed}-{k}" for k in range(-(-count // share))]
     total, programs = Counter[str](), 0

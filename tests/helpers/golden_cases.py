@@ -1,4 +1,4 @@
-"""Which golden schedules tests train by, how messages go, and the model that each is for."""
+"""The golden schedules that tests train by, the path of their messages (direct or staged), and the model of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from examples import ASKED
 from processes import ROOT
 
-# Golden schedules with the programs of another one.
+# Golden schedules whose programs are those of another one.
 ALIKE = {"pipedream-flush": "1f1b", "lpp-g4": "ddp", "fslpp-g4": "fsdp", "looped-bfs": "breadth-first"}
 EVERY = sorted({path.stem for path in (ROOT / "traces").glob("*.json")} - ALIKE.keys())
 MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
@@ -17,7 +17,7 @@ MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
 }
 
 
-# Options that make the schedules that are chosen, beside 4 workers.
+# Options of the schedules that tests choose, besides 4 workers.
 SIZES: dict[str, dict[str, object]] = {
     "1f1b-tensor": {"stages": 2, "tensor": 2, "graph": {"stages": 8, "whole": [0]}},
     "1f1b-tied": {"graph": {"stages": 4, "tied": [[0, 3]]}},
@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 
 def schedule(name: str, compiled: Callable[..., Path]) -> Path:
-    """A golden schedule or, where SCHEDGEN_EXAMPLES asks for no more, one chosen with half of its microbatches."""
+    """The golden schedule with SCHEDGEN_EXAMPLES; else one that is compiled for 4 microbatches."""
     if ASKED:
         return ROOT / "traces" / f"{name}.json"
     scheme = name.removesuffix("-tensor").removesuffix("-tied").removesuffix("-sharded")
@@ -39,5 +39,5 @@ def schedule(name: str, compiled: Callable[..., Path]) -> Path:
 
 
 def cases(chosen: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(schedule, direct or staged): those chosen or, where SCHEDGEN_EXAMPLES asks for more, all of both."""
+    """Pairs (schedule, direct or staged): with SCHEDGEN_EXAMPLES every combination, else those chosen."""
     return [(name, how) for name in EVERY for how in ("direct", "staged")] if ASKED else list(chosen.items())

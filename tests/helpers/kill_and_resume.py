@@ -2,11 +2,11 @@
 
 `python tests/helpers/kill_and_resume.py --count 50` (`make test-crash`) does 50 of each kind:
 
-anywhen   a time in four at any moment of the launch, else after a random step: starting takes longest
+anywhen   one time in four at any moment of the launch, most of which is startup, else after a random step
 writing   while a checkpoint is being written
 
-Each must end with the bits of a run that nobody disturbed; every kill must end all ranks soon, and leave no
-checkpoint that is not whole, nor less than there was.
+Each must end with the same bits as an undisturbed run; every kill must end all ranks soon, leave no damaged
+checkpoint, and lose none.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from mpirun.checkpoint import disk_format
 from schedgen.cli.main import main as schedgen
 
 STEPS = 30  # of `make test-crash`
-ATTEMPTS = 50  # runs of which one is killed at its moment
+ATTEMPTS = 50  # runs at most until one is killed at its moment
 LONGEST = 60.0  # seconds after a kill in which all should have ended
 KINDS = ("anywhen", "writing")
 MODEL = "mpirun.examples.mlp:tiny"
 
 
 class Crash(NamedTuple):
-    """What came of one run that was killed and resumed."""
+    """The result of one run that was killed and resumed."""
 
     lasted: float  # seconds from the kill to the end of the last process
-    steps: int  # that the newest checkpoint had when all had ended
-    whole: bool  # all checkpoints are, and none was lost
-    same: bool  # the end is that of the undisturbed run
+    steps: int  # of the newest checkpoint when all had ended
+    whole: bool  # all checkpoints are complete, and none was lost
+    same: bool  # the last checkpoint is that of the undisturbed run
 
 
 class Crasher:
-    """Kills and resumes runs by one schedule, and compares each with one that nobody disturbed."""
+    """Kills and resumes runs by one schedule, and compares each with an undisturbed one."""
 
     def __init__(self, folder: Path, seed: int, ranks: int, steps: int = STEPS) -> None:
-        """Do the run that nobody disturbs."""
+        """Do the undisturbed run."""
         self.folder, self.random, self.ranks, self.steps = folder, random.Random(seed), str(ranks), steps
         self.schedule = folder / "1f1b.json"
         command = ["compile", "1f1b", "--stages", self.ranks, "--microbatches", "4", "-o", str(self.schedule)]
@@ -62,7 +62,7 @@ class Crasher:
         self.end = self.result(folder / "undisturbed")
 
     def start(self, save: Path, marker: str = "", cold: bool = True) -> subprocess.Popen[bytes]:
-        """A run that goes on from what is saved; `cold`: each rank is a process that imports torch."""
+        """Start a run that resumes from the checkpoints in `save`; `cold`: each rank imports torch itself."""
         command = [*mpiexec(), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
         command += [
             "--model",
@@ -90,14 +90,14 @@ class Crasher:
         return {name: value.numpy().tobytes() for entries in files for name, value in entries.items()}
 
     def crash(self, kind: str) -> Crash:
-        """Kill and resume runs until one was not over too soon; `kind`: one of KINDS."""
+        """Repeat `attempt` until a run is killed before it ends; `kind`: one of KINDS."""
         for _ in range(ATTEMPTS):
             if crash := self.attempt(kind):
                 return crash
         raise RuntimeError(f"of {ATTEMPTS} runs each was over before a rank could be killed ({kind})")
 
     def attempt(self, kind: str) -> Crash | None:
-        """None where the run was over before the moment came."""
+        """Kill a run at a random moment, and resume it; None if it ended before that moment."""
         save, marker = self.folder / uuid.uuid4().hex, uuid.uuid4().hex
         job = self.start(save, marker)
         moment = self.while_writing(save)
@@ -134,11 +134,11 @@ class Crasher:
         return self.after(disk_format.step_folder(save, self.random.randint(1, self.steps - 1)), 0.05)
 
     def while_writing(self, save: Path) -> Callable[[], bool]:
-        """While the checkpoint of some step is being written: up to 20 ms after its folder has come up."""
+        """While the checkpoint of some step is being written: up to 20 ms after its folder has appeared."""
         return self.after(disk_format.draft_folder(save, self.random.randint(1, self.steps - 1)), 0.02)
 
     def after(self, folder: Path, seconds: float) -> Callable[[], bool]:
-        """Up to so many seconds after a folder has come up."""
+        """Up to so many seconds after a folder has appeared."""
 
         def moment() -> bool:
             if not folder.exists():
@@ -151,13 +151,13 @@ class Crasher:
 
 
 def newest(save: Path) -> int:
-    """How many steps the newest checkpoint has; 0: there is none."""
+    """The number of steps of the newest checkpoint, 0 without one."""
     whole = [folder for folder in disk_format.step_folders(save) if (folder / disk_format.MANIFEST).exists()]
     return disk_format.read_manifest(whole[0]).step if whole else 0
 
 
 def all_whole(save: Path) -> bool:
-    """Whether all that bear a manifest are what it says."""
+    """Whether all checkpoints that have a manifest match it."""
     for folder in disk_format.step_folders(save):
         if (folder / disk_format.MANIFEST).exists():
             for file in disk_format.read_manifest(folder).files:

@@ -1,4 +1,4 @@
-"""Models of which a stage cannot be captured as a graph. A stage that reads values is refused anyway; a loss may."""
+"""Models with a stage that cannot be captured as a graph. No stage may read values of tensors, but a loss may."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def count_values(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def reads_values_later(stages: int) -> Model:
-    """From its 13th call on."""
+    """Its loss reads values, from the 13th call on."""
     calls = itertools.count(1)
 
     def loss(scores: Tensor, target: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Counting(mlp.Layer):
 
 
 class Remembering(mlp.Layer):
-    """Scales by a tensor that the forward before has left, which is no buffer: it is elsewhere each time."""
+    """Scales by a tensor that the previous forward kept, not in a buffer: it has another address each time."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)

@@ -104,7 +104,7 @@ def fan(stages: int) -> Model:
 
 
 class Several(Encoder):
-    """Bytes -> numbers, a skip connection of half their width, how often each byte is there, and the scale itself."""
+    """Bytes -> numbers, a skip connection of half their width, how often each byte occurs, and the scale itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Measured(Mix):
 
 
 class Skipped(nn.Module):
-    """What it gets, the skip connection and bytes -> two outputs, of which one is what it got."""
+    """A vector, the skip connection and bytes -> another vector, and the first one unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def several(stages: int) -> Model:
 
 
 def tuples(stages: int) -> Model:
-    """Without `reads`: stages return tuples, which layers take whole, and a module as arguments."""
+    """Without `reads`: stages return tuples, which layers take as one argument, and a module as several."""
 
     class Begin(nn.Module):
         def __init__(self) -> None:
@@ -205,7 +205,7 @@ def tuples(stages: int) -> Model:
 
 
 def unread(stages: int) -> Model:
-    """The same, of which the last two stages read but one output each."""
+    """As `tuples`, but the last stage reads only one of its producer's two outputs, twice."""
     reads = [[Input(0)], [Value(0, k) for k in range(3)], [Value(1, k) for k in range(3)], [Value(2, 1), Value(2, 1)]]
     model = tuples(stages)._replace(reads=reads)
     layer = model.stages[1]["layer"]
@@ -230,7 +230,7 @@ def unread(stages: int) -> Model:
 
 
 def uneven(stages: int) -> Model:
-    """As `several`, with a minibatch of 22 samples in a dict, cut along dimension 1, and what is not cut beside it."""
+    """As `several`, with a minibatch of 22 samples in a dict, cut along dimension 1, and entries that are not cut."""
     model = several(stages)
 
     def make(text: Tensor, rng: np.random.Generator) -> tuple[dict[str, object], dict[str, Tensor]]:
@@ -254,7 +254,7 @@ def uneven(stages: int) -> Model:
 
 
 def contrastive(stages: int) -> Model:
-    """Two towers, bytes before and bytes behind, whose loss compares every sample of the minibatch with every other."""
+    """Two towers, of 16 bytes and the 16 after them, whose loss compares every sample of the minibatch with all."""
 
     def batch(text: Tensor, rng: np.random.Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
         starts = torch.from_numpy(rng.integers(0, len(text) - 32, 8))
@@ -300,14 +300,14 @@ class Odd(nn.Module):
 
 
 def peculiar(stages: int) -> Model:
-    """As modules: an embedding whose gradient is sparse, one without parameters, one with odd ones, and the scores."""
+    """Modules as stages: an embedding with a sparse gradient, one without parameters, one with odd ones, the scores."""
     first = mlp.Embedding(WIDTH)
     first.byte.sparse = True
     return mlp.tiny(stages)._replace(stages=[first, nn.Tanh(), Odd(), nn.Linear(WIDTH, 256)])
 
 
 class Shift(nn.Module):
-    """Its input's gradient is its output's."""
+    """Adds a parameter: the gradient of its input is that of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +388,7 @@ def batch_normed() -> nn.Module:
 
 
 def spectrally_normed() -> nn.Module:
-    """Its weight is divided by what every forward estimates anew."""
+    """A linear layer whose weight is divided by a norm that every forward estimates anew."""
     return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
 
 
@@ -397,7 +397,7 @@ spectral = partial(with_stage, index=1, stage=spectrally_normed)
 
 
 class Averaging(mlp.Layer):
-    """A hidden layer of mlp.tiny of x less the mean of all x so far: a buffer that it assigns, and a count."""
+    """A hidden layer of mlp.tiny on x minus the mean of all x so far: a buffer that it assigns, and a count."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -414,7 +414,7 @@ averaging = partial(with_stage, index=1, stage=Averaging)
 
 
 class Merging(mlp.Layer):
-    """A hidden layer of mlp.tiny of x less a buffer: zeros in its first forward, which makes it one with another."""
+    """A hidden layer of mlp.tiny on x minus a buffer: zeros, until the first forward aliases it to another buffer."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -447,7 +447,7 @@ rescaling = partial(with_stage, index=1, stage=Rescaling)
 
 
 class RescalingHidden(Rescaling):
-    """Divided by a tensor that is no buffer; each forward changes a buffer, too."""
+    """As Rescaling, but by a tensor that is not a buffer; each forward changes a buffer, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ rescaling_hidden = partial(with_stage, index=1, stage=RescalingHidden)
 
 
 class Checkpointed(mlp.Layer):
-    """A hidden layer of mlp.tiny that computes itself again in its backward."""
+    """A hidden layer of mlp.tiny that is recomputed in its backward, by torch's checkpoint."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -477,7 +477,7 @@ checkpointed = partial(with_stage, index=1, stage=Checkpointed)
 
 
 def ends_in_norms(stages: int) -> Model:
-    """mlp.tiny; a linear layer and a LayerNorm are the end of every stage but the last."""
+    """mlp.tiny with a linear layer and a LayerNorm at the end of every stage but the last."""
     model = mlp.tiny(stages)
     for number, layers in enumerate(model.stages[:-1]):
         layers |= {f"up{number}": partial(nn.Linear, WIDTH, WIDTH), f"norm{number}": partial(nn.LayerNorm, WIDTH)}
@@ -505,7 +505,7 @@ class TurnedBack(nn.Module):
 
 
 def strided(stages: int) -> Model:
-    """Four stages; the second hands on a transposed view."""
+    """Four stages; the second returns a transposed view."""
     return mlp.tiny(stages)._replace(
         stages=[lambda: mlp.Embedding(WIDTH), Turned, TurnedBack, lambda: nn.Linear(WIDTH, 256)]
     )
@@ -550,7 +550,7 @@ def dropping(stages: int) -> Model:
 
 
 class DroppedByHost(mlp.Layer):
-    """A hidden layer of mlp.tiny that scales by numbers which the CPU draws, wherever it is."""
+    """A hidden layer of mlp.tiny that scales by numbers which the CPU draws, on whichever device the layer is."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -621,7 +621,7 @@ killed_in_stage = troubled(lambda: os.kill(os.getpid(), signal.SIGKILL))
 interrupted_in_stage = troubled(_interrupt)
 out_of_memory_in_stage = troubled(lambda: torch.empty(2**50))
 out_of_gpu_memory_in_stage = troubled(lambda: torch.empty(2**50, device="cuda"))
-# The kernel finds it, when it runs.
+# Only the kernel notices this index, when it runs.
 bad_index_in_stage = troubled(lambda: torch.zeros(3, device="cuda")[torch.full((1,), 7).cuda()])
 stopped_in_stage = troubled(lambda: os.kill(os.getpid(), signal.SIGSTOP))
 asked_to_leave_in_stage = troubled(lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -682,8 +682,8 @@ def one_stage_more(stages: int) -> Model:
     return mlp.tiny(stages + 1)
 
 
-# mlp.tiny with another last stage: it takes half of what the stage before gives; returns a tuple in a tuple; is no
-# module; is built on the meta device.
+# mlp.tiny with another last stage: its input is half as wide as its producer's output; it returns a tuple in a tuple;
+# is no module; is built on the meta device.
 narrow = partial(with_stage, index=-1, stage=partial(nn.Linear, WIDTH // 2, 256))
 recurrent = partial(with_stage, index=-1, stage=partial(nn.LSTM, WIDTH, 256))
 no_module = partial(with_stage, index=-1, stage=lambda: lambda x: x)
@@ -711,7 +711,7 @@ TABLE = torch.arange(6.0).view(2, 3).t()  # not contiguous
 
 
 class Tabled(mlp.Layer):
-    """A layer with a buffer that others have too."""
+    """A layer with a buffer that other layers share."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -719,7 +719,7 @@ class Tabled(mlp.Layer):
 
 
 class Stateful(Tabled):
-    """It keeps something that is no tensor."""
+    """Its extra state is no tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": 0}
@@ -729,7 +729,7 @@ class Stateful(Tabled):
 
 
 def _with(first_name: str, second_name: str, layer: Callable[[], nn.Module]) -> Model:
-    """Two stages; the names of the layers in the middle, and what the second is."""
+    """Two stages; the arguments are the names of the two middle layers, and the second of them."""
     first = {"embedding": lambda: mlp.Embedding(WIDTH), first_name: Tabled}
     return mlp.tiny(2)._replace(stages=[first, {second_name: layer, "score": lambda: nn.Linear(WIDTH, 256)}])
 
@@ -777,7 +777,7 @@ def too_small(stages: int) -> Model:
     return mlp.tiny(stages)._replace(batch=Minibatch(lambda text, rng: (torch.zeros(3, 16), torch.zeros(3))))
 
 
-# Stages that are split
+# Stages in tensor shards
 
 
 def _numbers(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -801,7 +801,7 @@ def pair(stages: int) -> Model:
 
 
 def pair_bf16(stages: int) -> Model:
-    """Its sums are of bf16."""
+    """As `pair`, with sums in bf16."""
 
     def batch(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         x, y = _numbers(text, rng)
@@ -811,7 +811,7 @@ def pair_bf16(stages: int) -> Model:
 
 
 class Gained(ColumnParallelLinear):
-    """Its weight is frozen, and a buffer is cut as that is."""
+    """Its weight is frozen, and a buffer is cut in the same way."""
 
     def __init__(self, shard: Shard = UNSHARDED) -> None:
         super().__init__(16, 48, shard)
@@ -824,13 +824,13 @@ class Gained(ColumnParallelLinear):
 
 
 def partly_frozen(stages: int) -> Model:
-    """As `pair`."""
+    """As `pair`, with a frozen weight."""
     (split, last) = _pair(stages)
     return Model([{**split, "up": Gained}, last], nnf.mse_loss, _numbers, sharded=[0])
 
 
 class Dropping(nn.Module):
-    """A stage that is one layer, without a name, which seeds its dropout by the stage."""
+    """A stage of one unnamed layer, whose dropout is seeded by the stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -842,7 +842,7 @@ class Dropping(nn.Module):
 
 
 class Shifted(nn.Module):
-    """A stage with shards, one layer. These share a parameter, and a skip connection reads the input again."""
+    """A sharded stage of one layer. Its shards share a parameter, and a skip connection reads the input again."""
 
     def __init__(self, shard: Shard = UNSHARDED) -> None:
         super().__init__()
@@ -856,7 +856,7 @@ class Shifted(nn.Module):
 
 
 class Both(nn.Module):
-    """Of two inputs."""
+    """A layer of two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -867,7 +867,7 @@ class Both(nn.Module):
 
 
 def shards_of_a_dag(stages: int) -> Model:
-    """0 drops out; 1 and 2, both split, read it; 3 reads both."""
+    """Stage 0 has dropout; 1 and 2, both sharded, read it; 3 reads 1 and 2."""
     return Model([Dropping, Shifted, Shifted, Both], nnf.mse_loss, _numbers, sharded=[1, 2])
 
 

@@ -1,4 +1,4 @@
-"""Hostile inputs: ways to damage a schedule file or any JSON, each a function of chance and bytes."""
+"""Hostile inputs: ways to damage a schedule file or any JSON, each a function of a Random and bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHA = re.compile(rb'^ "sha256": "[0-9a-f]{64}"$', re.MULTILINE)
 
 
 def _somewhere(chance: Random, pattern: re.Pattern[bytes], data: bytes, end: int = -1) -> re.Match[bytes]:
-    """A match behind a place by chance, before `end`, or the first; an empty one where there is none."""
+    """The first match after a random place and before `end`, else the first of all, else an empty one."""
     end = end if end > 0 else len(data)
     match = pattern.search(data, chance.randrange(end + 1), end) or pattern.search(data, 0, end)
     return match or _NOTHING.match(data)
@@ -52,7 +52,7 @@ def some_bytes(chance: Random, data: bytes) -> bytes:
 
 
 def a_part(chance: Random, data: bytes) -> bytes:
-    """A part dropped, doubled, or put where another stands."""
+    """A part dropped, doubled, or copied over another."""
     a, b = (chance.randrange(len(data) + 1) for _ in range(2))
     size = chance.choice((1, 4, 16, 256, 4096))
     part = data[a : a + size]
@@ -84,7 +84,7 @@ def tokens(chance: Random, data: bytes) -> bytes:
 
 
 def nested(chance: Random, data: bytes) -> bytes:
-    """Brackets in brackets in place of a value; about a thousand is what Python takes before it gives up."""
+    """Nested brackets in place of a value; Python gives up at a depth of about a thousand."""
     match = _somewhere(chance, chance.choice((_NUMBER, _TOKEN)), data)
     depth = chance.choice((3, 100, chance.randrange(800, 1000), 100_000))
     opening, closing = chance.choice(((b"[", b"]"), (b'{"a": ', b"}"), (b"[0, ", b"]")))
@@ -130,7 +130,7 @@ def a_line(chance: Random, data: bytes) -> bytes:
 
 
 def a_value(chance: Random, data: bytes) -> bytes:
-    """One value of the JSON becomes another, goes, or is there twice; in the layout of json.dumps."""
+    """One value of the JSON is replaced, removed or repeated; in the layout of json.dumps."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -169,16 +169,16 @@ def _junk(chance: Random) -> object:
 
 
 def a_key_twice(chance: Random, data: bytes) -> bytes:
-    """An object's key stands there once more, with another value."""
+    """A key of the file is put into an object, maybe a second time, with another value."""
     at, key = _somewhere(chance, _OPENING, data).end(), _somewhere(chance, _KEY, data)[0]
     return data[:at] + key + chance.choice(NUMBERS) + b", " + data[at:]
 
 
-# Schedule files: mutations that keep the layout, so that the readers behind the first get to see them
+# Schedule files: mutations that keep the layout, so that they get past the first reader
 
 
 def a_field(chance: Random, data: bytes) -> bytes:
-    """A line of the header gets another value, one that would be costly to believe, or goes."""
+    """A line of the header gets another value, perhaps one that is costly to trust, or is removed."""
     lines = data.split(b"\n")
     fields = [(i, match) for i, line in enumerate(lines[:40]) if (match := _FIELD.match(line))]
     if not fields:
@@ -261,7 +261,7 @@ def a_worker(chance: Random, data: bytes) -> bytes:
 
 
 def an_instruction(chance: Random, data: bytes) -> bytes:
-    """An instruction becomes one of the others', in whole, its opcode or its operands."""
+    """An instruction gets the opcode of another one, its operands, or both."""
     lines = data.split(b"\n")
     places = [i for i, line in enumerate(lines) if line.startswith(b'   {"op"')]
     if not places:
@@ -281,7 +281,7 @@ def an_operand(chance: Random, data: bytes) -> bytes:
 
 
 def neighbours(chance: Random, data: bytes) -> bytes:
-    """Neighbouring lines of a list change places, which often is right."""
+    """Swap neighbouring lines of a list, which is often valid."""
     lines = data.split(b"\n")
     for _ in range(chance.choice((1, 1, 2, 5))):
         i = chance.randrange(len(lines))
@@ -291,7 +291,7 @@ def neighbours(chance: Random, data: bytes) -> bytes:
 
 
 def a_pair(chance: Random, data: bytes) -> bytes:
-    """Two instructions on one buffer or job, as a SEND and its RECV, both go, come twice, or move."""
+    """Two instructions on one buffer or job, such as a SEND and its RECV, are both removed, repeated or moved."""
     lines = data.split(b"\n")
     places = [i for i, line in enumerate(lines) if line.startswith(b'   {"op"') and line.endswith(b",")]
     if not places:
@@ -312,7 +312,7 @@ def a_pair(chance: Random, data: bytes) -> bytes:
 
 
 def a_group(chance: Random, data: bytes) -> bytes:
-    """A rank's list from one line to another goes, comes again, or stands elsewhere in the list."""
+    """A range of lines of a rank's list is removed, repeated, or moved within the list."""
     lines = data.split(b"\n")
     begin = chance.choice([i + 1 for i, line in enumerate(lines) if line == b"  ["] or [0])
     end = next((i for i in range(begin, len(lines)) if not lines[i].endswith(b",")), begin)
@@ -324,7 +324,7 @@ def a_group(chance: Random, data: bytes) -> bytes:
 
 
 def sealed(data: bytes) -> bytes:
-    """The same with the SHA-256 that belongs to it, where there is one: readers then believe the rest."""
+    """The data with its SHA-256 corrected, if it has one, so that readers get past the hash."""
     matches = list(_SHA.finditer(data))
     if not matches:
         return data

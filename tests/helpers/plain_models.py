@@ -80,7 +80,7 @@ class Convolutions(nn.Module):
 
 
 class ResNetLike(nn.Module):
-    """Residual blocks, and long skips as a U-Net has them: what goes down is read again on the way up."""
+    """Residual blocks, and long skip connections as in a U-Net, from the way down to the way up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class TwoTower(nn.Module):
 
 
 class Marked(nn.Module):
-    """Its source says where it is cut: between a value and a change of it in place."""
+    """Its source marks where it is cut: between a value and an in-place change of it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Campaigns of the fuzzer over schedgen with a bug put into it: `python planted.py BUG ...`, in a folder of their own.
+"""Campaigns of the fuzzer on a schedgen with a planted bug: `python planted.py BUG ...`, in a folder of their own.
 
-A process each, since a bug may take all memory or never come back to Python: it is forked from one that has loaded the
-kernels, and its stderr goes to the file BUG. On stdout come the exit codes, by bug, in JSON; -N: ended by signal N.
+Each campaign has a process, since a bug may take all memory or never return to Python; it is forked from one that has
+loaded the kernels, and its stderr goes to the file BUG. Prints the exit codes by bug, as JSON; -N: ended by signal N.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def a_hash_that_is_not_compared() -> None:
 
 
 def a_checker_that_accepts_all() -> None:
-    """In the command `check` alone: the other commands rely on the proof, and would fall over what is not proved."""
+    """In the command `check` alone: the other commands rely on the proof, and would crash on what is not proved."""
     check, commands = schedgen.checker.files.check, schedgen.cli.main.COMMANDS
     run_check = next(command.run for command in commands if command.name == "check")
 
@@ -93,6 +93,6 @@ def run(bug: str) -> int:
 if __name__ == "__main__":
     parser = schedgen.cli.main.parser
     with tempfile.TemporaryDirectory() as name:
-        fuzz.campaign(0, 0, Path(name))  # what it loads, no bug has to load
+        fuzz.campaign(0, 0, Path(name))  # load everything before the first fork
     schedgen.cli.main.parser = parser  # not the campaign's, which keeps the commands
     print(json.dumps({bug: run(bug) for bug in sys.argv[1:]}))

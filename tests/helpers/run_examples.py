@@ -2,8 +2,8 @@
 
 Each runs on 4 ranks under each scheme, with canonical=True and without. The losses of the first steps must agree to
 1e-6: later ones do not, for a ReLU that rounding turns on or off changes what follows. With canonical=True all losses
-and weights must agree to the bit. Then a run is killed and started again: the end must have the same bits. What the
-language model exports must be what transformers loads, with the same bits; and so it must if the run ended before that.
+and weights must agree to the bit. Then a run is killed and started again: it must end with the same bits. transformers
+must load the language model's export, with the same bits, also when a finished run is started again only to export.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Example:
 
 
 def check(example: Example, schemes: list[str]) -> None:
-    """All of it for one example."""
+    """Compare all schemes of one example, and a run that is killed."""
     losses, weights = {}, {}
     for scheme in schemes:
         for canonical in (False, True):

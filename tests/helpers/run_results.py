@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All entries of a checkpoint, read with the library alone; optimizer's under other names."""
+    """All entries of a checkpoint, read by safetensors alone; the optimizer's have other names."""
     manifest = json.loads((folder / "manifest.json").read_text())
     values: dict[str, torch.Tensor] = {}
     for part in manifest["parts"]:

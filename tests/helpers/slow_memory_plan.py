@@ -1,4 +1,4 @@
-"""The life of every buffer, read off each rank's list by slow plain Python, and what it says of a memory plan."""
+"""The lifetime of every buffer, read off each rank's list by slow plain Python, and checks of memory plans by it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_
 
 
 def random_bytes(rng, stages, edges=0):
-    """Sizes that often agree between stages and between kinds."""
+    """Random sizes of buffers, often the same for several stages and kinds."""
 
     def some(count=stages):
         return rng.integers(1, 4, count)
@@ -34,7 +34,7 @@ def random_bytes(rng, stages, edges=0):
 
 
 class Life(NamedTuple):
-    """A buffer on a rank; it takes memory from the row `begin` of the rank's list up to the row `end`."""
+    """A lifetime of a buffer on a rank: it takes memory from row `begin` of the rank's list up to row `end`."""
 
     kind: Kind | str
     stage: int
@@ -46,7 +46,7 @@ class Life(NamedTuple):
 
 
 def lives(program, rank):
-    """Every life of every buffer that a rank does not own."""
+    """All lifetimes of all buffers that a rank does not own."""
     header, part = program.header, program.instructions(rank)
     jobs = zip(program.rows.op.tolist(), program.rows.stage.tolist(), program.rows.mb.tolist(), strict=True)
     redone = {(s, b) for op, s, b in jobs if op == Op.RECOMPUTE}
@@ -87,7 +87,7 @@ def lives(program, rank):
             placed = foreign or part[begin].op in (Op.RECV, Op.FETCH_W)
             found.append(Life(name[0], name[1], column, begin, at, placed, via))
     assert not begun
-    # All that a rank gathers of others' parts of a stage lies together.
+    # The gradients that a rank gathers for other ranks' parts of a stage are contiguous.
     for stage in {life.stage for life in found if life.kind == Kind.DW and life.placed and life.via >= 0}:
         parts = [life for life in found if life.kind == Kind.DW and life.placed and life.stage == stage]
         found = [life for life in found if life not in parts]
@@ -96,7 +96,7 @@ def lives(program, rank):
 
 
 def part_of(amount, header, stage, via):
-    """The bytes of a part of so many."""
+    """The bytes of part `via` of a stage's `amount` bytes; -1: of all."""
     return (
         int(np.diff(part_offsets(int(amount), len(header.weight_shards.parts(stage))))[via])
         if via >= 0
@@ -118,13 +118,13 @@ def size(life, bytes, header):
 
 
 def at_once(found, measure=lambda life: 1):
-    """The most that the lives come to at a row."""
+    """The largest sum of `measure` over the lifetimes that contain one row."""
     rows = {life.begin for life in found}
     return max((sum(measure(life) for life in found if life.begin <= row <= life.end) for row in rows), default=0)
 
 
 def peak(program, rank, found, planned, bytes):
-    """The bytes that the rank needs, by its definition and row by row."""
+    """The peak memory of a rank in bytes, row by row, as it is defined."""
     header, running = program.header, []
     computed = [life for life in found if not life.placed and life.kind != Kind.DW]
     for at, i in enumerate(program.instructions(rank)):
@@ -140,7 +140,7 @@ def peak(program, rank, found, planned, bytes):
             weight, mine = bytes.weight[stage], part_of(bytes.weight[stage], header, stage, k)
             few = min(bytes.owned[stage] % weight, -bytes.owned[stage] % weight)
             owned += -(-bytes.owned[stage] * mine // weight) + (few if 16 * few < weight else 0) + mine
-        elif rank in owners:  # with its gradient, and what the other owners send of theirs
+        elif rank in owners:  # with its gradient, and what the other owners send of their gradients
             part = -(-bytes.weight[stage] // (len(owners) * LINE)) * LINE
             owned += bytes.owned[stage] + bytes.weight[stage] + (len(owners) - 1) * part
     sums = set()
@@ -150,13 +150,13 @@ def peak(program, rank, found, planned, bytes):
             ranks = header.compute[F if i.kind == Kind.X else B, list(header.tensor_parallel.siblings(giver)), i.mb]
             column = header.graph.size_columns(np.array([i.stage]), np.array([i.via]))[0]
             sums.add((tuple(ranks), int(bytes.outputs(header)[column])))
-    for ranks, part in sums:  # what is added up, and a slice of each other's
+    for ranks, part in sums:  # what is summed, and a slice from each of the other ranks
         owned += part + (len(ranks) - 1) * -(-part // (len(ranks) * LINE)) * LINE
     return owned + sum(planned.sizes[rank]) + max(running)
 
 
 def hold(program, bytes):
-    """Assert all that places promise, and the peak."""
+    """Assert all properties of the planned slots, and the peak."""
     planned, needed = memory_plan(program, bytes), footprint(program, bytes)
     assert planned.slot.dtype == np.int32
     assert len(planned.sizes) == program.header.workers
@@ -172,7 +172,7 @@ def hold(program, bytes):
             if one.kind == other.kind == Kind.W and one.stage == other.stage and one.via != other.via:
                 continue  # parts of one copy
             assert apart or row[one.begin] != row[other.begin], (one, other)
-        # A place for every buffer of a size that is there at once, and none that is not filled.
+        # As many slots of a size as buffers of that size are alive at once, each filled by its buffers.
         pools = defaultdict(list)
         for life in received:
             if life.kind != Kind.W:
@@ -182,7 +182,7 @@ def hold(program, bytes):
             used = {int(row[life.begin]) for life in pool}
             assert len(used) == at_once(pool) and (sizes[list(used)] == each).all()
             count += len(used)
-        # One place for all copies of a stage, as large as the largest stage in it.
+        # One slot for all copies of a stage's weights, as large as the largest stage in it.
         copies = defaultdict(set)
         for life in received:
             if life.kind == Kind.W:
@@ -198,7 +198,7 @@ def hold(program, bytes):
 
 
 def one_rank(program, rank, bytes, planned, needed):
-    """The rank's own rows give the rank's own places and peak."""
+    """Assert that the rank's rows alone give the same slots and peak of the rank."""
     mine = slice(program.bounds[rank], program.bounds[rank + 1])
     part = Program(program.header, program.rows.take(mine))
     again = memory_plan(part, bytes)
@@ -214,7 +214,7 @@ def timeline_of(program, sizes, kind):
 
 
 def peaks_of_timeline(program, data):
-    """The most of each kind is the peak of that kind, and all that is taken is given back."""
+    """Assert that the maximum of each kind's timeline is the peak of that kind, and that all memory is freed."""
     stages = program.header.stages
     sizes = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
     edges = len(program.header.graph.edges)

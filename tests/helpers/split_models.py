@@ -56,9 +56,9 @@ def named(
     points: Sequence[str] = (),
     init: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Two functions of this module: `name`, and `name_replicated` whose shared parameters are copies.
+    """Define two functions of this module: `name`, and `name_replicated`, whose shared parameters are copies.
 
-    `points`: where four stages begin; otherwise they are found. `init`: of a module on the meta device.
+    `points`: where four stages begin; otherwise cuts are found. `init`: initializes a module on the meta device.
     """
     for suffix, shared in (("", "transmit"), ("_replicated", "replicate")):
         made = functools.partial(_model, module, loss, data, points, init, shared=shared)
@@ -96,7 +96,7 @@ def tied_on_meta() -> nn.Module:
 
 
 def set_values(module: nn.Module) -> None:
-    """Those of a submodule that has none."""
+    """Initialize a submodule that has no values yet."""
     if isinstance(module, plain_models.GPT2Like):
         module.positions.copy_(torch.arange(LENGTH))
     else:
@@ -120,7 +120,7 @@ named("two_tower", plain_models.TwoTower, tower_loss, pair, ["text.1", "image", 
 
 @functools.cache
 def sequential(stages: int) -> Model:
-    """Layers with buffers, and a minibatch whose samples do not divide."""
+    """Layers with buffers, and a minibatch whose samples do not divide evenly."""
 
     def make(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         starts = torch.from_numpy(rng.integers(0, len(text) - LENGTH, 10))
@@ -136,7 +136,7 @@ def sequential(stages: int) -> Model:
 
 @functools.cache
 def uneven(stages: int) -> Model:
-    """A traced module, and a minibatch whose samples do not divide."""
+    """A traced module, and a minibatch whose samples do not divide evenly."""
 
     def make(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
         starts = torch.from_numpy(rng.integers(0, len(text) - 2 * LENGTH, 10))
@@ -177,7 +177,7 @@ for _name in ("gpt2", "bert", "t5"):
 
 
 def score(output: Any) -> Tensor:
-    """A loss that depends on all of an output, and on each part otherwise."""
+    """A loss that depends on all of an output, and on each part in another way."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return sum(
         ((leaf.float() ** 2).mean() * (k + 1) + leaf.float().mean() for k, leaf in enumerate(leaves)), torch.zeros(())
@@ -185,7 +185,7 @@ def score(output: Any) -> Tensor:
 
 
 def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-    """Output, gradients by parameter and buffers, stage after stage, with nothing between stages but what is sent."""
+    """Run the stages, connected only by the values they send; return output, gradients by parameter, and buffers."""
     stages = [copy.deepcopy(stage) for stage in cut.stages]  # as mpirun does
     leaves = cut.leaves(data)
     sent: dict[Value, Tensor] = {}
@@ -230,7 +230,7 @@ def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor
 
 
 def agree(module: nn.Module, cut: Cut, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
-    """The same output, gradients and buffers as those of the module."""
+    """Assert that the stages have the output, gradients and buffers of the module."""
     plain, kwargs = copy.deepcopy(module), kwargs or {}
     data = (args, kwargs) if args and kwargs else kwargs or args
     torch.manual_seed(1)

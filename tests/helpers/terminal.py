@@ -9,7 +9,7 @@ import sys
 
 
 def in_terminal(*arguments: object, code: int = 0, **environment: str) -> str:
-    """What `schedgen ARGUMENTS` writes to a terminal of which `environment` alone says anything."""
+    """What `schedgen ARGUMENTS` writes to a terminal whose colour and width only `environment` sets."""
     others = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
     command = [sys.executable, "-m", "schedgen", *map(str, arguments)]
     leader, follower = pty.openpty()

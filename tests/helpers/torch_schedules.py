@@ -21,13 +21,13 @@ class TorchStage:
 
 
 def schedule(name: str, ranks: int, microbatches: int) -> Any:
-    """The schedule of a class with two stages a rank."""
+    """torch's schedule of class `name`, with two stages per rank."""
     stages = [TorchStage(ranks, index, 2 * ranks) for index in range(2)]
     return getattr(schedules, name)(stages, microbatches, loss_fn=lambda *_: None)
 
 
 def dump(name: str, ranks: int, microbatches: int, folder: Path) -> Path:
-    """The file that torch writes of it."""
+    """The CSV file that torch writes of that schedule."""
     path = folder / f"{name}.csv"
     schedule(name, ranks, microbatches)._dump_csv(path)
     return path

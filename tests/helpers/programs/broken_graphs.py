@@ -1,4 +1,4 @@
-"""What must not be left out where jobs are replayed as graphs: each way to break them, by name."""
+"""Faults of job graphs, by name: each leaves out something that capture or replay needs."""
 
 from __future__ import annotations
 

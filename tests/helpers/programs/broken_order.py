@@ -1,4 +1,4 @@
-"""What must not be left out where kernels run late: each way to break the order of transfers and kernels, by name."""
+"""Faults in the order of transfers and late kernels, by name: each leaves out something that the order needs."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ BREAKS = {
 
 
 def breaking(name: str | None) -> contextlib.AbstractContextManager[object]:
-    """In it, order is broken that way; None: it is not."""
+    """A context in which the fault is present; None: no fault."""
     return BREAKS[name] if name else contextlib.nullcontext()

@@ -1,6 +1,6 @@
 """Readings of clocks on 3 ranks of one host: one line on rank 0 for each claim that holds.
 
-The host's ranks share a clock, so the truth is known: the difference is zero, or what a clock is set ahead here.
+The host's ranks share a clock, so the true difference is known: zero, or the time by which a clock is set ahead here.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from mpirun.data.microbatches import to_device
 WORLD = MPI.COMM_WORLD
 GROUPS = [(0, 1, 2), (1, 2)]  # overlapping
 LENGTHS = [1, 7, 1000]  # shorter than the group, not a multiple of it, many
-# The keys of each member's rows: one a member, several and unsorted, and a member without any.
+# The keys of each member's rows: one per member, several and unsorted, and a member without any.
 KEYS = {
     0: [[[0], [1], [2]], [[4, 1], [0, 5], [3, 2]], [[2], [], [0, 1]]],
     1: [[[1], [2]], [[3, 0], [2, 1]], [[], [1, 0]]],
@@ -42,7 +42,7 @@ def row(key: int, length: int, dtype: torch.dtype) -> Tensor:
 def prepared(
     transport: Transport, group: int, rows: Tensor, keys: list[list[int]], total: Tensor | None
 ) -> OrderedAllreduce:
-    """A sum of rows of numbers, and not of bytes."""
+    """An all-reduce of rows given as numbers, not as bytes."""
     data = rows.view(torch.uint8)
     sections = [Section(0, data.shape[1], rows.dtype)]
     into = None if total is None else total.view(torch.uint8)
@@ -62,7 +62,7 @@ def data(tensor: Tensor) -> bytes:
 
 
 def sums(transport: Transport, dtype: torch.dtype) -> None:
-    """All of both groups at once, twice: what they receive into is the same both times."""
+    """All sums of both groups in flight at once, twice, with the same receive buffers."""
     cases = [
         (group, keys, length)
         for length in LENGTHS
@@ -74,7 +74,7 @@ def sums(transport: Transport, dtype: torch.dtype) -> None:
     for group, keys, length in cases:
         own_keys = keys[transport.group(group).rank]
         rows = torch.empty((len(own_keys), length), dtype=dtype)
-        total = None if own_keys else torch.empty(length, dtype=dtype)  # a member without rows says where the sum goes
+        total = None if own_keys else torch.empty(length, dtype=dtype)  # a member without rows gives memory for the sum
         made.append((prepared(transport, group, rows, keys, total), rows))
     under_way = AllreduceQueue(transport)
     for again in range(2):
@@ -90,7 +90,7 @@ def sums(transport: Transport, dtype: torch.dtype) -> None:
 
 
 def short_sums(transport: Transport) -> None:
-    """Of 16 numbers, which the first member adds up, the others get the sum from it and nothing else."""
+    """16 numbers are summed by the first member, from which the others receive the sum and nothing else."""
     rows = torch.ones((1, 16))
     made = prepared(transport, 0, rows, [[0], [1], [2]], None)
     counts = len(made.receives), len(made.gathers), len(made.scattered), len(made.gather_to)
@@ -98,7 +98,7 @@ def short_sums(transport: Transport) -> None:
 
 
 def in_the_background(transport: Transport) -> None:
-    """A sum goes on while its members wait for something else."""
+    """A sum makes progress while its members wait for something else."""
     keys = [[0], [1], [2]]
     rows = to_device(row(WORLD.rank, 1000, torch.float32)[None].clone(), torch.get_default_device())
     under_way = AllreduceQueue(transport)
@@ -109,7 +109,7 @@ def in_the_background(transport: Transport) -> None:
 
 
 def messages(transport: Transport) -> None:
-    """Each to the next rank, all on one tag, in order: as large as one that MPI does not buffer. Twice."""
+    """From each rank to the next, on one tag, in order, up to sizes above MPI's eager limit; twice."""
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
 
     def tensors(rank: int) -> list[Tensor]:
@@ -155,7 +155,7 @@ def kinds(transport: Transport) -> None:
 
 
 def under_way(transport: Transport) -> None:
-    """A transport knows of large messages that are still to come."""
+    """A transport knows which large messages are still in flight."""
     transport.watch()
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
     place, value = torch.zeros(2**18), torch.full((2**18,), float(WORLD.rank))
@@ -169,7 +169,7 @@ def under_way(transport: Transport) -> None:
 
 
 def weights_again(transport: Transport) -> None:
-    """Weights that came before a forward may come again before its backward: autograd sees no change."""
+    """Weights received before a forward may be received again before its backward: autograd sees no change."""
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
     weights = torch.zeros(3)
     x, parameter = torch.ones(3, requires_grad=True), torch.nn.Parameter(weights.view(3))
@@ -187,7 +187,7 @@ def weights_again(transport: Transport) -> None:
 
 
 def groups(transport: Transport) -> None:
-    """A group's ranks are its members in order; who is outside has none."""
+    """A group's ranks are its members in order; a rank that is no member has no group."""
     for index, members in enumerate(GROUPS):
         assert (transport.groups[index] is not None) == (WORLD.rank in members)
         if WORLD.rank in members:
@@ -195,7 +195,7 @@ def groups(transport: Transport) -> None:
 
 
 def in_the_stream(transport: Transport) -> None:
-    """A message holds what was written before its send, and arrives behind what reads there before its receive."""
+    """A message holds what was written before its send, and arrives after the reads of its buffer before its receive."""
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
     value, place, seen = torch.zeros(4), torch.zeros(4), []
     receive = transport.receive(place, before, 1)

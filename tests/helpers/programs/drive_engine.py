@@ -1,6 +1,6 @@
 """Engines driven by a script, on four ranks: `drive_engine.py FOLDER` does all of it in one launch.
 
-Rank 0 writes FOLDER/found.json: by check, what came of it. The schedules are in FOLDER.
+Rank 0 writes FOLDER/found.json: the result of each check. The schedules are in FOLDER.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 def modules(stages: int = 4) -> list[nn.Module]:
-    """The same for every seed that the run has."""
+    """The model's layers, with the same weights whatever the run's seed is."""
     torch.manual_seed(1)
     return [Block() for _ in range(stages)]
 
@@ -68,13 +68,13 @@ def groups(named: Sequence[mpirun.NamedParameter]) -> torch.optim.Optimizer:
 
 
 def engine(schedule: str = "1f1b", model: Any = None, **options: Any) -> Engine:
-    """One on a schedule in FOLDER."""
+    """An Engine on a schedule in FOLDER."""
     options = {"loss": loss, "optimizer": groups, "canonical": True, "timeout": 0, **options}
     return mpirun.Engine(str(FOLDER / f"{schedule}.json"), modules() if model is None else model, **options)
 
 
 def weights(run: Engine) -> str:
-    """A hash of all weights, which no placement changes."""
+    """A hash of all weights, which does not depend on their placement. Collective."""
     session = run.session
     assert session is not None
     own = {
@@ -87,7 +87,7 @@ def weights(run: Engine) -> str:
 
 
 def train(run: Engine, loader: Any, steps: int) -> list[Any]:
-    """Until so many steps are done; the numbers of each."""
+    """Train until so many steps are done; return the numbers of each."""
     numbers = []
     while run.steps < steps:
         for batch in loader:
@@ -157,7 +157,7 @@ def given_schedules() -> Any:
 
 
 def tolerances() -> Any:
-    """Sums over ranks are rounded otherwise than in one process: by how much is allowed, what verify says."""
+    """What verify says, by tolerance: sums over ranks are rounded otherwise than in one process."""
     with engine("ddp", canonical=False, verify=True) as run:
         train(run, run.loader(DATA, 2), 1)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -249,7 +249,7 @@ def statistics() -> Any:
 
 
 def resumed() -> Any:
-    """Undisturbed; and left in the middle of an epoch, then gone on with under another scheme."""
+    """An undisturbed run, and one that ends in the middle of an epoch and is resumed under another scheme."""
     runs = []
     for name, parts in (("whole", (("1f1b", 7),)), ("parts", (("1f1b", 4), ("zb-h1", 7)))):
         numbers = []
@@ -314,7 +314,7 @@ def of_lengths(lengths: Sequence[int]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def mixing(schedule: str = "1f1b", **options: Any) -> Engine:
-    """One with stages for any length."""
+    """An Engine whose stages take sequences of any length."""
     torch.manual_seed(1)
     return engine(schedule, [Mixing() for _ in range(4)], loss=mse_loss, **options)
 
@@ -362,7 +362,7 @@ def told() -> Any:
 
 
 class Alone(torch.optim.Optimizer):
-    """Divides by the norm of the whole gradient of a parameter, so pieces are stepped otherwise."""
+    """Divides by the norm of a parameter's whole gradient, so that steps of its pieces differ."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-4})
@@ -375,7 +375,7 @@ class Alone(torch.optim.Optimizer):
 
 
 def predictions() -> Any:
-    """Under every schedule in FOLDER/predict, what a model that has never been trained predicts, beside one process."""
+    """Whether an untrained model predicts the same as in one process, under every schedule in FOLDER/predict."""
     found = {}
     data = TensorDataset(*(tensor[:32] for tensor in DATA.tensors))
     for file in sorted((FOLDER / "predict").iterdir()):
@@ -391,7 +391,7 @@ def predictions() -> Any:
 
 
 def sentences() -> Any:
-    """By mistake, the exit code and what is said."""
+    """By mistake, the exit code and what is printed on stderr."""
     plain = {"loss": loss, "timeout": 0}
     file = str(FOLDER / "1f1b.json")
 

@@ -1,4 +1,4 @@
-"""Sets up each of several runs, makes a step, and exports. Rank 0 prints the sentence of a run that stops.
+"""Sets up each of several runs, makes a step, and exports. Rank 0 prints the error of a run that stops.
 
 An argument: {"file": a schedule, "model": MODULE:FUNCTION, "steps": 0 or 1, "to": directory, "source": one or null}.
 """

@@ -1,4 +1,4 @@
-"""mpirun with a fault that a right interpreter and a checked schedule do not have.
+"""mpirun with a fault that a correct interpreter and a checked schedule do not have.
 
 lost       rank 1 leaves out the SEND of x.1.7 in the second step
 unchecked  the schedule is not checked

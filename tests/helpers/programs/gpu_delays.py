@@ -1,9 +1,9 @@
-"""A run on GPUs that measures how late the host sees what the GPU has done, and the GPU what the host has.
+"""A run on GPUs that measures how late the host notices that kernels have ended, and the GPU that a wait has.
 
 The arguments are those of mpirun. In the end every rank prints `delays: ` and an object, in microseconds:
 
-    ready  from the end of the kernels before a mark until the mark is seen: then a transfer begins
-    begin  from the end of a wait for a message until the GPU begins the job that waited, if it had nothing to do before
+    ready  from the end of the kernels before a mark until the host sees the mark: then a transfer begins
+    begin  from the end of a wait for a message until the GPU begins the job that waited, if the GPU was idle
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ arrived: list[Instant] = []
 
 
 def event() -> torch.cuda.Event:
-    """One recorded now."""
+    """An event recorded now."""
     recorded = torch.cuda.Event(enable_timing=True)
     recorded.record()
     return recorded
@@ -64,7 +64,7 @@ def wait(self: Transport, done: Any, row: int = -1) -> None:
 
 
 def begins() -> None:
-    """A job launches its first kernel; notes when the GPU comes to it, if the rank has just waited."""
+    """Note when the GPU comes to the first kernel of a job, if the rank has just waited."""
     if arrived:
         BUSY.append(arrived.pop())
         BEGIN.append((event(), BUSY[-1][1]))

@@ -1,6 +1,6 @@
-"""What the ways to order host and GPU cost here, as one object, in microseconds.
+"""Prints the latencies of the ways to order host and GPU on this machine, as one object, in microseconds.
 
-event    from the end of a kernel until a host that asks an event all the time sees it
+event    from the end of a kernel until a host that polls an event sees it
 wait     from a word that the host writes to the end of a stream's wait for it (cuStreamWaitValue32)
 eager    a forward and backward of a small GPT block, launched kernel by kernel
 replay   the same as a CUDA graph
@@ -23,7 +23,7 @@ EQUAL_OR_MORE = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
 def median(once: Callable[[int], float]) -> float:
-    """Of the second half of many times, in microseconds."""
+    """The median of the second half of many calls, in microseconds."""
     return 1e6 * float(np.median([once(number) for number in range(TIMES)][TIMES // 2 :]))
 
 
@@ -43,7 +43,7 @@ def event(_: int) -> float:
 
 
 def wait_for_word() -> Callable[[int], float]:
-    """The stream waits for a number in pinned memory, which the host writes; then it is told by an event."""
+    """The stream waits for a number in pinned memory, which the host writes; an event then tells the host."""
     driver, word = ctypes.CDLL("libcuda.so.1"), torch.zeros(1, dtype=torch.int32, pin_memory=True)
     stream, address = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), ctypes.c_uint64(word.data_ptr())
     wait_value, number = getattr(driver, "cuStreamWaitValue32_v2", driver.cuStreamWaitValue32), word.numpy()

@@ -22,7 +22,7 @@ METHOD, TIMEOUT, DIRECTORY = sys.argv[1:]
 
 
 class Block(nn.Linear):
-    """Rank 1's never ends in eval mode."""
+    """A layer whose forward never ends on rank 1 in eval mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         while MPI.COMM_WORLD.rank == 1 and not self.training and x.device.type != "meta":

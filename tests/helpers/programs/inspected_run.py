@@ -1,19 +1,18 @@
-"""A run of mpirun looked at from inside. It is requested by an object:
+"""A run of mpirun inspected from inside. It is requested by an object:
 
-    arguments  those of mpirun; of `profile` nothing but the exit code comes
-    delay      a seed: before every instruction something may hold the rank up, each time for another while, and who
-               finds that a sum is not done is held up, too
-    calls      "hooks" or "thread": MPI is called so during every job that has something under way, however short
-    late       computes on a late device, "direct" or "staged", and fails if in a step more than NORM waits for it
-    break      of such a device: one of the ways in broken_order.py to break the order of transfers and kernels, or in
-               broken_graphs.py to break graphs
-    waits      of such a device: any instruction may wait for it
-    pinned     of such a device, staged: prints bytes of the host that messages arrive in, and of planned memory
+    arguments  those of mpirun; `profile` has no hash of weights
+    delay      a seed of random delays: before instructions, and of the main thread after it finds a sum unfinished
+    calls      "hooks" or "thread": how MPI is called during every job with messages in flight, however short
+    late       computes on a late device, "direct" or "staged"; fails if any instruction but NORM waits for it
+    break      on a late device: a fault of broken_order.py, in the order of transfers and kernels, or of
+               broken_graphs.py
+    waits      on a late device: any instruction may wait for it
+    pinned     on a late device, staged: prints the bytes of host memory that messages arrive in, and of planned memory
     record     a file for a `Record` of all stages; needs --verify
     owned      a file for the bytes that every rank owns in the end, as JSON
 
-What comes of it: its exit code, its stdout, and a hash of all weights in the end. The stdout has the refusals of
-graphs and, of a late device, how many all ranks have captured and replayed, and the bytes of the pool on each rank.
+The result is the exit code, the stdout, and a hash of all weights in the end. The stdout includes the refusals of
+graphs and, on a late device, how many graphs all ranks captured and replayed, and the bytes of each rank's pool.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ WORLD = MPI.COMM_WORLD
 
 
 def save_record(run: Run, file: str) -> None:
-    """What --verify compared, of all stages. Collective."""
+    """Save what --verify compared, of all stages. Collective."""
     assert run.session.verification is not None
     record = gather_record(run.comm, run.session.header, run.session.setup.shapes, run.session.verification.record)
     if WORLD.rank == 0:
@@ -58,7 +57,7 @@ def save_record(run: Run, file: str) -> None:
 
 
 def save_owned(run: Run, file: str) -> None:
-    """Bytes of a rank's parts of weights, of what the optimizer keeps for them, and of where gradients are gathered."""
+    """Save, by rank, the bytes of its own weights, of their optimizer state and of their gradients. Collective."""
     interpreter = run.session.interpreter
     units = [(index, part) for index, stage in interpreter.stages.items() for part in stage.owned]
     tensors = {
@@ -72,7 +71,7 @@ def save_owned(run: Run, file: str) -> None:
 
 
 def print_graphs(run: Run) -> None:
-    """What is not captured and why, and how many jobs were captured and replayed. Collective."""
+    """Print what is not captured and why, and how many jobs were captured and replayed. Collective."""
     graphs, device = run.session.interpreter.graphs, run.session.setup.device
     assert graphs is not None
     refusals = WORLD.allgather(graphs.refusals())
@@ -88,7 +87,7 @@ def print_graphs(run: Run) -> None:
 
 
 def print_pinned(run: Run) -> None:
-    """By rank, the bytes of pinned memory that messages arrive in, and those that are planned for them. Collective."""
+    """Print, by rank, the bytes of pinned memory that messages arrive in, and those planned for them. Collective."""
     context = run.session.interpreter.context
     assert isinstance(context.transport, QueuedTransport)
     pinned = sum(len(mirror.memory) for mirror in context.transport.mirrors.values() if mirror.memory is not None)
@@ -109,7 +108,7 @@ def weights(run: Run) -> str:
 
 
 def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], None]:
-    """Half of the times nothing, else up to 3 ms, and one time of a hundred 20 ms."""
+    """`act`, delayed: not at all half of the times, else by up to 3 ms, and one time in a hundred by 20 ms."""
 
     def run() -> None:
         if (luck := rng.random()) < 0.5:
@@ -120,7 +119,7 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
 
 
 def slow_looks() -> contextlib.AbstractContextManager[object]:
-    """In it, when the main thread has found that a sum is not done, another thread may end it at once."""
+    """A context that delays the main thread when it has found a sum unfinished, so that another thread may finish it."""
 
     def done(self: OrderedAllreduce) -> bool:
         found = self.phase >= DONE
@@ -133,7 +132,7 @@ def slow_looks() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def computing_late(how: str | None, break_: str | None, words: bool) -> Iterator[None]:
-    """In it, runs compute on a late device, if one is asked for."""
+    """A context in which runs compute on a late device; None: they do not."""
     if how is None:
         yield
         return
@@ -146,7 +145,7 @@ def computing_late(how: str | None, break_: str | None, words: bool) -> Iterator
 
 
 def without_waits(act: Callable[[], None], op: int, device: Late) -> Callable[[], None]:
-    """An instruction in which the host must not wait for the device."""
+    """`act`, during which the host must not wait for the device."""
 
     def run() -> None:
         device.streams.strict = Op(op).name
@@ -157,7 +156,7 @@ def without_waits(act: Callable[[], None], op: int, device: Late) -> Callable[[]
 
 
 def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
-    """In it, jobs let MPI go on that way, however little there is to gain."""
+    """A context in which jobs call MPI in that way, however little there is to gain."""
     stack = contextlib.ExitStack()
     if way is not None:
         for module in ("mpirun.engine.first_step", "mpirun.comm.progress_thread"):
@@ -169,7 +168,7 @@ def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
 
 
 def execute(request: dict[str, Any]) -> tuple[int, str, str]:
-    """What comes of a run. Collective."""
+    """Execute a run; return its exit code, its stdout and a hash of its weights. Collective."""
     out = io.StringIO()
     late = computing_late(request.get("late"), request.get("break"), "--stream-words" in request["arguments"])
     looks = slow_looks() if "delay" in request else contextlib.nullcontext()

@@ -1,13 +1,13 @@
-"""A GPU of Python and CPU memory, whose kernels run late: what is read too early is not a number.
+"""An emulated GPU in CPU memory, whose kernels run late: a value that is read too early is NaN.
 
-- Every aten op on its tensors is launched into the current stream (late_streams.py). Until the stream comes to it, its
-  outputs are bytes of ones: NaN in any floating type, -1 in integers. So is memory that nobody has written.
-- Tensors of the device and of the host do not mix in one op, but for numbers without dimensions and for copies. Copies
-  from and to pinned memory run late; others, `item` and the like make the host wait; `numpy` is refused.
-- Backwards run in a thread of their own, as autograd's do on a GPU, in the stream of who called them.
+- Every aten op on its tensors is launched into the current stream (late_streams.py). Until the stream comes to it, all
+  bits of its outputs are ones: NaN in any floating type, -1 in integers. So is memory that nothing has written.
+- Tensors of the device and of the host do not mix in one op, except in copies and for tensors without dimensions.
+  Copies from and to pinned memory run late; others, `item` and the like make the host wait; `numpy` is refused.
+- Backwards run in a thread of their own, as autograd's do on a GPU, in the stream of their caller.
 
-A tensor is the device's if its storage says so; to torch itself it is on the CPU. MPI reads and writes its memory when
-it likes, as it does a GPU's.
+A tensor is on the device if its storage is marked so; to torch itself it is on the CPU. MPI reads and writes its memory
+at any time, as it does a GPU's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LATE = "late"  # torch's type of device
 
 @cache
 def register() -> None:
-    """Tell torch of the type. A process that has a real GPU should not: then torch pins memory for this one."""
+    """Register the device type with torch; not in a process with a real GPU, where torch would pin memory for this."""
     module = ModuleType(f"torch.{LATE}")  # torch asks it
     vars(module).update(is_available=lambda: False, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None)
     torch.utils.rename_privateuse1_backend(LATE)
@@ -59,18 +59,18 @@ def register() -> None:
 
 
 def is_late(x: Tensor, what: str = ON_DEVICE) -> bool:
-    """Whether it lies on the device."""
+    """Whether a tensor is on the device, or, with `what`, in memory marked so."""
     return type(x) in (Tensor, torch.nn.Parameter) and hasattr(x.untyped_storage(), what)
 
 
 def marked(x: Tensor, what: str = ON_DEVICE) -> Tensor:
-    """The same tensor, whose storage says what it is."""
+    """The same tensor, with its storage marked as `what`."""
     setattr(x.untyped_storage(), what, True)
     return x
 
 
 def poisoned(x: Tensor) -> Tensor:
-    """A tensor that shares memory with no other and has no values yet: bytes of ones."""
+    """The tensor, which has no values yet and shares memory with no other, with all bits set."""
     if type(x) is Tensor:  # a fake one has no memory
         storage = x.untyped_storage()
         ctypes.memset(storage.data_ptr(), 1 if x.dtype == torch.bool else ONES, storage.nbytes())
@@ -79,7 +79,7 @@ def poisoned(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def as_a_kernel() -> Iterator[None]:
-    """What runs in it is neither launched nor seen by autograd."""
+    """A context in which ops are neither launched nor seen by autograd."""
     seen = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     with (
         torch._C.DisableTorchFunction(),
@@ -143,32 +143,32 @@ class Launches(TorchDispatchMode):
         return outputs
 
     def run_late(self, *kernel: Any) -> None:
-        """Launch a kernel: function, arguments, arguments by name, outputs; in a capture it keeps their addresses."""
+        """Launch a kernel (function, args, kwargs, outputs); in a capture it keeps the addresses of its tensors."""
         if self.streams.captures:
             self.streams.launch(recorded(compute, kernel, self.pool, is_late))
             return
         # A kernel keeps the memory that it was launched with: an optimizer's parameter may point to another version of
-        # its weights before the kernel runs. And autograd takes a gradient for its own only if no other has the tensor.
-        # A mode is called below autograd, and while it is called is no mode: nobody sees that these are detached.
+        # its weights before the kernel runs. And autograd reuses a gradient's memory only if nothing else refers to the
+        # tensor. A mode is called below autograd and is inactive meanwhile: nothing sees that these are detached.
         func, args, kwargs, outputs = mapped(Tensor.detach, kernel)
         kwargs = {name: mapped(Tensor.detach, x) for name, x in kwargs.items()}
         self.streams.launch(lambda: compute(func, args, kwargs, outputs))
 
     def without_values(self, like: Tensor) -> Tensor:
-        """A tensor on the device; in a capture one of the pool."""
+        """An uninitialized tensor on the device; in a capture one of the pool."""
         if not self.streams.captures:
             return without_values(like)
         with as_a_kernel():
             return marked(self.pool.make(like))
 
     def at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The host waits for its result."""
+        """Run an op whose result the host waits for."""
         self.streams.host_waits(str(func))
         with as_a_kernel():
             return mapped(marked, func(*args, **kwargs))
 
     def outputs(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What it returns before it has run: arguments that it changes, and tensors without values."""
+        """What an op returns before it has run: arguments that it changes, and tensors without values."""
         changed = changed_arguments(func)
         aliases = [
             None if place is None else kwargs.get(place[1], args[place[0]] if place[0] < len(args) else None)
@@ -232,7 +232,7 @@ def leaves(values: Any) -> Iterator[Any]:
 
 
 def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same arguments or results with other tensors."""
+    """The same nested arguments or results, with `change` applied to the tensors."""
     if isinstance(value, list | tuple):
         return type(value)(mapped(change, x) for x in value)
     return change(value) if isinstance(value, Tensor) else value
@@ -251,7 +251,7 @@ def gives_tensors(func: Any) -> bool:
 
 @cache
 def changed_arguments(func: Any) -> list[tuple[int, str] | None]:
-    """By result of an op, place and name of the argument that it is once the op has changed it."""
+    """For each result of an op: index and name of the argument that it is, changed in place; None: a new tensor."""
     changed = {
         frozenset(argument.alias_info.before_set): (place, argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -275,7 +275,7 @@ def without_values(like: Tensor) -> Tensor:
 
 
 class Calls(TorchFunctionMode):
-    """What torch answers on the CPU without asking an op, answered as of the device."""
+    """Functions that torch answers without an op, as if on the CPU, answered for the device."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
@@ -315,13 +315,13 @@ class Calls(TorchFunctionMode):
 
 
 class Late(Device):
-    """The device. What is computed inside `working` may be computed on it."""
+    """The device, on which tensors can be computed inside `working`."""
 
     kind: ClassVar[str] = LATE
     has_graphs = True
 
     def __init__(self, direct: bool, seed: int = 0, words: bool = False) -> None:
-        """`direct`: MPI takes its memory; `seed`: of when kernels run; `words`: of streams, in place of events."""
+        """`direct`: MPI takes its memory; `seed`: of when kernels run; `words`: stream words in place of events."""
         super().__init__()
         register()
         self.torch, self.direct, self.streams = torch.device(LATE, 0), direct, Streams(seed, as_a_kernel)
@@ -331,10 +331,10 @@ class Late(Device):
 
     @contextlib.contextmanager
     def working(self, stream: str = COMPUTE) -> Iterator[None]:
-        """In it, this thread launches kernels on the device, and other threads its backwards."""
+        """A context in which this thread launches kernels on the device, and another thread its backwards."""
         engine = torch.autograd.Variable._execution_engine
         backwards = BackwardThread(engine, self)
-        going_on = self.streams.going_on() if self.all_words else contextlib.nullcontext()  # nobody asks for words
+        going_on = self.streams.going_on() if self.all_words else contextlib.nullcontext()  # reading a word runs no kernel
         engine_patched = mock.patch.object(torch.autograd.Variable, "_execution_engine", backwards)
         with engine_patched, self.in_thread(stream), going_on:
             yield
@@ -343,17 +343,17 @@ class Late(Device):
 
     @contextlib.contextmanager
     def in_thread(self, stream: str) -> Iterator[None]:
-        """In it, this thread launches kernels on the device."""
+        """A context in which this thread launches kernels on the device."""
         with self.launches, self.calls, self.streams.using(stream):
             yield
 
     def use_in_thread(self) -> None:
-        """Nothing ends it but the thread's end."""
+        """Launch this thread's kernels on the device, until the thread ends."""
         self.launches.__enter__()
         self.calls.__enter__()
 
     def be_deterministic(self) -> None:
-        """As torch is then."""
+        """Fill memory without values, if torch does so in its deterministic mode."""
         self.launches.deterministic = True
 
     def mark(self) -> Event | Number:
@@ -379,11 +379,11 @@ class Late(Device):
         self.streams.launch(lambda: torch.default_generator.manual_seed(value))
 
     def has(self, tensor: Tensor) -> bool:
-        """Though torch takes it for the CPU's."""
+        """Whether a tensor is on the device, though torch takes it for the CPU's."""
         return is_late(tensor)
 
     def graph(self, draws: int) -> LateGraph:
-        """One of the pool's."""
+        """A graph that is captured into the pool."""
         return LateGraph(self.streams, self.pool, draws)
 
     def _memory(self, address: int, size: int) -> Tensor:
@@ -391,7 +391,7 @@ class Late(Device):
             return marked(bytes_at(address, size))
 
     def finish(self) -> None:
-        """Run all."""
+        """Run all launched kernels."""
         self.streams.host_waits("finish")
 
 
@@ -409,11 +409,11 @@ class BackwardThread:
         return getattr(self.engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the engine's, in the stream of who calls."""
+        """As the engine's, in the caller's stream."""
         if threading.current_thread() is self.thread:
             return self.engine.run_backward(*args, **kwargs)
         modes = _get_current_dispatch_mode_stack()
-        others = modes[modes.index(self.device.launches) + 1 :]  # autograd's threads have the modes of who calls
+        others = modes[modes.index(self.device.launches) + 1 :]  # autograd's threads have the caller's modes
         self.calls.put((self.device.streams.current, others, args, kwargs))
         result, error = self.results.get().pop()
         if error is not None:
@@ -433,4 +433,4 @@ class BackwardThread:
                     error = raised
             answer = [(result, error)]
             del call, modes, args, kwargs, result, error
-            self.results.put(answer)  # nothing dies here once the caller goes on: it takes what is in the list
+            self.results.put(answer)  # nothing is freed here once the caller continues: it pops the list

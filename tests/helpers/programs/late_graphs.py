@@ -1,9 +1,9 @@
 """Kernels of the late device captured as graphs, and the pool of memory that all graphs share.
 
-- In a capture kernels are kept, and run in none but replays. The host may not wait, ask for events or seed generators.
-- A kernel keeps addresses, not tensors. What has no memory of the pool must still be there in every replay.
-- A tensor made in a capture lies in the pool. When it dies, tensors of later captures get its memory, and replays make
-  it not a number.
+- In a capture kernels are recorded; only replays run them. The host may not wait, record events or seed generators.
+- A kernel keeps addresses, not tensors. Memory outside the pool must still be allocated in every replay.
+- A tensor made in a capture lies in the pool. When it is freed, tensors of later captures may get its memory, and
+  replays fill it with NaN.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from late_streams import Kernel, Streams
 from torch import Tensor, UntypedStorage
 
 ONES = 255
-LINE = 512  # bytes: what sizes of blocks are multiples of
+LINE = 512  # bytes: sizes of blocks are multiples of this
 
 
 def bytes_at(address: int, size: int) -> Tensor:
-    """Memory as bytes, shape (size,), which the tensor does not keep."""
+    """A view of memory as bytes, shape (size,), which does not keep the memory alive."""
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
@@ -38,7 +38,7 @@ class Pool:
         self.died: set[int] = set()  # free addresses whose last tensor's values are still there
 
     def make(self, like: Tensor) -> Tensor:
-        """A tensor like another without values."""
+        """A tensor in the pool, without values, of the layout and type of `like`."""
         size = -(-max(1, like.untyped_storage().nbytes()) // LINE) * LINE
         addresses = self.free.setdefault(size, [])
         if not addresses:
@@ -55,7 +55,7 @@ class Pool:
         return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.size(), like.stride())
 
     def _give_back(self, address: int, size: int) -> None:
-        # First it is noted, then it is free: in another thread another tensor might get it in between.
+        # Note it before it is free: in between, another thread might give it to another tensor.
         self.died.add(address)
         self.free[size].append(address)
 
@@ -64,7 +64,7 @@ class Pool:
 
     @contextlib.contextmanager
     def capturing(self, kernels: list[Kernel]) -> Iterator[None]:
-        """In it, and at its end, kernels come there that take values from the memory of dead tensors."""
+        """A context of a capture; kernels that overwrite the memory of freed tensors are added to `kernels`."""
         self.kernels = kernels
         try:
             yield
@@ -75,7 +75,7 @@ class Pool:
 
 
 class Address:
-    """Where a tensor lies, for a kernel that is replayed."""
+    """The address and layout of a tensor, for a kernel that is replayed."""
 
     def __init__(self, tensor: Tensor, pool: Pool) -> None:
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
@@ -128,7 +128,7 @@ class LateGraph:
 
 
 def recorded(run: Callable[..., object], values: Any, pool: Pool, late: Callable[[Tensor], bool]) -> Kernel:
-    """`run` of these arguments, nested as they are, of whose tensors on the device nothing but addresses is kept."""
+    """A kernel that calls `run` with these nested arguments, and keeps only addresses of tensors on the device."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, list | tuple):

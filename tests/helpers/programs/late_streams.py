@@ -1,7 +1,7 @@
-"""Streams of kernels that run as late as they may: none before somebody asks for an event or waits for the device.
+"""Streams whose kernels run as late as they may: none before the host polls an event or waits for the device.
 
 As on a GPU, kernels of one stream run in their order, those of two streams in any order unless one waits for an event
-of the other. Which stream goes on when somebody asks, and how far, is drawn at random.
+of the other. Which stream advances on a poll, and how far, is random.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Event:
         self.streams, self.come = streams, False
 
     def reached(self) -> bool:
-        """Whether all before it has run; because somebody has asked, something may run."""
+        """Whether all before it has run. This poll may run some kernels."""
         if not self.come:
             self.streams.turn()
         return self.come
@@ -38,12 +38,12 @@ class Event:
         self.come = True
 
     def arrive(self) -> None:
-        """What is launched into the current stream from now on runs after it; the host does not wait."""
+        """Make all that is launched into the current stream from now on run after it; the host does not wait."""
         self.streams.queues[self.streams.current].append(self)
 
 
 class WordWait(Event):
-    """What a stream waits for until a word of the host's memory is a number or above."""
+    """A stream's wait until a word of the host's memory is a number or above."""
 
     def __init__(self, streams: Streams, address: int, number: int) -> None:
         super().__init__(streams)
@@ -80,11 +80,11 @@ class Streams:
     """The streams of one device, by name; each thread launches into one of them."""
 
     def __init__(self, seed: int, in_kernels: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """`seed`: of when kernels run; `in_kernels`: what they run in."""
+        """`seed`: of when kernels run; `in_kernels`: the context that they run in."""
         self.in_kernels = in_kernels
         self.queues: dict[str, deque[Kernel | Event]] = {DEFAULT: deque(), COMPUTE: deque()}
         self.rng = np.random.default_rng(seed)
-        self.patience = 0  # how often somebody will ask in vain
+        self.patience = 0  # how many polls will run nothing
         self.thread = threading.local()
         self.thread.current = COMPUTE
         self.running = threading.RLock()
@@ -98,14 +98,14 @@ class Streams:
 
     @contextlib.contextmanager
     def using(self, stream: str) -> Iterator[None]:
-        """In it, this thread launches into that stream."""
+        """A context in which this thread launches into that stream."""
         before, self.thread.current = self.current, stream
         self.queues.setdefault(stream, deque())
         yield
         self.thread.current = before
 
     def launch(self, kernel: Kernel) -> None:
-        """Behind all that was launched into the current stream."""
+        """Put a kernel at the end of the current stream, or of its capture."""
         if self.captures:
             self.captured[self.current].append(kernel)
             return
@@ -120,7 +120,7 @@ class Streams:
 
     @contextlib.contextmanager
     def capturing(self, kernels: list[Kernel]) -> Iterator[None]:
-        """In it, what is launched into the current stream is put there."""
+        """A context in which kernels launched into the current stream are appended to `kernels` instead."""
         stream = self.current
         self.captured[stream] = kernels
         try:
@@ -134,14 +134,14 @@ class Streams:
             raise RuntimeError(f"{what} is not permitted while the stream is captured")
 
     def record(self) -> Event:
-        """An event behind all that was launched into the current stream."""
+        """An event after all that was launched into the current stream."""
         self.refuse_in_capture("an event")
         event = Event(self)
         self.launch(event.set)
         return event
 
     def turn(self) -> None:
-        """Somebody has asked: after some times in vain, a stream goes on by some kernels."""
+        """A poll: after some that run nothing, run some kernels of a random stream."""
         with self.running:
             self.patience -= 1
             if self.patience < 0 and (ready := self._ready()):
@@ -152,7 +152,7 @@ class Streams:
                 self.patience = int(self.rng.integers(0, 3))
 
     def synchronize(self) -> None:
-        """Run all that is launched, when words that streams wait for have come."""
+        """Run all that is launched, waiting for words that streams wait for."""
         deadline = time.monotonic() + 60
         while not self._all_run():
             if time.monotonic() > deadline:
@@ -160,22 +160,22 @@ class Streams:
             time.sleep(NAP)
 
     def _all_run(self) -> bool:
-        """Run what may run; whether that was all."""
-        with self.running, self.in_kernels():  # a kernel that another thread has taken from its queue has ended
+        """Run all kernels that may run; return whether none is left."""
+        with self.running, self.in_kernels():  # locked: no other thread is inside a kernel
             while ready := self._ready():
                 self._run(ready[0])
             return not any(list(self.queues.values()))
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
-        """In it, kernels run now and then, though nobody asks for an event."""
+        """A context in which kernels run now and then, though nothing polls an event."""
         ended = threading.Event()
 
         def run() -> None:
             try:
                 while not ended.wait(NAP):
                     self.turn()
-            except BaseException:  # the host would wait for ever for a word of the stream
+            except BaseException:  # else the host would wait for ever for a word of the stream
                 traceback.print_exc()
                 os._exit(1)
 
@@ -193,12 +193,12 @@ class Streams:
         self.synchronize()
 
     def _ready(self) -> list[deque[Kernel | Event]]:
-        """The streams that can go on."""
+        """The queues of the streams whose next kernel may run, or whose event has come."""
         queues = list(self.queues.values())
         return [queue for queue in queues if queue and (not isinstance(head := queue[0], Event) or head.come)]
 
     def _run(self, queue: deque[Kernel | Event]) -> None:
-        """What comes next in a stream, if it may."""
+        """Run the next kernel of a stream, or pass the next event if it has come."""
         if not queue:
             return
         if isinstance(head := queue[0], Event):

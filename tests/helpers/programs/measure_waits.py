@@ -1,13 +1,13 @@
-"""What a rank costs while it waits, and what a message costs behind a computation: seconds, on 4 ranks.
+"""The processor time of a waiting rank, and the wait for a message after a computation: seconds, on 4 ranks.
 
 Rank 0 prints them as JSON:
 
     waiting      by rank, of a wait of 1 s: processor time / time
     transfer     of 16 MiB from rank 0 to rank 1 when both only wait: each of several times
-    plain        by repetition: what rank 1 still waits for it behind a long computation
+    plain        by repetition: how long rank 1 still waits for it after a long computation
     thread       as `plain`, with `MessageProgress.with_thread` the computations of both
     layers       as `plain`, the computations being forwards and backwards of layers that have hooks
-    works        whether this MPI lets two threads in, without which there is no thread
+    works        whether this MPI allows calls from two threads, without which there is no thread
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def share_of_a_core(act: Callable[[], object]) -> float:
 
 
 def computation(seconds: float) -> Callable[[], None]:
-    """One that takes about so long on this machine, without a call of MPI."""
+    """A computation that takes about `seconds` on this machine, without a call of MPI."""
     a = torch.rand(256, 256)
 
     def act(times: int) -> None:
@@ -75,7 +75,7 @@ def computation(seconds: float) -> Callable[[], None]:
 
 
 def behind(pair: MPI.Intracomm, transport: Transport, act: Callable[[], None]) -> float:
-    """Seconds for which a rank waits for a message that is under way while it does `act`."""
+    """Seconds for which a rank still waits for a message that is in flight while it does `act`."""
     message = torch.zeros(BYTES, dtype=torch.uint8)
     receive = transport.receive(message, 0, 1)
     pair.Barrier()
@@ -93,7 +93,7 @@ def behind(pair: MPI.Intracomm, transport: Transport, act: Callable[[], None]) -
 
 
 def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
-    """Of rank 1. The ways take turns, so that whatever else the machine does meets both."""
+    """The waits of rank 1, by way. The ways take turns, so that other load on the machine affects all of them."""
     transport = Transport(pair, [])
     progress = MessageProgress(pair, transport.poll)
     act = computation(0.04)

@@ -3,7 +3,7 @@
 The base is bfloat16, the adapters are float32. Only blocks 1 and 3 have some, so that of the four stages two train
 nothing: one before all adapters, and one between them that passes gradients on. The embedding is tied, and frozen too.
 
-Rank 0 writes FOLDER/found.json: what came of it, and of training in torch alone. The schedules are in FOLDER.
+Rank 0 writes FOLDER/found.json: the results, and those of training in torch alone. The schedules are in FOLDER.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Adapted(nn.Module):
 
 
 def network() -> nn.Module:
-    """The same on every rank."""
+    """The model, the same on every rank."""
     torch.manual_seed(1)
     config = transformers.GPT2Config(
         vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=STAGES, n_head=2, use_cache=False, resid_pdrop=0.0,
@@ -63,7 +63,7 @@ def network() -> nn.Module:
 
 
 def loss(output: Any, target: Tensor) -> Tensor:
-    """Of the next token."""
+    """The cross-entropy of the next token."""
     return cross_entropy(output.logits.float().flatten(0, 1), target.flatten())
 
 
@@ -73,7 +73,7 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def engine(scheme: str, cut: Cut, verify: bool) -> Engine:
-    """On a schedule in FOLDER."""
+    """An Engine on a schedule in FOLDER."""
     return mpirun.Engine(
         str(FOLDER / f"{scheme}.json"), cut, loss=loss, optimizer=lambda named: optimizer([p.parameter for p in named]),
         clip=CLIP, canonical=True, verify=verify, timeout=0,
@@ -81,7 +81,7 @@ def engine(scheme: str, cut: Cut, verify: bool) -> Engine:
 
 
 def train(run: Engine, loader: Loader, steps: int) -> list[Any]:
-    """Until so many steps are done; the loss and the norm of each."""
+    """Train until so many steps are done; return the loss and the norm of each."""
     numbers = []
     for batch in loader:
         result = run.step(batch)
@@ -92,7 +92,7 @@ def train(run: Engine, loader: Loader, steps: int) -> list[Any]:
 
 
 def trained(scheme: str, other: str, cut: Cut) -> dict[str, Any]:
-    """What comes of a scheme; its checkpoint is gone on from under the other one."""
+    """The results of training under a scheme, whose checkpoint is then resumed under the other one."""
     run, out = engine(scheme, cut, True), io.StringIO()
     loader = run.loader(DATA, SAMPLES)
     numbers = train(run, loader, SAVED)
@@ -133,9 +133,9 @@ def plain() -> tuple[nn.Module, list[Any]]:
 
 
 def compare(exported: Path, expected: nn.Module) -> dict[str, Any]:
-    """Load what was exported into a new network: whether frozen parameters are the same, how far trained ones are off.
+    """Load an export into a new network: whether frozen parameters are the same, how far trained ones are off.
 
-    `lacks`: the names that it does not have.
+    `lacks`: the names that the export does not have.
     """
     net, saved = network(), Pretrained(exported)
     missing, unexpected = net.load_state_dict(saved(saved.names), strict=False)
