@@ -1,13 +1,13 @@
-"""Best of ours beside best of theirs: seconds of a step and memory, as a user would choose, with and without a limit.
+"""Our best schedule against torch's best parallelism: step time and memory, with and without a memory limit.
 
     python tests/bench/best.py [--ranks 2] [--rounds 3] [--models deep ...] [--quick]
 
 Theirs are torch's GPipe, 1F1B, interleaved 1F1B, ZBV, DDP and FSDP2, of which the fastest that fits counts. Ours is the
-schedule that `schedgen plan` writes from a profile of the model, given the same limit: none, 60 % and 40 % of the most
-that DDP holds on a rank. Every contestant is a launch of its own; in every round all have one, one thread a rank.
-Memory is the most bytes of tensors alive at once on a rank, in a second step, by a count at every torch op. The losses
-of the first step have to agree, or nothing is reported. A launch that does not end within five minutes is ended, which
-is said; what it had measured counts.
+schedule that `schedgen plan` writes from a profile of the model, given the same limit: none, 60 % and 40 % of DDP's
+peak memory on a rank. In every round each contestant has a launch of its own, with one thread per rank. Memory is the
+peak of the bytes of live tensors on a rank, in the second step, counted at every torch op. The losses of the first step
+must agree, or nothing is reported. A launch that does not end within five minutes is ended and reported; what it had
+measured counts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ranks import ended, mpi, schedgen
 from sizes import LAYERED
 
 HERE = Path(__file__).parent
-LIMITS = (None, 0.6, 0.4)  # of what DDP holds
+LIMITS = (None, 0.6, 0.4)  # of DDP's peak memory
 STAGES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zbv": 2, "ddp": 1, "fsdp": 1}  # of each rank
-TEXT = str(HERE.parents[1] / "LICENSE")  # a short one: it lies in the memory that is counted
+TEXT = str(HERE.parents[1] / "LICENSE")  # a short text, since it is part of the counted memory
 AGREE = 1e-4  # relative difference of losses
 LIMIT = 300  # seconds of a launch: torch's process group does not always end
 
 
 class Result(NamedTuple):
-    """Of one launch."""
+    """The result of one launch."""
 
     loss: float
     peak: int  # bytes, of the rank that holds most
@@ -98,7 +98,7 @@ class Contest:
         self.launches = count()
 
     def launch(self, contestant: str, schedule: str, stages: int, name: str) -> None:
-        """One more result of `name`."""
+        """Launch a contestant, and add its result to those of `name`."""
         schedule = schedule or str(self.folder / f"{contestant}-{next(self.launches)}")  # where torch's ranks meet
         program = [str(HERE / "best.py"), "rank", contestant, schedule, "--model", f"cases:{self.model}"]
         program += ["--stages", str(stages), "--microbatches", str(self.microbatches)]
@@ -118,7 +118,7 @@ class Contest:
             raise SystemExit(f"{name} on {self.model}: the loss is {result.loss}, not {expected}: another training")
 
     def plan(self, limit: float) -> tuple[str, str] | None:
-        """The file that plan writes and what is in it; None: it found nothing that fits."""
+        """The file that plan writes, and a description of its schedule; None: plan found nothing that fits."""
         out, profile = self.folder / f"{limit:.0f}.json", str(self.folder / "profile.json")
         sizes = ["--workers", str(self.options.ranks), "--microbatches", str(self.microbatches)]
         most = [] if limit == float("inf") else ["--memory", f"{limit:.0f}"]
@@ -126,13 +126,13 @@ class Contest:
         try:
             best = json.loads(schedgen("plan", profile, *sizes, *most, "--json", "-o", out))["schedules"][0]
         except subprocess.CalledProcessError as error:
-            if error.returncode != 2:  # with right arguments that says that nothing fits
+            if error.returncode != 2:  # with valid arguments, 2 means that nothing fits
                 raise SystemExit(f"plan ended with {error.returncode}") from None
             return None
         return str(out), f"{best['scheme']} x {best['replicas']}, {'-'.join(map(str, best['layers']))} layers"
 
     def run(self) -> list[float]:
-        """Measure and print a line for each limit; the ratios."""
+        """Measure, and print a line for each limit; return the ratios."""
         ranks, profile = self.options.ranks, str(self.folder / "profile.json")
         stages = {name: STAGES[name] * ranks for name in self.options.theirs}
         theirs = {name: number for name, number in stages.items() if number <= self.layers}
@@ -155,7 +155,7 @@ class Contest:
         return [self.line(limit, most, list(theirs), plans[limit]) for limit in self.options.limits]
 
     def line(self, limit: float | None, most: int, theirs: list[str], words: str) -> float:
-        """Print what came of a limit; the ratio."""
+        """Print the result under a limit; return the ratio."""
         bytes_ = float("inf") if limit is None else limit * most
         time = {name: statistics.median(x.seconds for x in found) for name, found in self.results.items()}
         peak = {name: max(x.peak for x in found) for name, found in self.results.items()}
@@ -180,13 +180,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--models", nargs="+", choices=LAYERED, default=list(LAYERED)[:-1])
-    parser.add_argument("--limits", nargs="+", type=float, help="parts of DDP's bytes; default: none, 0.6, 0.4")
-    parser.add_argument("--quick", action="store_true", help="one model, one limit, two of theirs: whether it runs")
+    parser.add_argument("--limits", nargs="+", type=float, help="fractions of DDP's bytes; default: none, 0.6, 0.4")
+    parser.add_argument("--quick", action="store_true", help="one model, one limit, two peers: whether it runs at all")
     options = parser.parse_args()
     options.limits, options.theirs = options.limits or LIMITS, list(STAGES)
     if options.quick:
         options.models, options.rounds, options.steps, options.limits = ["quick_layers"], 1, 2, [0.9]
-        options.theirs = ["zbv", "ddp"]  # a pipeline, and what limits are parts of
+        options.theirs = ["zbv", "ddp"]  # a pipeline, and the peer that limits are fractions of
     print(
         "ms a step and MB of the rank that holds most, medians of rounds; ratio: ours / the fastest of theirs that fits"
     )
@@ -200,7 +200,7 @@ def main() -> None:
 
 
 def rank_options() -> argparse.Namespace:
-    """What `launch` says to a rank."""
+    """The options that `launch` passes to a rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("contestant")
     parser.add_argument("schedule")

@@ -1,6 +1,6 @@
-"""The models of `make bench-run`: a GPT of four blocks, cut so that stages are as equal as they get.
+"""The models of `make bench-run`: a GPT of four blocks, cut into stages as equal as possible.
 
-`--model cases:NAME` of a case, for 1, 2 or 4 stages; of a model in layers, for as many stages as it has layers.
+`--model cases:NAME`: a case for 1, 2 or 4 stages, or a model in layers for up to as many stages as it has layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from schedgen.util.errors import UsageError
 
 
 def model(case: Case, stages: int) -> Model:
-    """Embedding and head lie with the first and the last block."""
+    """A GPT whose embedding and head are in the stages of the first and the last block."""
     if BLOCKS % stages:
         raise UsageError(f"its {BLOCKS} blocks do not go into {stages} equal stages")
     layers: list[list[Callable[[], nn.Module]]] = [
@@ -37,7 +37,7 @@ compute, overhead, d48, d128, d384, gpu, quick = (partial(model, case) for case 
 
 
 def in_layers(layers: Layers, stages: int) -> Model:
-    """As many layers for every stage as goes; parameters are the same wherever it is cut."""
+    """A GPT whose layers are spread over stages as evenly as possible; the cuts do not change its parameters."""
     case = layers.case
     parts: list[list[Callable[[], nn.Module]]] = [
         [partial(gpt.Block, case.width, case.heads)] * count for count in layers.blocks

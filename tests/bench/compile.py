@@ -1,9 +1,9 @@
-"""make bench-compile: the compiler beside torch's, and how its time and memory grow.
+"""make bench-compile: the compiler against torch's, and how its time and memory grow.
 
 Side by side in one process, for the same ranks, microbatches and chunks:
 torch's generator plus lowering with communication, as its visualizer calls
 it, and our compile + check + write. Both are warm: the first run of each is
-thrown away. Rates are instructions a second of each one's own list.
+thrown away. Rates are instructions per second, of each compiler's own list.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def one(ranks: int, microbatches: int) -> None:
     best: dict[str, float] = {}
     peak = 0
     for _ in range(3):
-        program = None  # the one before counts for nothing
+        program = None  # free the previous one: it must not count
         begin = time.perf_counter()
         program = compile(load("1f1b", sizes), sizes)
         laps = {"compile": time.perf_counter() - begin, "check": timed(lambda: check(program))}
         with open("/dev/null", "wb") as out:  # noqa: PTH123
             laps["write"] = timed(lambda: write(program, out))
-        # Of compile, check and write alone: later rounds have simulated before.
+        # The peak of compile, check and write alone: later rounds come after simulate.
         peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         laps["simulate"] = timed(lambda: simulate(program, program.header.cost))
         best = {key: min(best.get(key, lap), lap) for key, lap in laps.items()}
@@ -118,7 +118,7 @@ def one(ranks: int, microbatches: int) -> None:
 def keep(file: Path, microbatches: int) -> None:
     """Append a line to `file`: instructions a second of CPU time, 1F1B on 16 ranks, the best of five.
 
-    Beside them, numbers a second that NumPy sorts: how fast the machine is at that time.
+    Also the numbers per second that NumPy sorts: how fast the machine is at that time.
     """
     sizes, numbers = Sizes(16, microbatches), np.random.default_rng(0).random(250 * microbatches)
     rates = {"compile": 0.0, "check": 0.0, "simulate": 0.0, "sort": 0.0}

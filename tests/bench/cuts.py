@@ -1,7 +1,7 @@
-"""The cuts that plan's local search finds, beside all cuts of 200 random lists of up to 12 layers.
+"""The cuts that plan's local search finds, compared with all cuts of 200 random lists of up to 12 layers.
 
-Backwards take twice their forwards and messages nothing. A line a scheme: lists, the mean and the largest time over the
-best of all cuts, the mean time of balanced stages over it, cuts there are and cuts tried in the mean.
+Backwards take twice their forwards and messages nothing. Prints a line per scheme: the number of lists, the mean and
+the largest time relative to the best of all cuts, the mean of balanced stages, the mean numbers of all and tried cuts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEMES = {"1f1b": 1, "gpipe": 1, "interleaved-1f1b": 2, "looped-bfs": 2}  # sta
 
 
 class Result(NamedTuple):
-    """One list of layers: times over the best, and numbers of cuts."""
+    """One list of layers: times relative to the best, and numbers of cuts."""
 
     search: float
     balanced: float

@@ -1,7 +1,7 @@
-"""The time of `schedgen diff`, and how it grows: microseconds an instruction of one list, files read and checked.
+"""The time of `schedgen diff` after files are read and checked, and how it grows: microseconds per instruction.
 
-1F1B on 64 ranks beside GPipe, and beside itself without prefetch, so that most rows stand elsewhere. difflib, which
-is quadratic, for the smallest.
+1F1B on 64 ranks against GPipe, and against itself without prefetch, where most rows are at other places. difflib,
+which is quadratic, only for up to 160 microbatches.
 """
 
 from __future__ import annotations

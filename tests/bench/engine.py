@@ -1,4 +1,4 @@
-"""What a script's loop costs beside the command line, a slow dataset, and evaluation, on 4 ranks by 1F1B.
+"""The cost of a script's loop against the command line, of a slow dataset, and of evaluation, on 4 ranks by 1F1B.
 
     mpiexec -n 4 python tests/bench/engine.py [--quick]
 

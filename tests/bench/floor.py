@@ -1,4 +1,4 @@
-"""Training loops by hand: what is left when there is no framework at all.
+"""Training loops by hand: the time that is left without any framework.
 
 `Floor` is 1F1B on two ranks. Receives are posted a microbatch ahead, into two buffers each of which has a persistent
 request; sends go straight from the tensors that torch made. `data_parallel` sums flat gradients by one Allreduce;
@@ -38,7 +38,7 @@ class Floor:
         self.share = torch.tensor(1 / self.microbatches)  # the gradient is the mean over the microbatches
         self.other = 1 - comm.rank
         with torch.no_grad():
-            # What rank 0 sends is of the shape that comes back.
+            # The gradients that rank 0 receives have the shape of the outputs that it sends.
             like = comm.bcast(module(batch(0, 0)[0]) if comm.rank == 0 else None)
         self.buffers = [torch.empty_like(like) for _ in range(2)]
         self.receives = [comm.Recv_init(view(buffer), self.other) for buffer in self.buffers]
@@ -66,9 +66,9 @@ class Floor:
                 receives[(mb + 1) % 2].Start()
                 forward(mb + 1)
             receives[mb % 2].Wait()
-            sends[mb].Wait()  # its gradient is here, so it has long left
+            sends[mb].Wait()  # its gradient has arrived, so the send is complete
             outputs[mb].backward(buffers[mb % 2])
-            outputs[mb] = buffers[0]  # lets go of the graph
+            outputs[mb] = buffers[0]  # frees the graph
         self.optimizer.step()
         return []
 
@@ -91,7 +91,7 @@ class Floor:
             losses.append(loss.detach())
             if send is not None:
                 send.Wait()
-            gradient = x.grad  # lets go of the one before, which has left
+            gradient = x.grad  # frees the previous one, whose send is complete
             assert gradient is not None
             send = self.comm.Isend(view(gradient), self.other)
         self.optimizer.step()

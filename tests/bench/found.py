@@ -1,11 +1,11 @@
-"""make bench-run: a found order beside the best built-in one: what `schedgen plan` writes with and without `--search`.
+"""make bench-run: a found order against the best built-in one: `schedgen plan` with and without `--search`.
 
     python tests/bench/found.py [--rounds 3] [--steps 20] [--quick]
 
-The model is the uneven GPT of plan_run.py, on 2 ranks of one thread, each of which may hold so many bytes. Every round
-profiles it, plans, and trains by both schedules in one launch, a step by each in turn: seconds, what was predicted, and
-the ratio of neighbouring steps with its quartiles. Of seconds that others take from the ranks a job's CPU time knows
-nothing: so the simulator, too, says what both take, with the medians of what each job took in these steps.
+The model is the uneven GPT of plan_run.py, on 2 ranks of one thread, each with a memory limit. Every round profiles it,
+plans, and trains by both schedules in one launch, a step by each in turn. It prints measured and predicted seconds, and
+the ratio of neighbouring steps with its quartiles. Other load on the machine changes measured seconds, but not the CPU
+time of jobs: so both schedules are also simulated with the median CPU time of each job in these steps.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def by_stage(seconds: dict[str, float]) -> dict[str, list[float]]:
 
 
 def timed(act: Callable[[], object], laps: list[float]) -> Callable[[], None]:
-    """`act`, whose CPU seconds are noted."""
+    """`act`, whose CPU seconds are appended to `laps`."""
 
     def run() -> None:
         begin = time.thread_time()

@@ -1,10 +1,10 @@
-"""Host memory that a start takes from weights on disk: a GPT made on the meta device, on 4 ranks.
+"""Host memory that ranks need to start from weights on disk: a GPT made on the meta device, on 4 ranks.
 
     python tests/bench/meta_start.py [--quick]
 
-Before the stages are built and when they have been, a rank looks at the most memory it has had (ru_maxrss; pages of
-mapped files count). In between it should have needed the weights of its stages, their gradients' buffers, and about the
-largest tensor, not the whole model. 400 million parameters, with --quick 2 million.
+Before and after the stages are built, a rank reads its peak memory (ru_maxrss, which includes pages of mapped files).
+The difference should be the weights of its stages, their gradient buffers, and about the largest tensor, not the whole
+model. The model has 400 million parameters, with --quick 2 million.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(schedule: str, folder: Path, size: str) -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    started = start(comm, schedule, folder, "tiny")  # loads what python loads when it is first used
+    started = start(comm, schedule, folder, "tiny")  # imports what Python imports on first use
     before = peak_bytes()
     started = start(comm, schedule, folder, size)
     parameters = [p for stage in started.stages.values() for p in stage.module.parameters()]

@@ -1,9 +1,8 @@
-"""make bench-run: what the interpreter adds to each instruction, beside the bare mpi4py call.
+"""make bench-run: what the interpreter adds to each instruction, beyond the bare mpi4py call.
 
 Two ranks, 1F1B of 64 microbatches, computation removed: forwards and backwards
-hand out tensors that are there already. Microseconds an instruction, medians
-over all instructions of an opcode and over steps; waiting for messages is
-counted apart.
+return tensors made before. Microseconds per instruction, medians over all
+instructions of an opcode and over steps; waiting for messages is taken off.
 """
 
 from __future__ import annotations

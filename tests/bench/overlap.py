@@ -1,11 +1,11 @@
-"""make bench-run: how much of the messages' time hides behind computation, where messages are large.
+"""make bench-run: how much of the time of large messages overlaps with computation.
 
-Two ranks, four stages that go round, activations of 4 MiB: every boundary of
+Two ranks, four interleaved stages, activations of 4 MiB: every boundary of
 stages crosses ranks. The same training in three ways, step by step in turns:
 as it is; with every SEND waiting until the message has arrived and without calls of MPI during computations;
 and with messages of one element in place of whole ones, which cost next to
-nothing. Hidden is what the first saves of what the second takes more than the
-third. The simulator, given the measured profile, says how much could hide.
+nothing. Hidden is the part of the second's time beyond the third's that the
+first saves. The simulator, given the measured profile, says how much could be.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One rank of what `make bench-run` holds mpirun against: `mpiexec -n 2 python -m mpi4py peers.py PEER SCHEDULE ...`.
+"""One rank of `make bench-run`, of mpirun and of a peer: `mpiexec -n 2 python -m mpi4py peers.py PEER SCHEDULE ...`.
 
 The peer and mpirun train the same model on the same microbatches, with the
 same optimizer and one thread, in the same processes and in turns, step by
-step: whatever else the machine does meets both. Rank 0 writes the seconds of
+step: other load on the machine affects both. Rank 0 writes the seconds of
 every step and the losses of the first ones. Each peer is set up as its
 documentation advises for speed.
 """
@@ -54,7 +54,7 @@ class Task:
         self.device = torch.device(device)
         self.model: Model = load_model(options.model, self.stages, self.seed)
         self.text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(text, self.model.length)))
-        self.owned = 0  # bytes of weights that the peer's rank owns, where they are divided
+        self.owned = 0  # bytes of weights that the peer's rank owns, where they are sharded
 
     def stage(self, index: int) -> nn.Module:
         return build_stage(self.model, index, self.seed).to(self.device)
@@ -83,7 +83,7 @@ SEVERAL = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBu
 
 
 def pipelining(task: Task, name: str) -> Step:
-    """torch.distributed.pipelining; whole outputs are not asked for, which would cost it a copy of each."""
+    """torch.distributed.pipelining, which does not return outputs: that would cost a copy of each."""
     mine = list(range(task.rank, task.stages, task.ranks))
     if name == "zbv":  # down the ranks and up again
         mine = [task.rank, task.stages - 1 - task.rank]
@@ -111,7 +111,7 @@ def pipelining(task: Task, name: str) -> Step:
 
 
 def ddp(task: Task) -> Step:
-    """DistributedDataParallel, which talks during the last backward of a step only."""
+    """DistributedDataParallel, which communicates during the last backward of a step only."""
     module = DistributedDataParallel(task.whole(), gradient_as_bucket_view=True)
     optimizer = task.optimizer(module)
     *first, last = range(task.rank, task.microbatches, task.ranks)
@@ -137,8 +137,8 @@ def ddp(task: Task) -> Step:
 def fsdp(task: Task, keep: bool) -> Step:
     """FSDP2 by blocks; gradients are reduced with the last microbatch of a step only.
 
-    keep: weights are gathered once a step and stay, else they are given back
-    after every forward and backward, which is FSDP2's default.
+    keep: weights are gathered once a step and stay, else they are freed after
+    every forward and backward, which is FSDP2's default.
     """
     module = task.whole()
     for block in [part for part in module.modules() if isinstance(part, Block)]:
@@ -181,15 +181,15 @@ BY_HAND = ("floor", "flat")  # these need no process group of torch's
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=PEERS)
-    parser.add_argument("schedule", help="what ours executes")
+    parser.add_argument("schedule", help="the schedule that mpirun executes")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--stages", type=int, required=True, help="the peer's")
+    parser.add_argument("--stages", type=int, required=True, help="of the peer")
     parser.add_argument("--microbatches", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the loops by hand on one rank")
-    parser.add_argument("--graphs", action="store_true", help="ours replays its jobs")
-    parser.add_argument("--meet", type=Path, required=True, help="a file that torch's ranks find each other by")
+    parser.add_argument("--graphs", action="store_true", help="mpirun replays its jobs as graphs")
+    parser.add_argument("--meet", type=Path, required=True, help="a file by which torch's ranks find each other")
     options = parser.parse_args()
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD

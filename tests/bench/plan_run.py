@@ -1,10 +1,10 @@
-"""make bench-run: what `schedgen plan` writes for a model that is uneven, beside an even cut of it, in one run.
+"""make bench-run: the schedules that `schedgen plan` writes for an uneven model, against an even cut of the model.
 
-The last two of its eight layers are four times as heavy as the others, so that
-of four stages with two layers each one is. Every round profiles it layer by
+The last two of its eight layers are four times as heavy as the others, and so
+is one of four stages with two layers each. Every round profiles it layer by
 layer, plans among all schemes and among pipelines of 1F1B, and trains by both
-and by 1F1B with as many layers on every rank; seconds of a step, one thread a
-rank.
+plans and by 1F1B with as many layers on every rank; seconds of a step, one
+thread per rank.
 """
 
 from __future__ import annotations

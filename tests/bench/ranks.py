@@ -1,4 +1,4 @@
-"""How benchmarks start ranks and call schedgen; reading it loads no library."""
+"""How benchmarks start ranks and call schedgen; importing it loads no library."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 
 def mpi(ranks: int) -> list[str]:
-    """What launches Python on so many ranks."""
+    """The command that launches Python on so many ranks."""
     mpiexec = shlex.split(os.environ.get("MPIEXEC", str(Path(sys.executable).with_name("mpiexec"))))
     return [*mpiexec, "-n", str(ranks), sys.executable]
 
 
 def schedgen(*words: object) -> str:
-    """What `schedgen WORDS` prints, in this process; CalledProcessError where it ends with another code than 0."""
+    """Run `schedgen WORDS` in this process and return its stdout. CalledProcessError if its exit code is not 0."""
     from schedgen.cli.main import main
 
     arguments, out = [*map(str, words), "--quiet"], io.StringIO()
@@ -32,7 +32,7 @@ def schedgen(*words: object) -> str:
 def ended(
     command: list[str], limit: float, folder: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What a launch printed, also one that was ended because it took longer than `limit` seconds (code 124)."""
+    """Run a launch and return its output. After `limit` seconds it is ended, with code 124."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         try:

@@ -2,9 +2,9 @@
 
 Ours (one slice a member, added in torch in the order of the ranks), a ring of
 chunks, and MPI's own non-blocking Iallreduce, each alone and behind a
-computation that does not know of it, as backwards are: milliseconds until the
-sum is there, beyond the computation's own time. Medians of rounds in which all
-take turns. MPI's sum knows no bf16 and promises no order; the other two do.
+computation that makes no calls for it, as backwards are: milliseconds until the
+sum is done, beyond the computation's own time. Medians of rounds in which all
+take turns. MPI's sum has no bf16 and guarantees no order, unlike the other two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUNDS = 2 if QUICK else 15
 
 
 class Ring:
-    """Reduce-scatter and gather in 2 (members - 1) steps, each of which waits for the one before."""
+    """Reduce-scatter and gather in 2 (members - 1) steps, each of which waits for the previous one."""
 
     def __init__(self, transport: Transport, row: Tensor) -> None:
         comm = transport.comm

@@ -1,4 +1,4 @@
-"""make bench-run: seconds of a training step, mpirun beside torch's parallelisms and beside a loop written by hand.
+"""make bench-run: seconds of a training step, mpirun against torch's parallelisms and against a loop written by hand.
 
 Two ranks of one thread on the CPU, or as many as a pair says; peers.py does the steps of both sides in
 turns, in the same processes. The ratio is the median over pairs of steps, with
@@ -31,14 +31,14 @@ class Pair(NamedTuple):
     about: str
     scheme: str
     stages: int
-    target: dict[str, float]  # by case: ours should take this part of their time, at most
+    target: dict[str, float]  # by case: at most this part of their time should be ours
     options: tuple[str, ...] = ()  # of schedgen compile
     ranks: int = 2
     best_stages: Mapping[str, int] = {}  # by case, where another number of stages is faster: what a user would choose
 
 
 WIDTHS = ("d48", "d128", "d384")
-ONE_STAGE = dict.fromkeys(WIDTHS, 1)  # with a core for every rank, sums behind backwards cost more than they hide
+ONE_STAGE = dict.fromkeys(WIDTHS, 1)  # with a core per rank, overlapping sums with backwards costs more than it hides
 PAIRS = {
     "1f1b": Pair(
         "1f1b", "pipelining.Schedule1F1B", "1f1b", 2,
@@ -82,7 +82,7 @@ PAIRS = {
 
 
 def launch(case: str, pair: Pair, steps: int, seed: int, more: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """What peers.py says of one pair; `more`: options of its."""
+    """The results of peers.py for one pair; `more`: options for it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
     stages = pair.best_stages.get(case, pair.stages)
@@ -129,10 +129,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["compute", "overhead"])
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--rounds", type=int, default=3, help="launches of each pair; default: 3")
-    parser.add_argument("--steps", type=int, help="timed ones of a launch; default: the case's")
+    parser.add_argument("--steps", type=int, help="timed steps of a launch; default: the case's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: pairs of one rank alone")
-    parser.add_argument("--graphs", action="store_true", help="ours replays its jobs, on a GPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: only pairs of one rank")
+    parser.add_argument("--graphs", action="store_true", help="mpirun replays its jobs as graphs, on a GPU")
     parser.add_argument("--quick", action="store_true", help="two pairs, once, two steps: whether it runs at all")
     options = parser.parse_args()
     if several := [name for name in options.pairs if PAIRS[name].ranks > 1 and options.device == "cuda"]:

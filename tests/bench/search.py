@@ -1,4 +1,4 @@
-"""What `schedgen search` finds, against published tables, and how far its bounds are away; CPU seconds of each search.
+"""The orders that `schedgen search` finds, against published tables, their gaps to lower bounds, and CPU seconds.
 
 `search.py [--quick] [TABLE ...]`, without a name all of them:
 

@@ -1,4 +1,4 @@
-"""Sizes of the models that benchmarks train; reading them loads no library."""
+"""Sizes of the models that benchmarks train; importing this module loads no library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Case(NamedTuple):
     steps: int  # timed ones
 
 
-# compute: jobs of many milliseconds; overhead: of under a millisecond, so that what is around them shows; dN: width N;
+# compute: jobs of many milliseconds; overhead: of under a millisecond, so that the overhead shows; dN: width N;
 # gpu: jobs of some milliseconds on a GPU; quick: to see whether a benchmark runs.
 CASES = {
     "compute": Case(width=256, heads=8, length=256, sequences=1, microbatches=8, steps=15),
@@ -33,7 +33,7 @@ class Layers(NamedTuple):
     """A model that `schedgen plan` may cut between layers."""
 
     case: Case
-    blocks: tuple[int, ...]  # of each layer; the embedding lies with the first, the head with the last
+    blocks: tuple[int, ...]  # of each layer; the first also has the embedding, the last the head
 
 
 _NARROW = Case(width=128, heads=4, length=128, sequences=1, microbatches=16, steps=10)

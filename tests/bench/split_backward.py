@@ -2,8 +2,8 @@
 
     python tests/bench/split_backward.py [--runs 30] [--quick]
 
-A stage is some GPT blocks, on one thread. A backward, our halves and torch's take turns. Ratios are of neighbours;
-printed are their medians and quartiles.
+A stage is some GPT blocks, on one thread. A backward, our halves and torch's take turns. Prints the medians and
+quartiles of the ratios of neighbouring runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How late a GPU's transfers begin: from the end of the kernels before a send to MPI's Isend, in microseconds.
 
 The GPU is a thread that executes a stream of kernels, each a sleep of 0.2 to 2 ms. The launching thread never waits: it
-launches small torch ops, as a Python program that keeps a GPU busy does, or is in Python code alone. This shows what
-threads, naps and Python's lock cost, and how much of its speed the launching thread keeps. What CUDA's events add only
-a GPU can show.
+launches small torch ops, as a Python program that keeps a GPU busy does, or runs plain Python code. This shows the cost
+of threads, naps and the GIL, and how much of its speed the launching thread keeps. What CUDA's events add only a GPU
+can show.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def python_alone(x: torch.Tensor) -> None:
 
 
 def delays(launch: Callable[[torch.Tensor], None]) -> tuple[list[float], float]:
-    """Of sends to this rank, while the launching thread does `launch` again and again; how often a second it does."""
+    """The delays of sends to this rank while the launching thread repeats `launch`, and its calls per second."""
     device, rng = Thread(), np.random.default_rng(0)
     transport = Timed(device)
     out, into, x = torch.ones(1), torch.zeros(1), torch.zeros(1000)
@@ -113,7 +113,7 @@ def delays(launch: Callable[[torch.Tensor], None]) -> tuple[list[float], float]:
 
 
 def alone(launch: Callable[[torch.Tensor], None]) -> float:
-    """How often a second a thread without others does it."""
+    """The calls of `launch` per second in a thread without others."""
     x, begin = torch.zeros(1000), time.perf_counter()
     for _ in range(2000):
         launch(x)

@@ -1,7 +1,7 @@
 """make curves: the loss of a GPT under PipeDream's three kinds of update, on one text and in one picture.
 
-Four ranks, the same microbatches in the same order: with versions that are
-stashed, with vertical sync, and with a flush, which updates once in eight
+Four ranks, the same microbatches in the same order: with stashed weight
+versions, with vertical sync, and with a flush, which updates once in eight
 microbatches. `python updates.py OUT.svg [--quick]`; the numbers go to standard output.
 """
 
@@ -31,7 +31,7 @@ RUN = ["--model", "mpirun.examples.gpt:tiny", "--steps", str(STEPS), "--lr", "5e
 
 
 def losses(scheme: list[str], folder: Path) -> list[float]:
-    """By step: the mean over its microbatches."""
+    """The loss of every step, the mean over its microbatches."""
     call = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
     schedule, metrics = folder / "schedule.json", folder / "metrics.jsonl"
     schedgen("compile", *scheme, "--stages", STAGES, "--microbatches", MICROBATCHES, "-o", schedule)

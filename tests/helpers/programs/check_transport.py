@@ -195,7 +195,7 @@ def groups(transport: Transport) -> None:
 
 
 def in_the_stream(transport: Transport) -> None:
-    """A message holds what was written before its send, and arrives after the reads of its buffer before its receive."""
+    """A message holds what was written before its send, and arrives after the reads that precede its receive."""
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
     value, place, seen = torch.zeros(4), torch.zeros(4), []
     receive = transport.receive(place, before, 1)

@@ -119,7 +119,7 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
 
 
 def slow_looks() -> contextlib.AbstractContextManager[object]:
-    """A context that delays the main thread when it has found a sum unfinished, so that another thread may finish it."""
+    """A context that delays the main thread after it finds a sum unfinished, so that another thread may finish it."""
 
     def done(self: OrderedAllreduce) -> bool:
         found = self.phase >= DONE

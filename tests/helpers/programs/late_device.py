@@ -334,7 +334,7 @@ class Late(Device):
         """A context in which this thread launches kernels on the device, and another thread its backwards."""
         engine = torch.autograd.Variable._execution_engine
         backwards = BackwardThread(engine, self)
-        going_on = self.streams.going_on() if self.all_words else contextlib.nullcontext()  # reading a word runs no kernel
+        going_on = self.streams.going_on() if self.all_words else contextlib.nullcontext()  # words are not polled
         engine_patched = mock.patch.object(torch.autograd.Variable, "_execution_engine", backwards)
         with engine_patched, self.in_thread(stream), going_on:
             yield
