@@ -1,4 +1,4 @@
-"""A run that is saved and resumed is the run that was never stopped, under whatever schedule."""
+"""A run that is saved and resumed ends as the run that was never stopped, under any schedule."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def resumed(several, schedules, saved, text) -> dict[tuple[str, str], Path]:
 
 
 def test_a_checkpoint_names_every_parameter_of_the_model_once(saved):
-    """By its layer, whatever the stages; the manifest says how far it is, with which seed and data."""
+    """By its layer, whatever the stages; the manifest has the step, the seed and the data."""
     folder = saved / "adamw" / "half" / f"step-{STEPS // 2:08d}"
     module = torch.nn.Sequential(OrderedDict((name, make()) for name, make in dropping_layers().items()))
     found = weights(folder)
@@ -105,7 +105,7 @@ def test_it_goes_on_with_the_same_bits_under_any_schedule(saved, resumed, optimi
     assert not same(weights(saved / optimizer / "half" / f"step-{STEPS // 2:08d}"), whole)
 
 
-# Checkpoints that are not whole, and other mistakes
+# Checkpoints that are incomplete or damaged, and other mistakes
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_is_damaged_stays_and_does_not_count(several, schedule
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, text, tmp_path):
-    """A limit on the size of files stands for it: one that the first rank's part of the third checkpoint meets."""
+    """Emulated by a limit on the size of files, which rank 0's part of the third checkpoint exceeds."""
     command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 4]
     program = ["programs/full_disk.py"]
     result = launch(2, *command, "--save", tmp_path / "kept", "--every", 1, program=program)
@@ -318,7 +318,7 @@ def test_a_tied_parameter_is_one_entry_whatever_the_stages(several, compiled, te
 
 
 def test_buffers_that_share_memory_or_have_no_plain_layout_are_saved(mistakes, compiled, text, tmp_path):
-    """Layers that have one table; buffers of one name, on the other hand, and a state of no tensors are refused."""
+    """Layers may share one table; two buffers of one name, and state that is no tensor, are refused."""
     alone = compiled("gpipe", stages=2, microbatches=2, workers=1)
     common = [alone, "--text", text, "--steps", 1, "--model"]
     models = {name: f"models_for_tests:buffers_{name}" for name in ("shared", "named_alike", "not_tensors")}

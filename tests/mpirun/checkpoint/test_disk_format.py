@@ -53,7 +53,7 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path):
 
 
 def test_a_later_one_that_could_not_be_read_does_not_count_as_kept(tmp_path):
-    """A run that had to go on from step 3 keeps what it writes, not what it could not read."""
+    """A run that had to resume from step 3 keeps what it writes, not what it could not read."""
     for step in (3, 9, 4):
         write(tmp_path, step)
     disk_format.prune(tmp_path, 4, keep=1)
@@ -61,7 +61,7 @@ def test_a_later_one_that_could_not_be_read_does_not_count_as_kept(tmp_path):
 
 
 def test_what_cannot_be_removed_stays(tmp_path):
-    """A file in the way stands for a folder of another user's, or one that a network keeps open."""
+    """A conflicting file emulates a folder of another user's, or one that a network file system keeps open."""
     for step in (1, 2):
         write(tmp_path, step)
     (tmp_path / ".old-step-00000001").write_bytes(b"")
@@ -110,7 +110,7 @@ def test_a_manifest_that_says_something_else_is_refused(tmp_path, changed: dict[
 
 
 def test_a_manifest_of_an_earlier_version_says_so(tmp_path):
-    """Whatever it has."""
+    """Whatever else it has."""
     (tmp_path / disk_format.MANIFEST).write_text('{"checkpoint": 1}')
     with pytest.raises(RefusedFile, match=r"manifest\.json: of another version$"):
         disk_format.read_manifest(tmp_path)

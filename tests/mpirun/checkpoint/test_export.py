@@ -1,4 +1,4 @@
-"""Exports: what four ranks trained, as one directory in the model's own names, that transformers loads."""
+"""Exports: what four ranks trained becomes one directory, in the model's own names, that transformers loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--metrics: a row a step, in a file or on standard output, and what becomes of a run that cannot write its rows."""
+"""--metrics: a row a step, in a file or on standard output, and what a run does that cannot write its rows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 @pytest.fixture(scope="module")
 def command(compiled, text) -> list[object]:
-    """Of a run on one rank."""
+    """The arguments of a run on one rank."""
     schedule = compiled("gpipe", stages=1, microbatches=2, workers=1)
     return [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text]
 
 
 def steps(text: str) -> list[int]:
-    """The steps of the rows in a text, in which there are other lines, too."""
+    """The steps of the rows in a text, which has other lines, too."""
     return [json.loads(line)["step"] for line in text.splitlines() if line.startswith("{")]
 
 
@@ -36,7 +36,7 @@ def test_a_run_that_goes_on_keeps_the_rows_of_steps_that_are_done(mistakes, comm
         rows.read_bytes() + b'{"step": 2}\n{"step": 1e999}\n\xff\n{"step": ' + b"[" * 100_000 + b"\n{}\n[\n"
     )
     again = [*command, "--resume", saved / "saved", "--metrics", rows, "--steps"]
-    for count in (2, 4):  # there is nothing left to do; then there is
+    for count in (2, 4):  # first no step is left to do, then two are
         (ended,) = mistakes(1, [[*again, count]])
         assert (ended.code, ended.err) == (0, "")
         assert steps(rows.read_text()) == [*range(count)]

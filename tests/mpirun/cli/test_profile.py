@@ -1,4 +1,4 @@
-"""A profile says what stages cost: its bytes are worked out by hand here, its times are there and simulate takes them.
+"""A profile has the costs of stages: its bytes are those worked out by hand here, and simulate accepts its times.
 
 mlp.tiny in 4 stages: an embedding of 256 x 8 and 2 layers; 3 layers; 3 layers; 2 layers and the scores, 128 -> 256.
 A microbatch is 64 samples of 17 bytes, cut from the text as int64.
@@ -18,7 +18,7 @@ X = 64 * 128 * 4  # bytes of an activation
 INPUT, TARGET = 64 * 16 * 8, 64 * 8
 LAYER = (2 * 128 + 128 * 128 + 128) * 4  # weights: the norm's, the matrix, its bias
 SCORES = (128 * 256 + 256) * 4
-KEPT = 2 * X + 2 * 64 * 4  # by a layer beside its input: the norm's output, what goes into gelu, a mean and a deviation
+KEPT = 2 * X + 2 * 64 * 4  # by a layer besides its input: the norm's output, gelu's input, a mean and a deviation
 LOSS = 64 * 256 * 4 + TARGET + 2 * 4  # kept by the loss: log softmax, the target, its own weight; the loss, for NORM
 WEIGHT = [256 * 8 * 4 + 2 * LAYER, 3 * LAYER, 3 * LAYER, 2 * LAYER + SCORES]
 TENSORS = [1 + 2 * 4, 3 * 4, 3 * 4, 2 * 4 + 2]
@@ -27,8 +27,8 @@ BYTES = {
     "activation": [X, X, X, 4],
     "weight": WEIGHT,
     "saved": [INPUT + TARGET + 2 * (X + KEPT), 3 * KEPT + 2 * X, 3 * KEPT + 2 * X, 2 * KEPT + 2 * X + LOSS],
-    # The gradients that arrive at each norm and matrix, less what lies behind the last matrix (gelu's input, the loss)
-    # and is done with. The first stage has no gradient to give and keeps the one it got.
+    # The gradients that arrive at each norm and matrix, less what follows the last matrix (gelu's input, the loss) and
+    # is no longer needed. The first stage has no gradient to send and keeps the one it received.
     "half": [X, 3 * 2 * X - X, 3 * 2 * X - X, 2 * 2 * X + 64 * 256 * 4 - (LOSS - 4)],
     "owned": [3 * weight + 4 * tensors for weight, tensors in zip(WEIGHT, TENSORS, strict=True)],
 }
@@ -128,7 +128,7 @@ def test_a_schedule_gives_stages_and_edges(profiles, capsys):
 
 
 def test_without_a_schedule_stages_read_what_the_model_says(several, profiles, capsys):
-    """Skip connections, outputs of their own, ties: `plan` reads them from the graph beside the profile."""
+    """Skip connections, separate outputs, ties: `plan` reads them from the graph, which it takes with the profile."""
     graph, plan = profiles["files"] / "seq2seq.graph", profiles["files"] / "seq2seq.json"
     ((code, _),) = several(1, [["graph", "--model", "models_for_tests:small_seq2seq", "--stages", 4, "-o", graph]])
     assert code == 0 and len(profiles["seq2seq"]["apart"]) == len(json.loads(graph.read_text())["edges"]) > 3

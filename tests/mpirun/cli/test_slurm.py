@@ -1,4 +1,4 @@
-"""slurm.sbatch: when a job goes back into the queue. Stand-ins for Slurm's commands say how a job ended."""
+"""slurm.sbatch: when a job is requeued. Stand-ins for Slurm's commands report how a job ended."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the options of a training mean, held against torch's own optimizers, schedulers and clipping.
+"""The options of a training do what torch's own optimizers, schedulers and clipping do.
 
-Each run records every gradient; the tests redo the steps with these.
+Each run records every gradient; the tests repeat the steps with the recorded gradients.
 """
 
 from __future__ import annotations

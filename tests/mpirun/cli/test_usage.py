@@ -21,7 +21,7 @@ class Files(NamedTuple):
 
 
 class Mistake(NamedTuple):
-    """What is asked for in the presence of some files, and how it ends: an exit code and a sentence."""
+    """The arguments of a run, given some files, and how it ends: an exit code and a sentence."""
 
     arguments: Callable[[Files], list[Any]]
     code: int
@@ -37,7 +37,7 @@ def option(*words: str, sentence: str) -> Mistake:
 
 
 def over_input(word: str, name: str) -> Mistake:
-    """A file that is read is to be written, too; other mistakes, which read it, show that it is as it was."""
+    """An output option that names an input; other mistakes, which read that input, show that it is unchanged."""
 
     def arguments(files: Files) -> list[Any]:
         return [files.schedule, "--model", MLP, "--text", files.text, word, getattr(files, name)]
@@ -89,7 +89,7 @@ def change_a_job(data: bytes) -> bytes:
 
 
 def change_the_generator(data: bytes) -> bytes:
-    """A byte that means nothing to a run: only the hash can tell."""
+    """Change a byte that has no meaning for a run: only the hash shows it."""
     return data.replace(b'"generator": "schedgen', b'"generator": "schedgem')
 
 
@@ -141,7 +141,7 @@ MISTAKES = {
     "a text that is missing": text_file("no-text", None, lambda file: f"--text {file}: No such file or directory"),
     "a text that is too short": text_file(
         "short",
-        b"x" * 16,  # of context, and 1 to guess
+        b"x" * 16,  # of context, and none to predict
         lambda file: f"{file}: 16 bytes are too short a text, the model needs 17",
     ),
     "no number": option("--steps", "x", sentence="argument --steps: 'x' is not a whole number of at least 0"),
@@ -272,13 +272,13 @@ def test_no_mpiexec(sentence, files):
 
 @pytest.mark.parametrize("name", ["a stage without values", "a newer version"])
 def test_the_job_ends_with_that_sentence(sentence, made, files, name):
-    """mpiexec's exit code is that of the ranks, and nothing else is said."""
+    """mpiexec's exit code is that of the ranks, and nothing else is printed."""
     mistake = MISTAKES[name]
     assert sentence(2, mistake.code, *mistake.arguments(files)) == made[name].err.strip().removeprefix("mpirun: ")
 
 
 def test_whoever_may_write_to_a_device_may_name_it(launch):
-    """Though not to its folder: root, who may, becomes somebody else."""
+    """Even if the user may not write to the device's folder: root, who may, becomes another user."""
     check = "import os; from mpirun.comm.fail_together import check_writable"
     run = launch(None, program=("-c", f"{check}\nos.getuid() or os.setuid(65534)\ncheck_writable('-o', '/dev/null')"))
     assert (run.code, run.err) == (0, "")

@@ -1,4 +1,4 @@
-"""Clocks of ranks are compared: what one shows becomes what rank 0's shows."""
+"""Clocks of ranks are compared: times of one rank's clock become times of rank 0's."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ with mock.patch("torch.cuda.is_available", lambda: comm.rank == 0):
 
 
 def test_a_host_without_its_gpu_is_named(scripts):
-    """As where a driver has failed on one of many."""
+    """As if a driver had failed on one of many hosts."""
     (done,) = scripts(3, [[LACKING]])
     note = r"mpirun: note: torch finds a GPU for some ranks, but none for rank 1 on \S+: all take CPUs\n"
     assert done.code == 0 and re.fullmatch(note, done.err), done.err
@@ -36,6 +36,6 @@ def test_a_host_without_its_gpu_is_named(scripts):
 
 @pytest.mark.parametrize("program", ["gpu_delays", "late_kernels"])
 def test_what_programs_for_gpus_put_something_in_place_of_is_there(program, monkeypatch):
-    """Nobody calls them where there is no GPU."""
+    """No other test imports these programs without a GPU."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "helpers" / "programs")
     importlib.import_module(program)

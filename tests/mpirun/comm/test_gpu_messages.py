@@ -1,4 +1,4 @@
-"""What a run on GPUs decides about messages before its first step, as far as that can be seen without one."""
+"""What a run on GPUs decides about messages before its first step, as far as that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(comm.rank, works, fails)
 
 
 def test_the_trial_sees_what_does_not_arrive(scripts):
-    """On one rank of three; all of them know."""
+    """A message is lost on one rank of three; all of them learn of it."""
     (done,) = scripts(3, [[TRIAL]])
     assert done.out.splitlines() == [f"{rank} True False" for rank in range(3)], done.err
 
@@ -88,7 +88,7 @@ class Staged(Device):
 
 
 def test_what_arrives_in_one_place_goes_through_one_place_of_the_host():
-    """64 messages into 3 places of a block of which a tenth is received into: no more host memory than that."""
+    """64 messages into 3 places, a tenth of their block, need no more host memory than these places."""
     device = Staged()
     transport = QueuedTransport(device, MPI.COMM_SELF, ())
     block = torch.zeros(10_000, dtype=torch.uint8)
@@ -109,7 +109,7 @@ PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30  # in linux/prctl.h
 
 @pytest.mark.skipif(sys.platform != "linux", reason="naps have no such setting")
 def test_naps_end_in_time_and_the_thread_that_asks_uses_the_device():
-    """Linux lets the sleeps of a thread end late by 50 us: not in that which waits, nor in that which asks."""
+    """Linux lets the sleeps of a thread end late by 50 us: not in the waiting thread, nor in the polling one."""
     prctl, slacks = ctypes.CDLL(None).prctl, {}
 
     class Noting(Staged):
@@ -148,7 +148,7 @@ def test_records_of_a_gpu_are_compared_on_the_host():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What a `Cuda` is when it is made; of the GPU there are a generator and a name."""
+    """A `Cuda` as its constructor makes it, of a GPU that has only a generator and a name."""
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     gpu = object.__new__(Cuda)

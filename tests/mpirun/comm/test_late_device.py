@@ -1,6 +1,6 @@
-"""Trainings on a device whose kernels run late, which gives not a number where something is read too early.
+"""Trainings on a device whose kernels run late, where a value that is read too early is NaN.
 
-`helpers/late_device.py` is that device. In all of these trainings only NORM makes the host wait for it.
+`helpers/programs/late_device.py` is that device. In all of these trainings only NORM makes the host wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CASES = cases(CHOSEN)
 
 @pytest.fixture(scope="module")
 def trained(inside, text, compiled):
-    """Two steps by a schedule, on the CPU and on a late device, which may be held up; all in one launch."""
+    """Two steps by a schedule, on the CPU and on a late device, once with random delays; all in one launch."""
     files = {name: schedule(name, compiled) for name, _ in CASES}
     cases = [*((name, None) for name in files), *CASES]
     runs = []
@@ -36,7 +36,7 @@ def test_a_late_device_changes_no_bit(trained, name, how):
 
 
 def test_a_run_on_a_late_device_is_verified_saved_traced_and_goes_on(inside, compiled, text, tmp_path):
-    """With dropout, and forwards that are done again."""
+    """With dropout, and recomputed forwards."""
     schedule = compiled("1f1b", stages=4, microbatches=4, recompute="all")
     arguments = [schedule, "--model", "models_for_tests:dropping", "--text", text, "--canonical"]
     verify = ["--verify", "--trace", tmp_path / "trace.json", "--save", tmp_path / "saved"]
@@ -73,7 +73,7 @@ def test_a_late_device_is_profiled(inside, text, tmp_path):
     assert run.code == 0 and profile["alpha"] > 0
 
 
-# A line is executed where the host must not wait for the device, on which x lies.
+# Lines that are executed where the host must not wait for the device that x is on.
 REFUSALS = {
     "x.detach().numpy()": "TypeError: a tensor of the device has no numpy array",
     "torch.ones(3) + x": "RuntimeError: aten.add.Tensor of tensors on the device and in the host's memory",
@@ -111,7 +111,7 @@ def test_a_late_device_refuses_what_a_gpu_cannot_do(scripts):
     *said, values = done.out.splitlines()
     assert len(said) == len(REFUSALS), done.err
     assert all(line.startswith(refusal) for line, refusal in zip(said, REFUSALS.values(), strict=True)), said
-    assert values == "True [2.0, 2.0, 2.0]"  # no values, before it was waited for
+    assert values == "True [2.0, 2.0, 2.0]"  # y had no values before the host waited
 
 
 POOL = """
@@ -139,7 +139,7 @@ for kernel in kernels:
 
 
 def test_a_replay_empties_what_dead_tensors_had_but_not_its_inputs(scripts):
-    """An input may have the memory of a tensor that died late: in the capture, by another thread."""
+    """An input may have the memory of a tensor that was freed late: in the capture, by another thread."""
     (done,) = scripts(1, [[POOL]])
     assert done.out.splitlines() == ["True 0", "first False", "second True"], done.err
 
@@ -176,12 +176,12 @@ with device.working():
 
 @pytest.mark.parametrize("how", ["direct", "staged"])
 def test_a_sum_goes_on_while_the_launching_thread_does_something_else(scripts, how):
-    """Both phases, and what is added up between them: that thread asks for nothing and calls nothing of MPI."""
+    """Both phases, and the addition between them: that thread polls nothing and does not call MPI."""
     (done,) = scripts(2, [[ALONE, how]])
     assert sorted(done.out.splitlines()) == sorted(2 * ["True [1.5]", "True [21.5]"]), done.out + done.err
 
 
-# Ways to break the order of transfers and kernels (helpers/programs/broken_order.py), and where messages go by then.
+# Faults in the order of transfers and kernels (helpers/programs/broken_order.py), and the path of messages with each.
 BREAKS = [
     ("no marks", "direct"),
     ("no marks", "staged"),
@@ -194,9 +194,9 @@ BREAKS = [
     ("what is received is used before it has come", "staged"),
 ]
 SUM = "a sum is used before its copies from the host"
-Case = tuple[str, str | None, str | None]  # a scheme, how order is broken, where messages go by; None: well, on the CPU
-# Gpipe receives gradients into a place where others may not have been read yet; ddp sums gradients; a split stage sums
-# activations. Where messages do not go through the host's memory, all of a sum's kernels have run before they leave.
+Case = tuple[str, str | None, str | None]  # a scheme, a fault or None, the path of messages or None: on the CPU
+# Gpipe receives gradients into a place whose last ones may not have been read yet; ddp sums gradients; a split stage
+# sums activations. Unless messages are staged in host memory, all kernels of a sum have run before its messages leave.
 IN_ORDER: list[Case] = [(scheme, None, how) for scheme in ("gpipe", "ddp") for how in (None, "direct", "staged")]
 IN_ORDER += [("1f1b-tensor", None, how) for how in (None, "staged")]
 BROKEN: list[Case] = [*(("gpipe", *how) for how in BREAKS), ("1f1b-tensor", SUM, "staged")]
@@ -204,7 +204,7 @@ BROKEN: list[Case] = [*(("gpipe", *how) for how in BREAKS), ("1f1b-tensor", SUM,
 
 @pytest.fixture(scope="module")
 def arguments(compiled, text) -> dict[str, list[str]]:
-    """By scheme, those of a run on 2 ranks: of two steps where the second reads what the first has summed."""
+    """By scheme, the arguments of a run on 2 ranks: of two steps where the second reads what the first has summed."""
     split = {"stages": 1, "tensor": 2, "graph": {"stages": 8, "whole": [0]}, "microbatches": 3}
     options = ["--text", str(text), "--canonical", "--steps"]
     return {
@@ -219,7 +219,7 @@ def arguments(compiled, text) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def ended(in_one_launch, arguments) -> dict[Case, tuple[int, str]]:
-    """By how order is broken, how that run ends: exit code, hash of weights. No other test is in the launch."""
+    """By case, how its run ends: exit code, hash of weights. No other test is in the launch."""
     cases, ended = [*IN_ORDER, *BROKEN], {}
     for scheme, name, how in cases:
         begin = time.monotonic()
@@ -246,5 +246,5 @@ def test_in_order_all_is_well_where_mpi_lets_one_thread_in(in_one_launch, argume
 
 @pytest.mark.parametrize("case", BROKEN, ids=", ".join)
 def test_order_that_is_broken_is_seen(ended, case):
-    """Or the other tests would show nothing."""
+    """Otherwise the other tests would show nothing."""
     assert ended[case] != ended[case[0], None, None]

@@ -1,4 +1,4 @@
-"""What a message costs, fitted to seconds that other programs disturb."""
+"""The cost of a message, fitted to seconds that other programs disturb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU of a rank is made current before MPI starts; here CUDA's driver is one that only takes notes."""
+"""The GPU of a rank is made current before MPI starts; here CUDA's driver is a stand-in that records its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpirun.comm.local_gpu import LOCAL_RANK, local_rank, use_local_gpu
 
 
 class Driver:
-    """A driver with so many GPUs, which remembers the context of which one is current."""
+    """A driver with so many GPUs, which records the GPU of the current context."""
 
     def __init__(self, gpus: int) -> None:
         self.gpus, self.current = gpus, -1
@@ -92,7 +92,7 @@ sys.stdout.write(f"{comm.rank} {said}\\n")
 
 
 def test_ranks_are_counted_by_the_launcher_or_by_the_names_of_hosts(launch):
-    """Also where MPICH is told that no two are on one host, which UCX's wheel needs."""
+    """Also where MPICH is told that no two ranks are on one host, which UCX's wheel needs."""
     done = launch(4, program=("-c", NUMBER), env={"MPIR_CVAR_NOLOCAL": "1"})
     assert sorted(done.out.splitlines()) == [f"{rank} {[rank] * 4}" for rank in range(4)], done.err
 

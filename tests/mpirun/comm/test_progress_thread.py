@@ -1,9 +1,9 @@
 """Messages move while ranks compute, and ranks that wait leave the cores to others.
 
 These claims are about time, so each is a ratio within one launch, of medians
-over many turns, and asks for much less than what is measured: a wait takes
-about a tenth of a core, and of a message of 16 MiB behind a computation of 40 ms
-nothing is left to wait for. programs/measure_waits.py measures.
+over many turns, with a limit far from what is measured: a wait takes about a
+tenth of a core, and a message of 16 MiB in flight during a computation of 40 ms
+needs no wait afterwards. programs/measure_waits.py measures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import mpirun
 from mpirun.comm.progress_thread import MessageProgress, layers
 
-FASTEST = 2**24 / 20e9  # seconds for 16 MiB through memory: what takes less was there before
+FASTEST = 2**24 / 20e9  # seconds for 16 MiB through memory: after a shorter wait the message had arrived before
 
 
 class Wrapped(nn.Module):
@@ -47,7 +47,7 @@ def test_a_rank_that_waits_uses_less_than_half_a_core(measured):
 
 @pytest.mark.parametrize("way", ["thread", "layers"])
 def test_with_calls_of_mpi_a_message_hides_behind_a_computation(measured, way):
-    """At least half of what is waited for without."""
+    """At least half of the wait that there is without these calls."""
     if way == "thread" and not measured["works"]:
         pytest.skip("this MPI lets one thread in only")
     transfer, plain, with_calls = (median(measured[what]) for what in ("transfer", "plain", way))
@@ -58,7 +58,7 @@ def test_with_calls_of_mpi_a_message_hides_behind_a_computation(measured, way):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_hooks_are_in_layers_that_are_called(backward):
-    """Those of a traced stage's graph are not: it is one layer."""
+    """A traced stage's graph does not call its layers: it counts as one."""
     net = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(4)])
     traced = mpirun.split(Wrapped(net), torch.zeros(4, 2), stages=2).stages[0]
     for module, count in ((net, 8), (traced, 1)):

@@ -1,7 +1,7 @@
 """--stream-words: messages and kernels ordered by words that streams write and wait for, and not by events.
 
-Trainings run on the late device, whose streams have both operations. The binding to CUDA's driver is held against a
-library with the driver's names.
+Trainings run on the late device, whose streams have both operations. The binding to CUDA's driver is tested with a
+stand-in library that has the driver's names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CASES = cases(CHOSEN)
 
 @pytest.fixture(scope="module")
 def trained(inside, text, compiled):
-    """Three steps by a schedule on the CPU, and by words on a late device; of these the first is by events."""
+    """Three steps by a schedule on the CPU, and on a late device by words, except the first step, which is by events."""
     runs = []
     for name, how in CASES:
         file = schedule(name, compiled)
@@ -49,7 +49,7 @@ def test_words_and_graphs_go_together(inside, compiled, text):
     assert by_both.code == 0 and by_both.weights == by_cpu.weights
 
 
-# Ways to break the order of words (helpers/programs/broken_order.py), and where messages go by then.
+# Faults in the order of words (helpers/programs/broken_order.py), and the path of messages with each.
 BREAKS = [
     ("no stream waits for a word", "direct"),
     ("no stream waits for a word", "staged"),
@@ -62,7 +62,7 @@ BREAKS = [
 
 @pytest.fixture(scope="module")
 def ended(in_one_launch, compiled, text):
-    """By how order is broken, how two steps end: exit code, hash of weights. No other test is in the launch."""
+    """By case, how three steps end: exit code, hash of weights. No other test is in the launch."""
     schedule = compiled("gpipe", stages=2, microbatches=6)
     arguments = [str(schedule), "--model", "mpirun.examples.mlp:tiny", "--text", str(text), "--steps", "3"]
     arguments += ["--canonical", "--stream-words"]

@@ -1,8 +1,8 @@
-"""Messages arrive as they left, and an OrderedAllreduce is the sum in the order of its keys, for any type.
+"""Messages arrive as they were sent, and an OrderedAllreduce is the sum in the order of its keys, for any type.
 
-On memory that MPI may touch at once, and on a device whose kernels run late,
-with and without a copy in host memory. What is checked, and on which ranks,
-stands in programs/check_transport.py.
+On memory that MPI may access at once, and on a device whose kernels run late,
+with and without a copy in host memory. The checks, and the ranks of each, are
+in programs/check_transport.py.
 """
 
 from __future__ import annotations

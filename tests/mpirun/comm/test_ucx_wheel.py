@@ -22,7 +22,7 @@ assert arrived == bytes([2 - comm.rank]) * 2**20
 
 @pytest.fixture(scope="module")
 def environment():
-    """What make gives to the commands that it runs."""
+    """The variables for MPI and UCX that make sets for its commands."""
     command = [
         "make",
         "--silent",
