@@ -78,7 +78,7 @@ def run():
 
 @pytest.fixture(scope="session")
 def refused():
-    """Assert that a command ends with `code`, nothing on stdout and one line on stderr; that line."""
+    """Assert that a command ends with `code`, nothing on stdout and one line on stderr; return that line."""
 
     def refused(result: Result, code: int) -> str:
         assert (result.code, result.out) == (code, ""), result
@@ -102,7 +102,7 @@ def graph_file(tmp_path_factory):
 
 @pytest.fixture
 def judge(run, tmp_path):
-    """Write edited JSON, seal it and check it, as a user would; the result and the sealed file."""
+    """Write edited JSON, seal it and check it, as a user would; return the result and the sealed file."""
 
     def judge(file):
         path = tmp_path / "edited.json"
@@ -230,13 +230,13 @@ def cases():
 
 @pytest.fixture(scope="session")
 def execute():
-    """By rank, the most buffers of each kind, under the names that `check` gives them."""
+    """Executes a program; returns, by rank, the peak of each kind of buffer, under the names that `check` uses."""
     return lambda program: [dict(zip(Memory._fields, most.values(), strict=True)) for most in run_program(program)]
 
 
 @pytest.fixture(scope="session")
 def runs_as_proved(execute):
-    """Assert that a program is proved, and runs with the peaks that the checker says."""
+    """Assert that a program is proved, and runs with the peaks that the checker reports."""
 
     def runs_as_proved(program):
         memory = check(program)

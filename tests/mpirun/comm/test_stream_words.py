@@ -23,7 +23,7 @@ CASES = cases(CHOSEN)
 
 @pytest.fixture(scope="module")
 def trained(inside, text, compiled):
-    """Three steps by a schedule on the CPU, and on a late device by words, except the first step, which is by events."""
+    """Three steps by a schedule on the CPU, and on a late device by words, except the first, which is by events."""
     runs = []
     for name, how in CASES:
         file = schedule(name, compiled)

@@ -1,6 +1,6 @@
 """Reads a dataset in ranks that send messages meanwhile, and writes what each rank got as JSON to the file in argv[1].
 
-Without one, the rank dies while its workers read.
+Without that argument the rank is killed while its workers read.
 """
 
 import atexit
@@ -31,12 +31,12 @@ class Noisy:
         return 21
 
     def __getitem__(self, index: int) -> tuple[int, float]:
-        """The sum of what the global generators give."""
+        """The index, and the sum of a draw from each global generator."""
         return index, float(torch.rand(()).double()) + random.random() + np.random.random()
 
 
 def pair(collated: Any) -> tuple[list[Any], Any]:
-    """The model's side of the loader."""
+    """The leaves and the target of a collated microbatch."""
     data, target = input_and_target(collated)
     return [data], target
 

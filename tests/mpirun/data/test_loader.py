@@ -1,4 +1,4 @@
-"""A loader gives every sample once an epoch, the same whoever reads it, and leaves nothing behind."""
+"""A loader gives every sample once an epoch, the same on any rank, and leaves no thread or process behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Stream(IterableDataset):
 
 
 class Noisy(Dataset):
-    """Random numbers behind each index."""
+    """Pairs of an index and random numbers."""
 
     def __init__(self, length: int = 21) -> None:
         self.length = length
@@ -119,7 +119,7 @@ def left() -> list[Any]:
 @given(kind=st.sampled_from([numbers, Stream]), shuffle=st.booleans(), **SHAPES)
 @QUICK
 def test_every_sample_once(kind, shuffle, length, size, count, seed, last, data):
-    """Whichever ranks read what; and where two read the same, they get the same."""
+    """Whichever ranks read which microbatches; two ranks that read the same one get the same samples."""
     if last == "drop" and length < size * count:
         return
     shuffle = shuffle and kind is numbers
@@ -166,7 +166,7 @@ def test_an_incomplete_step(real, size, count):
 @given(kind=st.sampled_from([numbers, Stream, Noisy]), **SHAPES)
 @QUICK
 def test_resumed_anywhere(kind, length, size, count, seed, last, data):
-    """The state is of the batches that were trained on, and a loader that reads something else goes on from there."""
+    """The state covers the batches that were trained on; a loader that reads other microbatches continues from it."""
     if last == "drop" and length < size * count:
         return
     if kind is Noisy:
@@ -230,7 +230,7 @@ def make(step: int, microbatch: int, rng: np.random.Generator) -> tuple[torch.Te
 
 @pytest.mark.parametrize("dataset", [numbers(21), Noisy(), Whole(), Stream(21), make], ids=lambda x: type(x).__name__)
 def test_workers(dataset):
-    """The same batches however many make them, whatever is random in them; the model's generators are not touched."""
+    """The same batches for any number of workers, also of random samples; the model's generators are not touched."""
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     shuffle = not (dataset is make or isinstance(dataset, Stream))
     given = []
@@ -266,7 +266,7 @@ def test_a_function():
 @pytest.mark.parametrize("dataset", [numbers(21), Stream(21), make], ids=["map", "stream", "function"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_rank_that_reads_nothing(dataset, workers):
-    """As those in the middle of a pipeline: it goes through the same steps."""
+    """Such as a rank in the middle of a pipeline: it goes through the same steps."""
     some = loader(dataset, reads=[], workers=workers)
     steps = [shown(batch) for batch, _ in zip(some, range(3), strict=False)]
     last = [2] * 4 if dataset is make else [2, 2, 1, 0]
@@ -275,7 +275,7 @@ def test_a_rank_that_reads_nothing(dataset, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_step_ahead(workers):
-    """The next step's samples are made before anyone asks for them; the state does not count them."""
+    """The next step's samples are prefetched; the state does not count them."""
     made = multiprocessing.get_context("fork").Semaphore(0)
 
     class Counted(Whole):
@@ -295,7 +295,7 @@ def test_one_step_ahead(workers):
 @pytest.mark.parametrize("dataset", [Noisy(), Stream(21), make], ids=["map", "stream", "function"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_abandoned(dataset, workers):
-    """Nothing stays, and the next iteration goes on after the last batch that was trained on, if it was not the end."""
+    """No thread or process stays; the next iteration continues after the last trained batch, if that was not the end."""
     some = loader(dataset, workers=workers)
     for trained in (True, False):
         for batch in some:
@@ -359,7 +359,7 @@ def test_random_samples_are_said():
 
 
 def drawing(draw):
-    """A dataset of which the last half draws."""
+    """A dataset whose second half draws random numbers."""
 
     class Later(Dataset):
         def __len__(self):
@@ -415,7 +415,7 @@ class OneReader(Dataset):
 
 
 def test_two_loaders_do_not_read_one_dataset_at_once():
-    """A file that both would move about in gives samples of other places."""
+    """If both seek in one file, they read samples of wrong places."""
     data = OneReader()
     train, test = (loader(data) for _ in range(2))
     with torch.no_grad():
@@ -544,7 +544,7 @@ def test_input_and_target():
 
 
 def test_mappings_that_are_no_pytrees():
-    """As transformers' BatchEncoding: there is a dict in place of each, whose tensors are seen."""
+    """Such as transformers' BatchEncoding: each becomes a dict, whose tensors are counted and cut."""
     x = torch.arange(4000.0).view(4, 1000)
 
     def given(middle: float) -> UserDict:
@@ -570,7 +570,7 @@ def test_collate():
 
 
 def test_collate_of_a_stream():
-    """What it draws depends neither on what a rank reads nor on what the stream draws, and changes nothing of that."""
+    """Its draws depend neither on what a rank reads nor on the stream's draws, and do not change the stream's."""
 
     def masked(samples: list[Any]) -> Any:
         return torch.tensor(samples), torch.rand(3).double() + random.random() + np.random.random()
@@ -590,7 +590,7 @@ PROGRAM = str(Path(__file__).with_name("read_in_ranks.py"))
 
 
 def test_in_ranks(launch, left_behind, tmp_path):
-    """Processes forked under MPI read while messages go; they neither finalize nor exit as a rank does."""
+    """Processes forked under MPI read while ranks exchange messages; they neither finalize nor exit as a rank does."""
     result = launch(2, tmp_path / "read.json", program=[PROGRAM], env={"COLD_RANKS": "1"})
     assert result.code == 0, result.err
     assert result.out.count("at exit") == 2
@@ -609,7 +609,7 @@ def test_in_ranks(launch, left_behind, tmp_path):
 
 
 def test_a_killed_rank(launch, left_behind):
-    """Its workers go with it."""
+    """Its workers end, too."""
     result = launch(None, program=[PROGRAM])
     assert result.code != 0
     assert not left_behind(result)

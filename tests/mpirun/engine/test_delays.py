@@ -1,4 +1,4 @@
-"""A schedule is the whole order: however long its parts take, the same list gives the same bits."""
+"""A schedule fixes the whole order: however long its instructions take, the same list gives the same bits."""
 
 from __future__ import annotations
 

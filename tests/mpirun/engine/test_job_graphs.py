@@ -1,7 +1,7 @@
 """--graphs: jobs that are captured once and replayed give the bits of jobs that are launched kernel by kernel.
 
 They are captured on the late device (helpers/programs/late_graphs.py), whose graphs keep addresses: a replay that reads
-what is not there any more fails, and what a dead tensor's memory has is not a number.
+memory that has been freed since fails, and the memory of a freed tensor in the pool holds NaN.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from golden_cases import MODEL, cases, schedule
 from mpirun.comm.device import Device
 from mpirun.engine.capture_check import CaptureCheck
 
-# Whole and divided backwards, weights fetched, in parts and in versions, sums over shards, several stages a rank.
+# Whole and split backwards; weights that are fetched, sharded or have versions; sums over tensor shards; several stages
+# per rank.
 CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged", "pipedream": "staged", "zb-v": "direct"}
 CASES = cases(CHOSEN)
-STEPS = 5  # one as always, two that are looked at, one that is captured, one that is replayed
+STEPS = 5  # one computed normally, two checked, one captured, one replayed
 COMPUTE = ("FWD", "RECOMPUTE", "BWD", "BWD_I", "BWD_W")
 
 
 def jobs(file) -> int:
-    """How many a schedule has."""
+    """The number of jobs of a schedule."""
     return sum(i["op"] in COMPUTE for rank in json.loads(file.read_text())["programs"] for i in rank)
 
 
@@ -37,7 +38,7 @@ def pairs(inside, text):
     """Runs of some arguments on the CPU, and with graphs on a late device."""
 
     def pairs(ranks, runs, **requested):
-        """`runs`: pairs of arguments and how messages go; pairs of what came of them."""
+        """`runs`: pairs of arguments and the path of messages. Returns the pairs of their results."""
         requests = []
         for arguments, how in runs:
             arguments = [*arguments, "--text", text, "--steps", STEPS, "--canonical"]
@@ -50,7 +51,7 @@ def pairs(inside, text):
 
 @pytest.fixture(scope="module")
 def trained(pairs, compiled):
-    """By case: how many jobs its schedule has, and what came of a pair of runs."""
+    """By case: the number of jobs of its schedule, and the results of its pair of runs."""
     files = [schedule(name, compiled) for name, _ in CASES]
     runs = [([file, "--model", MODEL[name]], how) for file, (name, how) in zip(files, CASES, strict=True)]
     return dict(zip(CASES, zip(map(jobs, files), pairs(4, runs), strict=True), strict=True))
@@ -65,7 +66,7 @@ def test_replayed_jobs_give_the_bits_of_launched_ones(trained, case):
     assert replayed.weights == eager.weights
 
 
-# Draws and forwards that are done again, running statistics, outputs with several consumers, passes that accumulate.
+# Random draws in recomputed forwards, running statistics, outputs with several consumers, passes that accumulate.
 MODELS = {
     "models_for_tests:dropping": ({"recompute": "all"}, []),
     "models_for_tests:normed": ({"recompute": "all"}, []),
@@ -93,7 +94,7 @@ def test_models_of_all_kinds_are_replayed(modelled, model):
     assert replayed.weights == eager.weights
 
 
-# What one or two of four stages do that no graph can do again.
+# Models in which one or two of four stages do what no graph can replay.
 REFUSED = {
     "models_for_graphs:counts_forwards_and_reads_values": [
         "1 is computed without: FWD: it does other operations from one time to the next",
@@ -141,7 +142,7 @@ def test_a_rank_has_memory_for_the_microbatches_in_flight_and_not_for_all(inside
     assert many[0] == few[0] and 0 <= many[1] - few[1] <= 3 * 512
 
 
-# Ways to break graphs (helpers/programs/broken_graphs.py), and models that show them.
+# Faults of graphs (helpers/programs/broken_graphs.py), and a model that shows each.
 BREAKS = {
     "what a graph reads is taken to stay where it was": "mpirun.examples.mlp:tiny",
     "what a graph reads is filled in deterministic mode": "mpirun.examples.mlp:tiny",
@@ -154,7 +155,7 @@ BREAKS = {
 
 @pytest.fixture(scope="module")
 def broken(in_one_launch, compiled, text):
-    """How a run of a model ends whose graphs are broken. No other test is in the launch, which may not end well."""
+    """Runs a model with a fault of graphs; returns how the run ends. No other test is in the launch, which may fail."""
     schedule = compiled("1f1b", stages=2, microbatches=4)
 
     @cache
@@ -173,7 +174,7 @@ def broken(in_one_launch, compiled, text):
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_graphs_that_are_broken_are_seen(broken, name):
-    """Or the other tests would show nothing."""
+    """Otherwise the other tests would show nothing."""
     whole, left_out = broken(BREAKS[name], None), broken(BREAKS[name], name)
     assert whole[0] == 0 and left_out != whole, (whole, left_out)
 
@@ -215,19 +216,19 @@ sys.stdout.write(" ".join(map(str, passes)) + "\\n")
     ("how", "accumulate", "without"), [("launched", 1, 1), ("graphs", 1, 4), ("launched", 4, 4), ("graphs", 4, 4)]
 )
 def test_words_are_used_once_nothing_is_allocated(scripts, how, accumulate, without):
-    """Not in a first step, nor while graphs are captured: a GPU's streams that wait for words may be waited for."""
+    """Not in a first step, nor while graphs are captured: allocations would wait for streams that wait for words."""
     (done,) = scripts(2, [[WORDS, how, accumulate]])
     assert done.out.splitlines() == [" ".join(["False"] * without + ["True"] * (8 - without))] * 2, done.err
 
 
 class Meta(Device):
-    """Tensors without memory stand for those of a GPU, whose kernels of attention a CPU has not."""
+    """Tensors without memory in place of those of a GPU, whose attention kernels a CPU does not have."""
 
     kind = "meta"
 
 
 def test_attention_is_captured_though_its_seed_is_the_hosts():
-    """Where nothing is captured, the seed of its dropout is a number of the host, which its backward reads."""
+    """Outside of a capture, the seed of its dropout is a number in host memory, which its backward reads."""
     q, seed, aten = torch.empty(2, 4, 16, 8, device="meta"), torch.tensor(3), torch.ops.aten
     with CaptureCheck(Meta(), [q]) as forward:
         out, sums, *_ = aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.1, True)
@@ -280,9 +281,9 @@ with choose, mock.patch.object(LocalStage, "forward", launched), device.working(
 
 @pytest.mark.parametrize("scheme", ["1f1b", "ddp"])
 def test_microbatches_that_fit_no_graph_are_computed_as_always(scripts, scheme):
-    """So are those of the last stage in a padded step, whose samples have another weight; the others are replayed.
+    """So are all of the last stage in a padded step, whose samples have another weight; the others are replayed.
 
-    With words what is computed as always is ordered by events, because it allocates.
+    With words, microbatches that are computed as always are ordered by events, because they allocate.
     """
     ways = ("as always", "graphs", "graphs, words")
     eager, *others = scripts(2, [[PADDED, scheme, how] for how in ways])

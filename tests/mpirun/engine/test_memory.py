@@ -1,7 +1,7 @@
-"""No rank holds more bytes of tensors than `schedgen stats --profile` says, whatever it holds, and none far less.
+"""No rank holds more bytes of tensors than `schedgen stats --profile` says, for any kind of buffer, and none far less.
 
 Schemes that hold the same kinds of buffers in another order are left to schedgen's tests of the plan. The profile is
-measured on one rank; what is held against it, on four.
+measured on one rank, the memory on four.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
 NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", "interleaved-1f1b", "zb-v")
-PARTS = {"fsdp": 4, "zb-h1": 4, "gpipe": 3}  # schemes, and into how many parts their stages' weights are divided
+PARTS = {"fsdp": 4, "zb-h1": 4, "gpipe": 3}  # schemes, and the number of weight shards of their stages
 OTHERS = ("1f1b, recompute", "fsdp, one slot", "gpipe, prefetch 3", *(f"{scheme}, parts" for scheme in PARTS))
 
 
 @pytest.fixture(scope="module")
 def schedules(traces, compiled):
-    """The golden ones, and others that recompute, hold one weight copy at a time, or own parts of weights."""
+    """Golden schedules, and others that recompute, hold one weight copy at a time, or have weight shards."""
     paths = {name: traces / f"{name}.json" for name in NAMES}
     sizes = {"workers": 4, "stages": 4, "microbatches": 8}
     paths["1f1b, recompute"] = compiled("1f1b", **sizes, recompute="all")
@@ -36,7 +36,7 @@ def schedules(traces, compiled):
 
 @pytest.fixture(scope="module")
 def measured(several, schedules, text):
-    """By schedule: the most bytes on every rank."""
+    """By schedule: the peak bytes of every rank."""
     runs = [[path, "--model", MLP, "--text", text, "--steps", 2, "--memory"] for path in schedules.values()]
     by_name = {}
     for name, (code, out) in zip(schedules, several(4, runs), strict=True):
@@ -48,7 +48,7 @@ def measured(several, schedules, text):
 
 @pytest.fixture(scope="module")
 def predicted(several, schedules, text, tmp_path_factory):
-    """By schedule: what stats says that every rank needs."""
+    """By schedule: the peak bytes of every rank, as stats predicts them."""
     folder = tmp_path_factory.mktemp("profiles")
     files = {stages: folder / f"{stages}.json" for stages in (4, 8)}
     runs = [

@@ -1,4 +1,4 @@
-"""Stages with parameters of several types train as one process does, to the bit, and go on under another schedule."""
+"""Stages with parameters of several types train as one process does, to the bit, and resume under another schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from run_results import differences, same, weights
 
 MODEL, TIED = "models_for_tests:four_types", "models_for_tests:four_types_tied"
-# Golden schedules, or schemes with options; the model; more of mpirun.
+# Golden schedules, or schemes with options; the model; options of mpirun.
 CASES = {
     "stages in a row": ("1f1b", None, MODEL, []),
     "forwards first, in two passes": ("gpipe", None, MODEL, ["--accumulate", 3]),
@@ -37,7 +37,7 @@ def schedules(compiled, traces):
 
 @pytest.fixture(scope="module")
 def verified(several, schedules, text):
-    """What came of every case, in canonical mode and, of some, without it."""
+    """The result of every case in canonical mode, and of some without it."""
     runs = {}
     for name, (scheme, _, model, more) in CASES.items():
         clip = [] if scheme == "pipedream" else ["--clip", 0.1]
@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_the_same_bits_under_any_schedule(several, schedules,
     assert [code for code, _ in several(4, runs)] == [0] * len(runs)
 
     def last(name: str) -> dict[str, torch.Tensor]:
-        """But for what the optimizer keeps for parameters without elements: these are in no part."""
+        """All entries but those of parameters without elements, which are in no weight shard."""
         found = weights(tmp_path / name / f"step-{STEPS:08d}")
         return {entry: value for entry, value in found.items() if ".nothing." not in entry}
 

@@ -19,10 +19,10 @@ GOLDEN = (
     "fsdp", "fsdp-sharded", "fslpp", "gpipe", "hanayo", "interleaved-1f1b", "interleaved-zb", "lpp", "v-half", "v-min",
     "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
-# Those that add gradients in another order than one process each in a way of its own.
+# Schemes that add gradients in another order than one process, each in another way.
 ROUNDED = ("1f1b", "1f1b-tied", "ddp", "fsdp-sharded", "fslpp")
 TIED = "models_for_tests:gpt_tied"
-OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "models_for_tests:gpt_tensor"}  # of golden schedules, which models
+OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "models_for_tests:gpt_tensor"}  # models of golden schedules, if not GPT
 
 JOINED = """
     edges = [(0, 2), (1, 2), (2, 3), (0, 3)]
@@ -57,8 +57,8 @@ AN_IDLE_WORKER = """
         return b % 2, b % 3
 """
 
-# A scheme or a class of torch's, options, model, and a pattern in the schedule without which the case would be no case.
-# In test_rng.py: forwards apart from their backwards, weights that are evicted, split backwards that compute again.
+# A scheme or a class of torch's, options, model, and a pattern that shows that the schedule is what the case is called.
+# In test_rng.py: forwards apart from their backwards, evicted weights, split backwards that recompute.
 COMPILED = {
     "buffers of then, computed again": (
         "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:spectral", r'"op": "RECOMPUTE"'
@@ -89,7 +89,7 @@ COMPILED = {
     "a loss of the whole minibatch": (TOWERS, {"stages": 4}, "models_for_tests:contrastive", None),
     "torch's DualPipeV": ("ScheduleDualPipeV", {}, MLP, None),
 }  # fmt: skip
-# Models that ask for care, on schemes that send weights, add gradients and sum over owners.
+# Peculiar models, on schemes that send weights, add gradients and sum over owners.
 CARE = [("fslpp", "peculiar"), ("lpp", "peculiar"), ("lpp", "bf16"), ("fslpp", "f64"), ("fslpp", "strided")]
 
 
@@ -105,7 +105,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def golden_runs(several, traces, text, folder) -> dict[tuple[str, str], tuple[int, str]]:
-    """What came of every golden schedule, by name and mode."""
+    """The result of every golden schedule, by name and mode."""
     cases = {
         (name, mode): [
             *verify(traces / f"{name}.json", OTHERS.get(name, GPT), text, *mode.split()),
@@ -132,7 +132,7 @@ def schedules(compiled, folder) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def canonical_runs(several, schedules, traces, text) -> dict[Any, tuple[int, str]]:
-    """What came of every compiled schedule, and of every model that asks for care."""
+    """The result of every compiled schedule, and of every peculiar model."""
     cases: dict[Any, list[Any]] = {
         name: verify(schedules[name], model, text, "--canonical") for name, (_, _, model, _) in COMPILED.items()
     }
@@ -213,7 +213,7 @@ def test_with_one_slot_fsdp_fetches_a_stage_again_for_its_backward(compiled):
 
 
 def test_found_orders_of_unequal_costs_give_the_bits_of_one_process(several, text, tmp_path):
-    """One redoes nothing, one some forwards of some stages, within less memory; one has a placement of its own."""
+    """One recomputes nothing, one some forwards of some stages, within less memory; one has a placement of its own."""
     costs, files = tmp_path / "costs.json", [tmp_path / f"{name}.json" for name in ("kept", "redone", "free")]
     times = {"F": [2, 1, 1, 3, 1, 1, 2, 1], "I": [2, 1, 1, 3, 1, 1, 2, 1], "W": [1, 1, 1, 2, 1, 1, 1, 1], "alpha": 0.2}
     costs.write_text(json.dumps(times))

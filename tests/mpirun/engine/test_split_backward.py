@@ -1,4 +1,4 @@
-"""The halves of a backward beside the whole: to the bit, and no node of the path computed twice."""
+"""The halves of a backward give the bits of the whole, and compute no node of the path twice."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class WithHook(Layer):
 
 
 class WithParameterHooks(Layer):
-    """Hooks of parameters, of one that autograd meets behind a transpose and of one that it meets at once."""
+    """Hooks of two parameters: autograd reaches one through a transpose, the other directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class WithParameterHooks(Layer):
 
 
 class WithWeightNorm(Layer):
-    """A weight that is computed of two parameters."""
+    """A weight that is computed from two parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Twice(Layer):
 
 
 class Beside(Layer):
-    """An output of parameters alone is a root beside the path."""
+    """A part of the output that depends on parameters alone is a root beside the path."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([super().forward(x), self.scale[:3].expand(5, 3)])

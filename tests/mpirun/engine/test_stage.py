@@ -46,7 +46,7 @@ def owned(module: nn.Module, shape: StageShape, index: int = 0) -> LocalStage:
 
 
 def chain_shape(model: Model, index: int) -> StageShape:
-    """Of a stage of a chain."""
+    """The shape of a stage of a chain."""
     if id(model) not in SHAPES:
         batch = Microbatches(model.batch, TEXT, 0, 1)(0, 0)
         SHAPES[id(model)] = Trial(model, model.resolved_reads(CHAIN, 1), batch).shapes()
@@ -77,7 +77,7 @@ def case(model: Model, index: int):
 
 
 def plain(module: nn.Module, x: Tensor, finish, gradient: Tensor):
-    """Output, gradient of the input (None: not a number), and of the parameters, by autograd alone."""
+    """Output, gradient of the input (None if it is not of floats), and of the parameters, by autograd alone."""
     x = x.clone().requires_grad_(x.is_floating_point())
     output = module(x)
     output = finish([output]) if finish else output
@@ -165,7 +165,7 @@ def test_weights_may_be_away_between_forward_and_backward(model, index):
     fetch()
     (output,), saved = guest.forward([x], finish, save=True)
     assert torch.equal(output, owner.forward([x], finish, save=True)[0][0])
-    ctypes.memset(memory.data_ptr(), 255, len(memory))  # others come to lie there
+    ctypes.memset(memory.data_ptr(), 255, len(memory))  # other weights are received there
     fetch()
     assert same(backward(guest, saved, gradient)[1], expected)
 
@@ -184,7 +184,7 @@ def test_inputs_and_the_gradient_are_left_as_they_are(model, index):
 
 @pytest.mark.parametrize("save", [False, True])
 def test_a_stage_that_begins_in_place_leaves_its_input_as_it_is(save):
-    """x is still on its way to other ranks, or read by another stage here."""
+    """x may still be in flight to other ranks, or be read by another stage here."""
     x = torch.linspace(-1, 1, 6).view(2, 3)
     before = x.clone()
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
@@ -234,7 +234,7 @@ def test_every_parameter_begins_where_kernels_are_the_same_and_none_overlap(kind
     )
     for view in views:
         view.fill_(1)
-    sums = Counter()  # by type: each is found in every part where it has numbers, and all its numbers are
+    sums = Counter()  # by type: each type is found in every part that has numbers of it, and all its numbers are
     for span in part_slices(stage.size, range(parts)).values():
         for of_type in numbers(stage.weights[span], stage.sections, span.start):
             sums[of_type.dtype] += int(of_type.double().sum())
@@ -249,7 +249,7 @@ class Joined(nn.Module):
 @pytest.mark.parametrize("split", [False, True], ids=["whole backward", "split backward"])
 @pytest.mark.parametrize("module", [nn.Flatten(), Joined(), nn.Identity()], ids=["view", "views of parts", "itself"])
 def test_gradients_of_inputs_are_not_where_the_next_gradient_is_received(module, split):
-    """Though autograd takes views of the output's gradient as they are."""
+    """Though autograd may return views of the output's gradient as they are."""
     inputs = [torch.randn(2, 3, 4) for _ in range(2 if isinstance(module, Joined) else 1)]
     with torch.no_grad():
         output = module(*inputs)

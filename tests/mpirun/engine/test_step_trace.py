@@ -89,7 +89,7 @@ def test_who_waits_has_a_cause(traced, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_message_is_sent_before_its_receiver_is_done_with_it(traced, name):
-    """Every SEND has an arrow into the first instruction to use its message; this needs the ranks' clocks alike."""
+    """Every SEND has an arrow into the first instruction to use its message; this needs clocks that agree."""
     sends = {(e["tid"], e["ts"]) for e in traced[name] if e["ph"] == "X" and e["name"].startswith("SEND")}
     begins = {event["id"]: event for event in traced[name] if event["ph"] == "s"}
     ends = {event["id"]: event for event in traced[name] if event["ph"] == "f"}

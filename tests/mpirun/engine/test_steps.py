@@ -1,4 +1,4 @@
-"""Training does what it is for, says what it did, and does the same again."""
+"""Training lowers the loss, reports what it did, and gives the same bits again."""
 
 from __future__ import annotations
 

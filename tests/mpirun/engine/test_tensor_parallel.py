@@ -69,7 +69,7 @@ CASES = {
         "models_for_tests:shards_of_a_dag",
     ),
 }
-# Beside a whole model, whose sums are rounded at other places: one of each way to place shards.
+# Compared with the whole model, whose sums are rounded at other places: one of each way to place shards.
 ROUNDED = ("4 shards", "2 shards and 2 replicas", "weights that travel")
 
 
@@ -111,7 +111,7 @@ def test_late_devices_and_late_messages_change_no_bit(inside, schedules, text):
 
 
 def test_what_reads_a_sum_waits_for_it(several, traces, text, tmp_path):
-    """And not the ALLREDUCE that begins it."""
+    """The ALLREDUCE that starts the sum does not wait."""
     run = [traces / "1f1b-tensor.json", "--model", GPT, "--text", text, "--steps", 2, "--trace", tmp_path / "trace"]
     assert several(4, [run])[0][0] == 0
     events = [event for event in json.loads((tmp_path / "trace").read_text())["traceEvents"] if event["ph"] == "X"]
@@ -149,7 +149,7 @@ if run.rank == 0:
 
 
 def test_an_engine_evaluates_what_shards_compute(scripts, schedules):
-    """Shards share parameters, for which a list of forwards alone needs no ties."""
+    """Shards share parameters, for which a forward-only list needs no ties."""
     (done,) = scripts(4, [[EVALUATED, schedules["a DAG with dropout"]]])
     assert done.code == 0, done.err
 

@@ -1,4 +1,4 @@
-"""Owners of parts of a stage train it as one owner does, hold no more than their parts, and save it whole."""
+"""Owners of a stage's weight shards train it as one owner does, hold no more than their parts, and save it whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, Shard,
 from mpirun.model.stage_shape import StageShape, flat_layout
 from schedgen.util.errors import UsageError
 
-# Parts of stage 0 in turns on two workers, all of stage 1 on one that has it whole, of the rest anywhere.
+# Parts of stage 0 alternate between two workers, all parts of stage 1 are on one worker, those of the rest anywhere.
 BY_HAND = """
     import numpy as np
 
@@ -31,7 +31,7 @@ BY_HAND = """
         return np.select([s == 0, s == 1], [k % 2, 3], (s + 2 * k) % 4), b % 4
 """
 SKEWED = "models_for_tests:peculiar"
-# Scheme, options, model, more of mpirun. test_parameter_types.py has others.
+# Scheme, options, model, options of mpirun. test_parameter_types.py has others.
 CASES = {
     "two stages on four": ("fsdp", {"stages": 2, "shards": 4}, GPT, []),
     "owners that compute nothing of it": ("gpipe", {"stages": 4, "shards": 3}, GPT, []),
@@ -79,7 +79,7 @@ def test_without_canonical_mode_the_gradient_is_that_of_one_process(several, sch
 
 
 def test_late_devices_and_late_messages_change_no_bit(inside, compiled, text):
-    """Where parts are passed on."""
+    """With weight shards that are passed on."""
     options = {"groups": 2, "shards": 3, "fan_out": 1, "weight_slots": 1}
     schedule = compiled("fslpp", stages=4, workers=4, microbatches=8, **options)
     arguments = [schedule, "--model", MLP, "--text", text, "--steps", 2, "--clip", 1, "--canonical"]
@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, comp
 
 
 def test_a_shared_parameter_counts_once_in_the_norm(several, compiled, traces, text, tmp_path):
-    """In two stages, or in one whose weights are divided; gradients are added in another order."""
+    """In two stages, or in one with weight shards; gradients are added in another order."""
     divided = compiled("fsdp", stages=1, microbatches=8, workers=4, shards=4)
     files = {"tied": traces / "1f1b-tied.json", "divided": divided}
     common = ["--model", "models_for_tests:gpt_tied", "--text", text, "--steps", 1, "--canonical"]

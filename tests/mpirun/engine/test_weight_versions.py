@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def verified(several, compiled, text):
-    """What came of every case beside one process that makes the same late updates."""
+    """The result of every case, verified by one process that makes the same late updates."""
     runs = []
     for replicas, updates, model, options, more in CASES.values():
         sizes = {"stages": replicas.count(",") + 1, "microbatches": BATCHES, "replicas": replicas, "updates": updates}
@@ -126,7 +126,7 @@ def stepped(weights, used):
 
 @pytest.fixture
 def one_thread():
-    """As ranks have here: a sum that is split among threads is another sum."""
+    """As ranks have here: a sum that is split among threads has other bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -144,7 +144,7 @@ def test_ranks_do_what_the_paper_s_equations_say(recorded, updates, text, one_th
 
 
 def test_they_train_differently(recorded):
-    """Or the same bits would prove nothing."""
+    """Otherwise the same bits would prove nothing."""
     assert len({record["losses"][-1][-1] for record in recorded.values()}) == len(LATE)
 
 
@@ -167,7 +167,7 @@ with mpirun.Engine(sys.argv[1], stages, loss=mse_loss, optimizer=optimizer, time
 
 
 def test_an_update_that_ranks_lose_is_seen(scripts, compiled):
-    """Of an optimizer that puts other tensors in the place of the weights, where its rank sends what it was given."""
+    """An optimizer replaces the weights by other tensors, while its rank sends those that the optimizer was given."""
     (done,) = scripts(2, [[REPLACING, compiled("pipedream", stages=2, microbatches=4)]])
     assert done.code == 1 and "verify: failed" in done.out, done.err
 

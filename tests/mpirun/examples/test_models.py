@@ -1,4 +1,4 @@
-"""The models that come along: a cut changes nothing, and a seed says everything."""
+"""The example models: a cut does not change what they compute, and a seed fixes their weights and data."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_with_mixed_precision_shapes_have_the_types_that_travel():
     ).shapes()
     assert [shape.outputs[0].dtype for shape in shapes] == [torch.float32] * 3 + [
         torch.bfloat16
-    ]  # sums with what was, and scores
+    ]  # residual sums, and the scores
     assert all(shape.weight_bytes % 64 == 0 and shape.weight_bytes > 0 for shape in shapes)
 
 

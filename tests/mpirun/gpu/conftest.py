@@ -1,4 +1,4 @@
-"""What the checks on a GPU share, and the table of their answers, which goes to the file that $GPU_SUMMARY names."""
+"""Fixtures of the checks on a GPU, and the table of their results, which goes to the file that $GPU_SUMMARY names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU none is checked."""
+    """Skip all checks without a GPU."""
     for item in items:
         if Path(__file__).parent in item.path.parents and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch finds no GPU"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """A line a check: what came of it, what it measured, or why it was left out."""
+    """Write a line per check: its outcome, and what it measured or why it was skipped."""
     if not (file := os.environ.get("GPU_SUMMARY")) or hasattr(terminalreporter.config, "workerinput"):
         return
     lines = []
@@ -41,7 +41,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def passes(launch: Callable[..., Any], traces: Path) -> Callable[..., str]:
-    """A run that ends well, of 1f1b on 4 ranks unless said otherwise; what it prints."""
+    """Runs mpirun, by default by 1f1b on 4 ranks, asserts that it succeeds, and returns its stdout."""
 
     def passes(*options: object, schedule: str | Path = "1f1b", ranks: int = 4, **how: Any) -> str:
         file = traces / f"{schedule}.json" if isinstance(schedule, str) else schedule

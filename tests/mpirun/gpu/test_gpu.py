@@ -1,4 +1,4 @@
-"""What only a GPU can show, one test a question: `make test-gpu`. Four ranks share the GPUs that there are."""
+"""Checks that need a GPU, each in a test of its own: `make test-gpu`. Four ranks share the available GPUs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_golden_schedule_gives_the_gradient_of_one_gpu(passes, name):
 
 
 def test_direct_messages_work_or_are_refused_in_a_sentence(launch, traces):
-    """MPI's wheel alone: what `make GPU=1` puts into the environment is taken out of it."""
+    """MPI's wheel alone: the variables that `make GPU=1` sets are reset."""
     without = {"LD_LIBRARY_PATH": "", "OMPI_MCA_pml": "^ucx", "MPIR_CVAR_NOLOCAL": "0"} if UCX_WHEEL else {}
     done = launch(4, traces / "1f1b.json", *GPT, *SHORT, "--gpu-messages", "direct", env=without)
     if done.code:
@@ -74,7 +74,7 @@ def test_direct_messages_by_the_wheel_of_ucx(launch, traces):
 
 
 def test_segments_that_cannot_be_shared_are_warned_of(passes):
-    """Where messages are direct: others go through host memory, and it does not matter."""
+    """If messages are direct: for messages through host memory it does not matter."""
     out = passes(*GPT, "--steps", 1, env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     assert "pinned host memory" in out or "expandable_segments:True may keep it" in out
 
@@ -83,7 +83,7 @@ def test_kernels_of_several_ranks_at_once_by_mps(passes, mps):
     passes(*GPT, *SHORT, env=mps)
 
 
-# Becomes the program that looks at every access of a kernel to memory.
+# Executes mpirun under compute-sanitizer, which checks every memory access of kernels.
 CHECKED = """
 import os, sys
 checker = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
@@ -125,7 +125,7 @@ def test_mixed_precision(passes):
 
 
 def test_mixed_precision_of_stages_that_end_in_layer_norm(passes):
-    """Which gives float32 there, and bf16 on a CPU."""
+    """Under autocast a LayerNorm gives float32 on a GPU, and bf16 on a CPU."""
     passes("--model", "models_for_tests:ends_in_norms", "--device", "cuda", *SHORT, "--autocast", "bf16")
 
 
@@ -174,7 +174,7 @@ def test_only_norm_makes_the_host_wait(passes):
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("more", [(), ("--graphs",)], ids=["launched", "replayed"])
 def test_streams_that_wait_for_words_change_no_bit(inside, traces, name, more):
-    """With messages through host memory, or direct ones where MPI has them. Words begin with the second step."""
+    """With direct messages where MPI supports them, else through host memory. Words begin with the second step."""
     arguments = [traces / f"{name}.json", "--model", MODEL[name], "--device", "cuda", "--steps", 6, "--canonical"]
     events, words = inside(4, [{"arguments": arguments}, {"arguments": [*arguments, "--stream-words", *more]}])
     assert events.code == words.code == 0, words.out
@@ -183,7 +183,7 @@ def test_streams_that_wait_for_words_change_no_bit(inside, traces, name, more):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_replayed_graphs_give_the_bits_of_launched_kernels(inside, traces, name):
-    """In steps 5 and 6; no stage is computed without."""
+    """They are replayed in steps 5 and 6; no stage is computed without graphs."""
     arguments = [traces / f"{name}.json", "--model", MODEL[name], "--device", "cuda", "--steps", 6, "--canonical"]
     launched, replayed = inside(4, [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"]}])
     assert launched.code == replayed.code == 0, replayed.out
@@ -211,7 +211,7 @@ def test_transformers_are_replayed(inside, traces, more):
     assert launched.weights == replayed.weights
 
 
-# Beyond the golden schedules: draws with divided backwards, several consumers and outputs, shards, views.
+# Beyond the golden schedules: random draws with split backwards, several consumers and outputs, shards, views.
 FAN = {"stages": 4, "edges": [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]}
 OTHERS = {
     "dropping": ("zb-h1", {"stages": 4}),
@@ -294,7 +294,7 @@ def test_memory_is_counted_and_what_the_allocator_keeps_is_said(passes):
 
 
 def profile(launch, file, device="cuda", model="gpt"):
-    """Of a tiny model in four stages."""
+    """The profile of a tiny model in four stages."""
     options = ["--model", f"mpirun.examples.{model}:tiny", "--device", device]
     done = launch(4, "profile", *options, "--stages", 4, "-o", file)
     assert done.code == 0, done.err
@@ -317,7 +317,7 @@ def test_a_profile_counts_no_workspace_of_cublas_as_saved(launch, tmp_path, reco
 
 
 def test_no_rank_holds_more_than_predicted(launch, passes, traces, tmp_path, record_property):
-    """Within 5 %; beside that cuBLAS keeps workspaces, one of the forwards' thread and one of the backwards'."""
+    """Within 5 %, and two workspaces of cuBLAS: one of the forwards' thread, one of the backwards'."""
     profile(launch, tmp_path / "profile.json")
     with contextlib.redirect_stdout(io.StringIO()) as said:
         arguments = ["stats", str(traces / "1f1b.json"), "--profile", str(tmp_path / "profile.json"), "--json"]

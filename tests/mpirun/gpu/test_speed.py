@@ -1,4 +1,4 @@
-"""How near a run on GPUs comes to the time of its kernels, and what stands between: figures go into the table."""
+"""How close a step on GPUs comes to the time of its kernels, and the delays in between: figures go into the table."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_stage_of_one_compiled_module_sends_during_its_jobs(
 def test_graphs_make_steps_of_small_kernels_faster(
     passes: Any, two_ranks: Any, side_by_side: Any, tmp_path: Any, record_property: Note
 ) -> None:
-    """The median of the steps that are replayed, beside that of steps of launched kernels."""
+    """The median of replayed steps is less than that of steps of launched kernels."""
     model = ["--model", "mpirun.examples.gpt:tiny", "--device", "cuda", "--steps", 16]
     seconds = {}
     for how in ((), ("--graphs",)):

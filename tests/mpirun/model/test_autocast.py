@@ -19,7 +19,7 @@ TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype
 
 
 def shapes(model: Model, device: str, dtype: torch.dtype | None = None) -> list[StageShape]:
-    """Without the loss, which is tried on numbers, and without gradients, for which torch asks for the GPU."""
+    """Shapes of stages without the loss, which needs values, and without gradients, for which torch needs the GPU."""
     assert model.batch is not None
     batch = Microbatches(model.batch, TEXT, 0, 1)(0, 0)
     reads = model.resolved_reads(CHAIN, len(batch.leaves))
@@ -29,7 +29,7 @@ def shapes(model: Model, device: str, dtype: torch.dtype | None = None) -> list[
 
 
 def types(model: Model, device: str) -> list[torch.dtype]:
-    """Of the stages' outputs in a region of autocast to bf16."""
+    """The types of the stages' outputs under autocast to bf16."""
     return [shape.outputs[0].dtype for shape in shapes(model, device, torch.bfloat16)]
 
 

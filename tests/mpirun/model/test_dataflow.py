@@ -1,4 +1,4 @@
-"""What stages read of one another: messages of several tensors, the file for the compiler, and mistakes in it."""
+"""What stages read from one another: messages of several tensors, the file for the compiler, and mistakes in it."""
 
 from __future__ import annotations
 

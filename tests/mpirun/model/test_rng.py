@@ -31,7 +31,7 @@ APART = """
 
 CHAIN = [[Input(0)], [Value(0, 0)], [Value(1, 0)]]  # what stages read
 
-# On 4 workers: scheme, options, and what the schedule has to have.
+# On 4 workers: scheme, options, and an opcode that the schedule must have.
 SCHEDULES = {
     "1f1b, 4 stages": ("1f1b", {"stages": 4}, "BWD"),
     "ddp": ("ddp", {"stages": 4}, "ALLREDUCE"),
@@ -102,7 +102,7 @@ def test_a_case_is_what_it_is_called(schedules, name):
 
 
 def output(model, step: int, mb: int, seed: int = 0, train: bool = True) -> Tensor:
-    """What all stages make of the same data, as if in that step and microbatch."""
+    """The output of all stages for the same data, as if in that step and microbatch."""
     (x,), *_ = first(model)
     chain = [(s - 1,) if s else () for s in range(len(model.stages))]
     for index, shape in enumerate(Trial(model, model.resolved_reads(chain, 1), first(model)).shapes()):
@@ -199,7 +199,7 @@ for scheme, count, make, kind in (
 
 
 def test_what_a_loss_and_an_optimizer_draw_is_of_the_step_and_the_same_everywhere(compiled, scripts):
-    """In a forward that is done again, too, and on all owners of a stage."""
+    """Also in a recomputed forward, and on all owners of a stage."""
     again = compiled("1f1b", stages=2, microbatches=2, recompute="all")
     (done,) = scripts(2, [[NOISE, again]])
     verified = [line for line in done.out.splitlines() if not line.startswith("verify: ")]

@@ -1,4 +1,4 @@
-"""What is found of stages before the first step: which outputs lie in other memory, what forwards change and draw."""
+"""What is found out about stages before the first step: outputs that are views, what forwards change and draw."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = torch.linspace(-1, 1, 24).view(4, 6)
 
 
 def shapes_of(*stages: object) -> list[StageShape]:
-    """Those of a chain of stages."""
+    """The shapes of a chain of stages."""
     model = Model(stages, mse_loss, lambda text, rng: (ROWS, ROWS))
     reads = model.resolved_reads([(), *((s,) for s in range(len(stages) - 1))], 1)
     return Trial(model, reads, Microbatches(model.batch, torch.zeros(1), 0, 1)(0, 0)).shapes()
@@ -78,7 +78,7 @@ def viewed(module: nn.Module, new: Tensor, x: Tensor) -> None:
 
 
 def with_other_data(module: nn.Module, new: Tensor, x: Tensor) -> None:
-    """The same tensor, but elsewhere."""
+    """The same tensor, with other memory."""
     module.mean.data = new
 
 
@@ -110,13 +110,13 @@ def test_forwards_that_change_buffers_are_found_and_no_others(make):
 
 
 def restarted(module: nn.Module, new: Tensor, x: Tensor) -> None:
-    """As dead codes are: not on these values."""
+    """Set the buffer at random, as for dead codes of a codebook, but not on these values."""
     if new.sum() > 100:
         module.mean.copy_(torch.randn(6))
 
 
 def test_what_a_stage_does_by_its_values_it_may_do_in_another_microbatch():
-    """Others, before it and after it, do not."""
+    """Other stages, before it and after it, do not."""
     still = NO_CHANGES["read"]
     shapes = shapes_of(Statistics(still), Statistics(restarted), Statistics(still), Statistics(restarted))
     assert [shape.overwrites_buffers for shape in shapes] == [False, True, False, True]

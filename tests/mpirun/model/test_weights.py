@@ -1,4 +1,4 @@
-"""`Model.weights`: what stages take from it, what is copied, initialised, said and refused; `Pretrained` files."""
+"""`Model.weights`: what stages take from it, what is copied, initialised, reported and refused; `Pretrained` files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ X = torch.ones(4, 16)
 
 
 class Recorded:
-    """Weights that say what they were asked for."""
+    """Weights that record the names that they were asked for."""
 
     def __init__(self, values: dict[str, Tensor]) -> None:
         self.values = values
@@ -206,7 +206,7 @@ def test_what_weights_lack_is_initialised_as_transformers_do(name: str) -> None:
 
 
 class Scaled(nn.Module):
-    """With buffers that are saved, and that are not."""
+    """A layer with a persistent buffer and one that is not persistent."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def folder(tmp_path_factory, launch) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder) -> dict[str, Any]:
-    """What it found."""
+    """The results that it wrote."""
     return json.loads((folder / "found.json").read_text())
 
 

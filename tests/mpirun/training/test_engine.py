@@ -1,4 +1,4 @@
-"""A script that drives Engines on four ranks: the bits of one process, evaluation, resuming, and what is said."""
+"""A script that drives Engines on four ranks: the bits of one process, evaluation, resuming, and messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def n(s, b, d):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, launch) -> dict[str, Any]:
-    """What came of all checks of programs/drive_engine.py."""
+    """The results of all checks of programs/drive_engine.py."""
     folder = tmp_path_factory.mktemp("engine")
     for name, scheme in SCHEDULES.items():
         sizes = ["--workers", "4", "--stages", "4", "--microbatches", "8"]
@@ -64,7 +64,7 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
 
 
 def of_scheme(name: str) -> schedgen.Program:
-    """A program of 4 workers: where the scheme has such, with replicas, or with two stages a worker."""
+    """A program of 4 workers, with replicas or two stages per worker if the scheme allows these."""
     for stages, own in ((2, {"replicas": (3, 1)}), (8, {}), (4, {}), (4, {"groups": 2})):
         sizes = schedgen.Sizes(stages, 8, 4, **own)
         with contextlib.suppress(UsageError):
@@ -94,7 +94,7 @@ def test_every_scheme_gives_the_bits_of_one_process(found, scheme):
 
 @pytest.mark.parametrize(("name", "microbatches"), [("modules", 8), ("split", 8), ("shared out", 2)])
 def test_buffers_that_forwards_change_are_changed_once_verified_saved_resumed_and_exported(found, name, microbatches):
-    """4 steps of 8 microbatches, of which a rank has 2 where they are shared out; the others do all forwards again."""
+    """4 steps of 8 microbatches, of which a data-parallel rank has 2; the other schedules recompute all forwards."""
     verified, lines, whole, *resumed = found["statistics"][name]
     assert verified and "verify: buffers differ from one process by at most 0\n" in lines
     norms = {key: value for key, value in whole.items() if key.endswith("num_batches_tracked")}
@@ -171,7 +171,7 @@ def test_lengths_in_turn_give_the_bits_of_one_process_under_every_scheme(found):
 
 @pytest.mark.parametrize("scheme", ["1f1b", "zb-h1", "fsdp-shards"])
 def test_steps_of_a_block_are_traced_whatever_their_shape_and_not_what_is_evaluated_between(found, scheme):
-    """`found`: they have the bits of one process, too."""
+    """Another test of `found` shows that they have the bits of one process, too."""
     program, trace = (str(found["folder"] / f"{scheme}.{kind}") for kind in ("json", "trace"))
     checked_program = checked(program)
     numbers = run_numbers(checked_program, read_trace(Path(trace).read_text(), trace, checked_program))
@@ -300,7 +300,7 @@ with mpirun.Engine(sys.argv[1], model) as run:
 
 
 def test_a_run_of_the_command_line_goes_on_in_a_script(several, scripts, compiled, text, tmp_path):
-    """With the optimizer that it had; of the text a script knows nothing."""
+    """With the same optimizer; a script does not know the text."""
     schedule = compiled("1f1b", stages=1, microbatches=2)
     options = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 2, "--save", tmp_path]
     ((code, out),) = several(1, [[schedule, *options]])
@@ -311,7 +311,7 @@ def test_a_run_of_the_command_line_goes_on_in_a_script(several, scripts, compile
 
 
 def test_an_exception_that_is_caught_ends_its_engine_alone(launch):
-    """As in a notebook, where every exception is: the watchdog does not end the process, and another Engine follows."""
+    """As in a notebook, which catches every exception: the watchdog lets the process live, and another Engine follows."""
     script = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
@@ -409,7 +409,7 @@ if lines:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
-    """Neither what SIGTERM and an exception do in it, nor its threads, TensorBoard's and torch's included."""
+    """Neither its handlers of SIGTERM and of exceptions, nor its threads, TensorBoard's and torch's included."""
     done = launch(ranks, tmp_path, program=("-c", AGAIN))
     ended = f"[(2, True), (True, True), (True, True)] {ranks > 1} True"
     assert done.out.splitlines() == [ended] * ranks + ["True"], done.err
@@ -444,7 +444,7 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 @pytest.mark.parametrize("last_first", [False, True])
 def test_runs_at_one_time_give_back_sigterm_and_threads_in_whatever_order_they_end(last_first, scripts):
-    """Those that have not ended keep them: SIGTERM ends the next one that steps."""
+    """Runs that have not ended keep them: SIGTERM ends the next one that steps."""
     script = """
 last_first, threads = sys.argv[1] == "True", torch.get_num_threads()
 torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
@@ -502,7 +502,7 @@ print(run.steps)
 
 @pytest.mark.parametrize("teacher_first", [False, True])
 def test_sigterm_ends_the_run_that_trains_beside_one_that_only_evaluates(teacher_first, tmp_path, scripts):
-    """Even if that one has trained before, and saved."""
+    """Even if the run that only evaluates has trained before, and saved."""
     script = """
 x, (teacher, student) = torch.zeros(8, 4), [engine() for _ in range(2)][:: 1 if sys.argv[1] == "True" else -1]
 with teacher, student:
@@ -523,7 +523,7 @@ with teacher, student:
 
 
 def test_sigterm_ends_a_run_that_begins_after_it_came_unless_another_has_left(scripts):
-    """While a teacher has been built, and its student has not; after the last step of a run that another follows."""
+    """It comes when a teacher is built and its student is not, or after the last step of a run that another follows."""
     script = """
 def ended(run):
     try:
@@ -597,7 +597,7 @@ assert steps("kept") == [2, 3, 4, 5], steps("kept")
 
 
 def test_a_checkpoint_stays_until_another_of_its_step_is_whole(tmp_path, launch):
-    """A limit on the size of files stands for a full disk: one that the manifest meets, which is written last."""
+    """A limit on the size of files emulates a full disk: only the manifest, which is written last, exceeds it."""
     script = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -622,7 +622,7 @@ print(*sorted(path.name for path in saved.iterdir()))
 
 
 def test_a_run_saves_to_two_directories_in_turn(tmp_path, scripts):
-    """As the last and the best: nobody else saves there until it ends, and it may come back to what it resumed from."""
+    """As the last and the best; no other run saves there until it ends. It may also save to where it resumed from."""
     script = """
 run = engine()
 for _ in range(3):
@@ -653,7 +653,7 @@ with engine() as third:
 
 
 def test_a_restarted_run_saves_to_both_directories_again(tmp_path, scripts):
-    """Those of the run that it resumed, and of one that did so as it does, but no other's, nor with other settings."""
+    """To those of the run that it resumed, or of one that resumed the same run; not to others, or with other settings."""
     script = """
 def run(resume, saves, clip=None):
     with engine(clip=clip) as of_one:
@@ -685,7 +685,7 @@ assert (steps("best"), steps("tuned")) == ([4, 5, 7], [7])
 
 
 def test_a_run_that_is_asked_to_leave_saves_to_the_directory_that_is_resumed(tmp_path, scripts):
-    """With the position in the data, whatever was saved to last: a restart does not resume the best, which has none."""
+    """With the position in the data, wherever it saved last: a restart does not resume the best, which has none."""
     script = """
 import signal
 def train(run, loader, saves):
@@ -712,7 +712,7 @@ for number, name in enumerate(("last", "last", "best", "last")):
 
 
 def test_a_run_that_is_asked_to_leave_while_it_evaluates_saves_and_leaves_between_two_batches(tmp_path, scripts):
-    """One rank is asked. The batch that waits for its step comes again, though the evaluation reads the same loader."""
+    """One rank is asked. The batch that waits for its step is repeated, though the evaluation reads the same loader."""
     script = """
 import signal
 data, seen = [(row, row) for row in torch.cat([x] * 10)], []
@@ -777,7 +777,7 @@ def n(s, b, d, *, stages):
 
 
 def test_a_run_begins_with_a_batch_whose_first_read_microbatch_is_padding(tmp_path, scripts):
-    """The example of a microbatch, which is tried, has samples; so the loss has its metrics."""
+    """The example microbatch that the stages are tried on has samples; so the loss has its metrics."""
     (file := tmp_path / "last_first.py").write_text(LAST_FIRST)
     script = """
 def loss(output, target):
@@ -791,7 +791,7 @@ with mpirun.Engine(sys.argv[2], [torch.nn.Linear(4, 4) for _ in range(2)], loss=
 
 
 def test_canonical_bits_do_not_depend_on_where_a_microbatch_begins_in_memory(tmp_path, scripts):
-    """Microbatches of 360 bytes: cut from a batch, most of them begin where no tensor of its own does."""
+    """Microbatches of 360 bytes: cut from a batch, most of them begin where no separate tensor would."""
     script = """
 from torch.nn.functional import cross_entropy
 stages = [torch.nn.Linear(5, 8), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(8, 3))]
@@ -822,7 +822,7 @@ assert not (folder / "new").exists()
 
 
 def test_rank_0_prints_what_only_another_rank_sees_in_the_data(scripts):
-    """Samples that draw random numbers, when it first reads one in training, and in an evaluation."""
+    """That samples draw random numbers, when the rank first reads one in training, and in an evaluation."""
     script = """
 import random, torch, mpirun
 from torch.nn.functional import mse_loss
@@ -846,7 +846,7 @@ with mpirun.Engine("ddp", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, los
 
 
 def test_a_run_whose_steps_are_all_done_is_exported_and_saved_when_it_is_started_again(tmp_path, scripts):
-    """As one that was killed before its export: the data that it resumes say what a microbatch looks like."""
+    """As one that was killed before its export: the data that it resumes give the shape of a microbatch."""
     script = """
 from itertools import islice
 from safetensors.torch import load_file
@@ -882,7 +882,7 @@ with engine(2) as run:
 
 
 def test_modules_that_share_a_parameter_train_it_as_one(scripts):
-    """As a list, as the children of a Sequential, of which one may come twice, or tied by some of its names alone."""
+    """Given as a list, as children of a Sequential, one of which may appear twice, or tied by only some of its names."""
     script = """
 import copy, sys
 import mpirun, torch
@@ -974,7 +974,7 @@ def test_what_is_frozen_in_one_stage_and_trained_in_another_is_not_tied(scripts)
 
 
 def test_evaluations_are_in_eval_mode_whatever_it_leaves_out(scripts):
-    """A stage of a dropout alone returns what it got; scaled branches and a sample are left out, and a buffer stays."""
+    """A stage that is only a dropout returns its input; branches are not scaled, nothing is sampled, a buffer stays."""
     script = """
 import copy
 import mpirun, torch
@@ -1053,7 +1053,7 @@ with warnings.catch_warnings():
 
 
 def test_buffers_that_forwards_change_are_not_shared_by_stages(scripts):
-    """As a BatchNorm's: each stage would change its own. Others, as masks, are; and split puts them into one stage."""
+    """As a BatchNorm's: each stage would change its own copy. Masks are shared; split puts such buffers in one stage."""
     (done,) = scripts(1, [[SHARED_BUFFERS]])
     assert (done.code, done.out.split()) == (0, ["2"] * 4 + ["True"] * 3), done.err
     two = [("1", 0, "1", 1), ("1", 0, "1", 1), ("0.1", 0, "1.1", 1), ("0.1", 0, "1.1", 0)]
@@ -1076,7 +1076,7 @@ def test_buffers_that_forwards_change_are_not_shared_by_stages(scripts):
     ],
 )
 def test_ranks_that_draw_different_weights_are_told_so(scheme, drawn, what, scripts):
-    """Of stages that several ranks have, and of tied ones; what no two ranks have may differ."""
+    """Weights of stages that several ranks have, and tied weights; those that only one rank has may differ."""
     script = """
 import sys
 import mpirun, torch
@@ -1107,7 +1107,7 @@ with mpirun.Engine(scheme, modules, loss=torch.nn.functional.mse_loss, microbatc
 
 
 def test_what_an_optimizer_keeps_is_resumed_as_it_was_saved(tmp_path, scripts):
-    """Numbers of Python's, tensors of other shapes and types than the parameter's; what a scheduler sets in groups."""
+    """Python numbers, tensors of other shapes and types than the parameter's; what a scheduler sets in groups."""
     script = """
 class Odd(torch.optim.Optimizer):
     def __init__(self, parameters):
@@ -1165,7 +1165,7 @@ with engine() as run:
 
 
 def test_what_a_script_draws_is_the_same_on_all_ranks(scripts):
-    """A stage with dropout, which one rank has, seeds that rank's generator; the script's draws go on as without it."""
+    """A stage with dropout, which one rank has, seeds that rank's generator; the script's draws are as without it."""
     script = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
@@ -1271,7 +1271,7 @@ for kind, low, loss in kinds:
 
 
 def test_a_microbatch_of_padding_alone_changes_nothing_whatever_the_model_returns(scripts):
-    """Masked logits, of which no sum is finite, and complex numbers."""
+    """Masked logits, whose sums are not finite, and complex numbers."""
     (done,) = scripts(1, [[PADDING_ALONE]])
     assert done.code == 0, done.err
     assert [line for line in done.out.splitlines() if not line.startswith("verify: ")] == ["0.0 True True"] * 3
@@ -1321,7 +1321,7 @@ print(json.dumps(found))
 
 
 def test_padding_that_cannot_be_taken_off_is_refused(scripts):
-    """Outputs and targets that are flattened; where the number of samples is known, before anything is trained."""
+    """Outputs and targets that are flattened; before anything is trained, if the number of samples is known."""
     (done,) = scripts(1, [[SAMPLES_ELSEWHERE]])
     assert done.code == 0, done.err
     has = "mpirun: the {} of a microbatch of 2 samples has shape {}, but the last step of an epoch is padded: "
@@ -1425,7 +1425,7 @@ with mpirun.Engine("zb-h1", [first, second, torch.nn.Linear(4, 4)], stages=3, mi
 
 
 def test_parameters_without_a_gradient_are_named_once(scripts):
-    """A parameter that two stages share has one where one of them computes with it."""
+    """A parameter that two stages share has a gradient if one of them computes with it."""
     (done,) = scripts(3, [[UNREACHED]])
     (note,) = [line for line in done.err.splitlines() if "note:" in line]
     assert done.code == 0 and "step 1 gives no gradient to stage0.never.weight, stage1.never.weight, stage1.sh" in note
@@ -1452,7 +1452,7 @@ with mpirun.Engine("ddp", [torch.nn.Linear(4, 4), Shifted()], stages=2, microbat
 
 
 def test_parameters_that_a_forward_changes_are_named(scripts):
-    """As where data begin them: under data parallelism each rank would begin with its own."""
+    """As by an initialization from data: under data parallelism each rank would begin with its own values."""
     (done,) = scripts(2, [[SETS_PARAMETERS]])
     (note,) = [line for line in done.err.splitlines() if "note:" in line]
     assert done.code == 0 and "forwards change the parameters stage1.shift: their copies" in note
@@ -1537,7 +1537,7 @@ for whole in (False, True):
 
 
 def test_a_loss_may_take_no_zeros(scripts):
-    """As a likelihood, whose scales are positive: it is tried on outputs of the model."""
+    """Such as a likelihood, whose scales are positive: the loss is tried on outputs of the model."""
     (done,) = scripts(2, [[TAKING_NO_ZEROS]])
     assert done.code == 0, done.err
     for line in done.out.splitlines():
@@ -1570,7 +1570,7 @@ with mpirun.Engine(sys.argv[1], stages, loss=mse_loss) as run:
 
 
 def test_a_forward_may_ask_for_gradients(launch, scripts, compiled):
-    """As forces of an energy; where it turns them on, in evaluations, too, and where forwards are done again."""
+    """Such as forces of an energy; if it enables them itself, also in evaluations and in recomputed forwards."""
     options = {"stages": 2, "workers": 2, "microbatches": 2}
     saved, redone = compiled("1f1b", **options), compiled("1f1b", **options, recompute="all")
     cases = [(saved, "always"), (redone, "always"), (saved, "in training")]

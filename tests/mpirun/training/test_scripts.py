@@ -27,7 +27,7 @@ def test_the_benchmark_of_a_script_s_loop_runs(launch):
 
 @pytest.mark.parametrize("name", ["plain", "by_mpirun", "by_ddp", "by_pipelining"])
 def test_a_script_trains_wherever_it_is_moved(name, tmp_path, launch):
-    """One step on 2 ranks; losses begin where those of untrained bytes do."""
+    """One step on 2 ranks; the first loss is that of an untrained model of bytes."""
     script, program = str(BENCH / "moved" / f"{name}.py"), RUN.format(folder=str(tmp_path))
     if name in ("by_ddp", "by_pipelining"):
         program = LIKE_TORCHRUN + program
@@ -44,8 +44,8 @@ os.chdir({folder!r})
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# Sets what torchrun sets, which would start three processes that import torch; as there, the store is kept from the
-# moment that its port is known, so that no other program takes the port.
+# Sets the variables that torchrun sets, without its three processes that import torch; as there, the store stays open
+# from the moment that its port is known, so that no other program takes the port.
 LIKE_TORCHRUN = """
 import os
 from mpi4py import MPI

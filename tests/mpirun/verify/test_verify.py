@@ -15,7 +15,7 @@ START = {(stage, name): torch.full((64,), 0.5) for stage in range(2) for name in
 
 
 def trained(gradients: list[Parameters], rate: float = 1e-3, still: str = "") -> Record:
-    """By the sign of gradients, as AdamW does at first; parameters called `still` are not."""
+    """A record of training by the sign of gradients, as AdamW does at first; parameters called `still` stay."""
     parameters = {
         key: value - (0 if key[1] == still else rate) * sum(step[key].sign() for step in gradients)
         for key, value in START.items()
@@ -24,7 +24,7 @@ def trained(gradients: list[Parameters], rate: float = 1e-3, still: str = "") ->
 
 
 def gradient(scale: dict[int, float], seed: int) -> Parameters:
-    """Of all parameters, `scale` by stage."""
+    """Random gradients of all parameters, scaled by stage."""
     noise = torch.Generator().manual_seed(seed)
     return {key: scale[key[0]] * torch.randn(64, generator=noise) for key in START}
 

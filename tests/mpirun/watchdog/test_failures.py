@@ -41,7 +41,7 @@ class Failure(NamedTuple):
 
 @pytest.fixture(scope="module", params=[*RAISED, "killed_in_stage"])
 def failure(launch, traces, text, tmp_path_factory, request) -> Failure:
-    """A launch of 4 ranks in which a stage of the model makes trouble; once they are processes of their own."""
+    """A launch of 4 ranks in which a stage of the model fails; in one of the launches the ranks are cold."""
     note = tmp_path_factory.mktemp("trouble") / "at"
     command = [traces / "1f1b.json", "--model", f"models_for_tests:{request.param}", "--text", text, "--steps", 5]
     cold = {"COLD_RANKS": "1"} if request.param == "raises_in_stage" else {}
@@ -64,7 +64,7 @@ def test_a_process_that_is_forked_would_be_found(launch):
 
 
 def test_a_rank_that_is_interrupted_alone_says_so(launch, traces, text):
-    """Where all are, as by Ctrl-C, rank 0 says it for them."""
+    """If all are, as by Ctrl-C, rank 0 says it for them."""
     command = [traces / "1f1b.json", "--model", "models_for_tests:interrupted_in_stage", "--text", text, "--steps", 5]
     result = launch(4, *command)
     assert result.code != 0 and len(result.ours) == 1, result.err
@@ -76,7 +76,7 @@ def test_it_happened_in_the_second_step(failure):
 
 
 def test_the_end_is_explained(failure, traces):
-    """By rank, line, instruction and reason; one that is killed cannot speak, and the watchdog does it."""
+    """By rank, line, instruction and reason; for a rank that is killed the watchdog explains it."""
     result = failure.result
     assert "Traceback" not in result.err
     (message,) = result.ours
@@ -188,7 +188,7 @@ def test_a_circle_is_named(launch, compiled, text):
 
 @pytest.mark.parametrize(("method", "doing"), [("evaluate", "computing"), ("save", "asleep"), ("export", "asleep")])
 def test_the_rank_that_hangs_outside_of_a_step_is_named(launch, tmp_path, method, doing):
-    """Rank 1, in the method that all are in."""
+    """Rank 1 hangs in a method that all ranks are in."""
     result = launch(3, method, LIMIT, tmp_path / "out", program=["programs/hang_outside_steps.py"])
     (reason,) = result.ours
     start = f"mpirun: nothing has moved for {LIMIT} s: "
@@ -218,7 +218,7 @@ def test_ranks_in_containers_of_their_own_are_watched_too(launch, tmp_path, left
 
 @pytest.fixture(scope="module")
 def agreed(mistakes, traces, text, tmp_path_factory):
-    """Runs that end early, by name; all in one launch. DIR is a folder for checkpoints, FILE one for metrics."""
+    """Runs that end early, by name, all in one launch; and the folder of the files that they write."""
     folder = tmp_path_factory.mktemp("agreed")
     runs = {
         "nan loss": ["nan_loss"],
@@ -252,7 +252,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(agreed, traces):
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(agreed):
-    """Stage 2's own is the last of the model that is not: what stage 3 got was sound."""
+    """Stage 2's gradient is the last of the model that is not finite: stage 3's is finite."""
     ended = agreed[0]["infinite gradient"]
     what = r"the norm of the gradient of linear\.bias, stage 2, is (inf|nan)"
     found = re.fullmatch(rf"mpirun: {WHERE}: {what}\n", ended.err)
@@ -261,7 +261,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(agreed):
 
 
 def test_a_step_that_is_skipped_changes_nothing(agreed):
-    """Said by the rank where it began; metrics stay JSON; and one process that skips gets the same weights."""
+    """The rank where it began reports it; metrics stay JSON; and one process that skips gets the same weights."""
     ended = agreed[0]["nan loss skipped"]
     assert ended.code == 0
     assert re.fullmatch(rf"mpirun: {WHERE}: the loss is nan: the step changes nothing\n", ended.err)
@@ -286,7 +286,7 @@ def test_a_rank_that_is_asked_to_leave_takes_all_along_after_the_step(agreed):
 
 
 def test_a_run_that_is_asked_to_leave_writes_what_it_has(agreed, traces):
-    """Of steps 2 to 4 that would be traced, the second; and the bytes of memory."""
+    """Of steps 2 to 4, which would be traced, it writes the second; it also prints the bytes of memory."""
     ended = agreed[0]["asked to leave, traced"]
     assert ended.code == 143 and "memory: most bytes of tensors at once, by rank: " in ended.out
     assert schedgen(["stats", str(traces / "1f1b.json"), "--measured", str(agreed[1] / "trace")]) == 0
@@ -295,7 +295,7 @@ def test_a_run_that_is_asked_to_leave_writes_what_it_has(agreed, traces):
 
 
 def test_a_rank_that_is_asked_to_leave_after_the_steps_does_so_at_once(launch, traces, text):
-    """In the last step the signal changes nothing; when rank 0 does that again, to verify, it comes to rank 0."""
+    """In the last step the signal changes nothing; when rank 0 repeats that step to verify, it gets the signal."""
     command = [traces / "1f1b.json", "--model", "models_for_tests:asked_to_leave_in_stage", "--text", text]
     result = launch(4, *command, "--steps", 2, "--verify")
     assert "step 2/2" in result.out and result.code != 0 and len(result.ours) == 1, result.err

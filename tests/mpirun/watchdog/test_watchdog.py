@@ -1,6 +1,6 @@
-"""The watchdog beside the ranks of a host: whom it blames, and how watchdogs of several hosts agree.
+"""The watchdog process of a host's ranks: which rank it names, and how the watchdogs of several hosts agree.
 
-Hosts are processes here, and their ranks are processes that sleep: the watchdog knows them by their memory alone.
+Hosts are processes here, and their ranks are processes that sleep: all that a watchdog sees is shared memory.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Host:
 
 @pytest.fixture
 def hosts():
-    """Two hosts with two ranks each, and how long nothing may move."""
+    """Two hosts with two ranks each. `limit`: the seconds for which nothing may move."""
     made = []
 
     def hosts(limit: float) -> list[Host]:
@@ -180,7 +180,7 @@ def test_a_rank_that_speaks_itself_is_not_spoken_for(hosts):
 
 
 def test_a_host_that_cannot_be_reached_ends_the_run_on_both_sides(hosts):
-    """A watchdog that is stopped answers as little as one behind a cut cable."""
+    """Emulated by a stopped watchdog, which answers as little as one behind a cut cable."""
     a, b = hosts(limit=3)
     b.watchdog.send_signal(signal.SIGSTOP)
     for k in (0, 1):  # a goes on meanwhile
@@ -248,7 +248,7 @@ def test_a_connection_that_cannot_be_taken_does_no_harm(hosts):
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])
 def test_all_ranks_may_do_something_else_between_two_calls(ranks):
-    """As in a notebook, or with another Engine; but where one is in a call it has its time limit."""
+    """As in a notebook, or with another Engine; but while a rank is in a call, the time limit holds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         host = Host("a", ranks, 1, server, 0)
     try:

@@ -215,7 +215,7 @@ def test_a_weight_gradient_may_travel_through_another_worker(golden, judge):
     assert judge(file)[0].code == 0
 
 
-# The loss is made in FWD: where the backward redoes the forward, nothing else needs the last stage's.
+# FWD computes the loss: if the backward recomputes the forward, nothing but the loss needs the last stage's FWD.
 
 
 @pytest.mark.parametrize(("behind", "words"), [("RECOMPUTE", "behind its RECOMPUTE"), ("BWD", "behind its RECOMPUTE")])
@@ -248,7 +248,7 @@ def test_the_memory_limit_stands_in_the_header_and_is_held(run, judge, refused, 
     file["lowering"]["memory_limit"] = 3
     words = "the rank holds 4 saved forwards here, and memory_limit is 3"
     assert f"{words} (rule 8: {RULES[8]})" in refused(judge(file)[0], 1)
-    # Backwards elsewhere, all in front of their weights': none of them is held back.
+    # Backwards on another worker, every BWD_I before every BWD_W: none of them is held back.
     scheme = tmp_path / "elsewhere.py"
     scheme.write_text(
         "split = True\n\n\ndef w(s, b, d):\n    on = (d > 0) * 2 + (d == 0) * (b % 2)\n    return on, on\n\n\n"

@@ -1,8 +1,8 @@
 """Each rule of `check` on random programs: damage of its kind is refused by its number, and nothing else is refused.
 
 `make test-check` runs the last two of these on 10,000 programs each, and all other tests of random programs on more
-than here: what is compiled is accepted, and what the checker accepts of their mutations the reference machine
-executes, so what the machine cannot execute the checker refuses.
+than here: every compiled program is accepted, and the reference machine executes every mutation that the checker
+accepts, so the checker refuses whatever the machine cannot execute.
 """
 
 import re
@@ -34,7 +34,7 @@ def pick(data, rows):
 
 
 def moved(program, row, to):
-    """Row `row` stands where row `to` is now, on the same rank."""
+    """The program with row `row` moved to where row `to` is now, on the same rank."""
     return taken(program, np.insert(np.delete(np.arange(len(program)), row), to, row))
 
 
@@ -90,7 +90,7 @@ def test_damage_of_a_rule_s_kind_is_refused_by_that_rule(cases, rule, damage, da
 
 @given(data=st.data())
 def test_two_ranks_that_wait_for_each_other_are_refused_by_rule_4(data):
-    """A RECV of a gradient behind a SEND whose receiver first wants to be rid of that gradient."""
+    """A RECV of a gradient stands after a SEND whose receiver must first send that gradient."""
     S, batches = data.draw(st.integers(2, 5)), data.draw(st.integers(3, 8))
     program = compile(load("1f1b", Sizes(S, batches)), Sizes(S, batches), Options(prefetch=0))
     table = program.rows
@@ -122,7 +122,7 @@ def test_collectives_that_ranks_enter_differently_are_refused_by_rule_6(data):
     if other == row:
         order = np.delete(order, row)
     else:
-        # The later of the two first; both sums are complete at the rank's last job.
+        # Swap the two; both sums are complete after the rank's last job.
         last = int(
             max(having(program, *COMPUTE)[program.rows.rank[having(program, *COMPUTE)] == program.rows.rank[row]])
         )
@@ -134,7 +134,7 @@ def test_collectives_that_ranks_enter_differently_are_refused_by_rule_6(data):
 @given(data=st.data())
 @settings(max_examples=examples(200, as_asked=True))
 def test_no_false_alarm(cases, runs_as_proved, data):
-    """The reference machine executes whatever is compiled, with the peaks that the checker says."""
+    """The reference machine executes whatever is compiled, with the peaks that the checker reports."""
     runs_as_proved(data.draw(cases).compile())
 
 

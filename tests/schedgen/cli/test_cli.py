@@ -55,7 +55,7 @@ def commands(run):
     return re.findall(r"^    (\w+) ", run("--help").out, re.M)
 
 
-BUDGET = {"search": ("--budget", 1)}  # what the example searches is not proved optimal before the 30 of the default
+BUDGET = {"search": ("--budget", 1)}  # the example's search would use all of the default budget, 30
 
 
 def test_help_of_every_command_has_an_example_that_runs(commands, files, run, monkeypatch):
@@ -161,7 +161,7 @@ def test_search_says_what_it_does_not_begin_with(n, options, said, run, tmp_path
 
 
 def test_an_empty_name_is_no_file(files, run, refused):
-    """A shell's variable that is not set gives one; the command would do as if the option were not there."""
+    """An unset variable of the shell gives an empty name; the command would go on as if the option were not there."""
     schedule, sizes = files["gpipe"], ("--stages", 2, "--microbatches", 2)
     for name, command in (
         ("--output", ("compile", "1f1b", *sizes, "-o")),
@@ -320,7 +320,7 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_stream_may_be_closed(closed, files, tmp_path):
-    """Nothing comes from it, and what goes there is lost."""
+    """Nothing is read from it, and what is written to it is lost."""
     command = [sys.executable, "-m", "schedgen"]
 
     def close(*arguments):
@@ -386,7 +386,7 @@ def test_diff_between_a_file_and_standard_input(process, files):
 
 
 def test_no_command_writes_over_a_file_that_it_reads(files, run, refused, graph_file, tmp_path, monkeypatch):
-    """What was in it would be lost; a link to it is the same file, the name of a scheme is none."""
+    """Its contents would be lost. A link to it is the same file; the name of a scheme is no file."""
     monkeypatch.chdir(tmp_path)
     schedule, link = files["1f1b"], tmp_path / "link"
     link.symlink_to(schedule)
@@ -411,7 +411,7 @@ def test_no_command_writes_over_a_file_that_it_reads(files, run, refused, graph_
 
 
 def test_no_option_is_passed_over(files, run, refused, tmp_path):
-    """Where another one decides, or nothing does what the option asks for."""
+    """An option that another one overrides, or that has no effect, is refused."""
     costs, schedule = tmp_path / "costs.json", files["1f1b"]
     costs.write_text('{"F": [1, 2, 1, 1], "B": [2, 4, 2, 2]}')
     sizes = ("--stages", 4, "--microbatches", 4)

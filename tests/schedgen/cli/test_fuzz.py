@@ -1,4 +1,4 @@
-"""A short campaign of the fuzzer, `make test-fuzz` runs a long one; and bugs of every kind it looks for, planted."""
+"""A short campaign of the fuzzer (`make test-fuzz` runs a long one), and planted bugs of every kind it looks for."""
 
 from __future__ import annotations
 

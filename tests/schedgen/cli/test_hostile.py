@@ -42,7 +42,7 @@ def compiled(name, *sizes, **options):
 
 
 def star(producers, descending):
-    """Stages that all are read by the last, on another worker, and in which order they run."""
+    """A program in which the last stage, on another worker, reads all others, and the order in which these run."""
     last, sign = producers, -1 if descending else 1
     scheme = Scheme(
         "star",
@@ -57,7 +57,7 @@ def star(producers, descending):
 
 
 def steps(function):
-    """How many lines of Python are executed: the work, whatever the machine."""
+    """The number of lines of Python that are executed: the work, on any machine."""
     count = 0
 
     def line(*_):
@@ -83,7 +83,7 @@ def test_a_stage_that_reads_many_takes_linear_time(reader, descending, monkeypat
 
 
 def test_a_stage_that_many_read_takes_linear_time(monkeypatch):
-    """A gradient by its consumer's name is not looked for among all others."""
+    """The gradient from one consumer is found without a search through those from all others."""
     monkeypatch.setattr(schedgen.util.jit, "SMALL", 10**12)
 
     def named(consumers):
@@ -155,7 +155,7 @@ def test_more_edges_than_instructions_can_serve_are_refused(run, refused, tmp_pa
 
 
 def test_a_long_circle_is_one_short_sentence():
-    """Every rank's SEND waits for the RECV behind the next one's."""
+    """Every rank's SEND waits for the RECV that follows the next rank's SEND."""
     ranks = 300
     header = compiled("ddp", 1, ranks, ranks).header
     rank = np.arange(ranks).repeat(2)
@@ -272,7 +272,7 @@ def test_deep_profiles_are_refused(file, run, refused, tmp_path):
 
 
 def test_an_entry_that_stands_twice_is_refused(file, run, refused, tmp_path):
-    """JSON takes the last one, and would leave out the other in silence."""
+    """Python's json takes the last one, and would silently drop the other."""
     twice = tmp_path / "twice.json"
     twice.write_text('{"F": 1, "B": 2, "F": 3}')
     sentence = f"{twice}: not JSON: an object has 'F' twice"

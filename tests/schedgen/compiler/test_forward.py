@@ -1,4 +1,4 @@
-"""Lists of forwards alone: what they have, that they are proved and run, and what is refused in them."""
+"""Forward-only lists: what they contain, that they are proved and run, and what is refused in them."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.user_file import load_file
 from schedgen.util.errors import RefusedFile, UsageError
 
-# (stages, microbatches, workers), and what it says besides.
+# (stages, microbatches, workers, other sizes)
 SIZES = [(4, 4, 4, {}), (8, 3, 4, {}), (1, 1, 1, {}), (4, 3, 4, {"shards": (1, 3, 2, 1)}), (2, 3, 4, {})]
 OWN = {
     "lpp": {"groups": 2}, "fslpp": {"groups": 2}, "1f1b-rr": {"replicas": (3, 1)}, "pipedream": {"replicas": (3, 1)},
@@ -31,7 +31,7 @@ def both(scheme, sizes, **options):
 
 
 def assert_forwards_of(training, program, runs_as_proved):
-    """It is proved, runs, computes and owns where training does, and is the same when it is read again."""
+    """Assert that it is proved, runs, has the workers and owners of training, and is the same when it is read again."""
     runs_as_proved(program)
     assert set(program.rows.op.tolist()) <= set(FORWARD_OPS)
     old, new = training.header, program.header
@@ -111,7 +111,7 @@ def test_a_schedule_edited_by_hand_keeps_its_order(run, judge):
     first = file["programs"][3]
     a, b = [i for i, item in enumerate(first) if item["op"] == "FWD"][:2]
     x, y = [i for i, item in enumerate(first) if item["op"] == "RECV" and item["buf"].startswith("x")][:2]
-    assert x < y < a < b  # both are there before the first
+    assert x < y < a < b  # both are received before the first
     first[a]["mb"], first[b]["mb"] = 1, 0
     for item in first[a:]:
         if item["op"] == "FREE" and item["buf"] in ("x.3.0", "x.3.1"):
@@ -251,7 +251,7 @@ def test_costs_of_forwards_alone_train_nothing(run, refused):
     assert "--cost must give F and B, or F, I and W" in refused(result, 2)
 
 
-# What reads schedules reads them
+# Commands that read schedules read these lists
 
 
 @pytest.fixture

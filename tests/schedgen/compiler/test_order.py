@@ -1,4 +1,4 @@
-"""Greedy wastes no time, strict keeps its order, a cap holds: each claim derived anew from when the jobs start."""
+"""Greedy wastes no time, strict keeps its order, a cap holds: each claim is derived anew from the jobs' start times."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_cap_is_for_greedy():
 
 
 def test_redoing_forwards_costs_what_r_says():
-    """Backwards away from their forwards redo these. With R = 0 they take no time, as in Rahimi's simulator."""
+    """Backwards away from their forwards recompute these. With R = 0 that takes no time, as in Rahimi's simulator."""
 
     def elsewhere(s, b, d):  # a job's second worker is another one than its first
         return (s + 2 * b + 3 * d) % 4, (s + 2 * b + 3 * d) % 4

@@ -126,7 +126,7 @@ def test_a_scheme_of_one_s_own_may_place_shards_itself(run, tmp_path):
     assert run(*command) == (0, "", "")
     header = json.loads((tmp_path / "out.json").read_text())
     assert header["owners"] == [[3], [2], [1], [0]] and header["tensor"] == {"degree": 2, "whole": [1]}
-    # Without t, of two workers; with one shard, t is 0.
+    # Without t, w is for the 4 / 2 workers of one shard.
     path.write_text(
         "def w(s, b, d, *, workers):\n    return s % workers, s % workers\n\n\ndef n(s, b, d):\n    return b\n"
     )
@@ -136,7 +136,7 @@ def test_a_scheme_of_one_s_own_may_place_shards_itself(run, tmp_path):
 
 @pytest.mark.parametrize("integer", ["int8", "uint8"])
 def test_workers_may_be_small_integers(run, tmp_path, integer):
-    """Those of the shards are no longer as small."""
+    """The numbers of the shards' workers are no longer as small."""
     path = tmp_path / "mine.py"
     path.write_text(
         f"import numpy as np\nW = np.arange(100, dtype=np.{integer})\n"
@@ -286,7 +286,7 @@ def test_what_is_compiled_is_right_and_is_read_back(cases, runs_as_proved, data)
 @given(data=st.data())
 @settings(max_examples=examples(60))
 def test_what_is_accepted_runs(cases, runs_if_accepted, data):
-    """Instructions that stand elsewhere, are there twice or not, or name something else, most of them exchanges."""
+    """Exchanges that are moved, repeated or left out, or name something else."""
     program = data.draw(programs(cases))
     rows, length = program.rows, len(program)
     some = program.exchanges().tolist()

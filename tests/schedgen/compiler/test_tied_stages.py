@@ -1,4 +1,4 @@
-"""Tied stages: every owner sums up what they share, once, between its own sums and NORM; nothing else passes."""
+"""Tied stages: every owner sums up what they share, once, between its own sums and NORM; all else is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def adds_to(program, rank, stages):
 
 
 def refused(program, *rules):
-    """The reason for which it is refused, by one of these rules."""
+    """Assert that `check` refuses the program by one of these rules; return the reason."""
     with pytest.raises(RefusedFile) as error:
         check(program)
     match = re.fullmatch(r"program:\d+: rank \d+: (?:{.*}: )?(.*) \(rule (\d): (.*)\)", str(error.value))
@@ -139,7 +139,7 @@ def moved(program, row, to):
 
 
 def another_order(program, row, begin, end):
-    """Whether the members of its group disagree if a collective passes these rows."""
+    """Whether the members of a collective's group disagree on its order if it moves past these rows."""
     passed = program.rows.take(slice(begin, end))
     same = np.isin(passed.op, (Op.ALLREDUCE, Op.NORM)) & (passed.peer == program.rows.peer[row])
     return same.any() and len(program.header.groups[program.rows.peer[row]]) > 1

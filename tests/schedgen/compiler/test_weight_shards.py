@@ -1,4 +1,4 @@
-"""Weights of a stage divided over owners: compiled, proved, run by an executor that trusts nobody, and counted."""
+"""Weight shards: compiled, proved, run by the reference machine, which trusts nothing, and counted."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_instruction_less_or_twice_is_always_refused(cases, data):
 @given(data=st.data())
 @settings(max_examples=examples(60))
 def test_what_is_accepted_runs(cases, runs_if_accepted, data):
-    """Parts, ranks and places changed: where `check` accepts that, the program runs to a right end."""
+    """With parts, ranks and places changed: if `check` accepts that, the program runs to a right end."""
     program = data.draw(divided(cases))
     rows = program.rows
     for _ in range(data.draw(st.integers(1, 2))):
@@ -159,7 +159,7 @@ def test_two_uneven_stages_leave_every_worker_a_quarter():
     zero = np.zeros(2, np.int64)
     memory = footprint(program, BufferSizes(zero, weight, weight, zero, zero, {}, 3 * weight))
     assert memory.owned == pytest.approx([weight.sum()] * 4, rel=0.05)  # three copies and a gradient, a quarter each
-    # Beside them the two stages as they are computed with, a gradient or two, and what is received of them.
+    # Also the weights of both stages to compute with, a gradient or two, and what is received of these.
     assert (memory.slots <= 4 * weight.sum() + 2 * weight.max()).all()
     owners = program.header.part_owners
     assert owners == ((0, 1, 2, 3), (1, 2, 3, 0)) and program.header.owners == ((0, 1, 2, 3),) * 2

@@ -1,4 +1,4 @@
-"""Updates without a flush: which version of its weights every job uses, and how many there are; nothing else passes."""
+"""Updates without a flush: which version of its weights every job uses, how many there are; all else is refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_straight_pipeline_uses_the_versions_of_the_papers_formulas(stages, up
         numbers = stats(program)
         assert numbers["staleness"] == [min(microbatches - 1, late) for late in delay]
         for late, most in zip(delay, numbers["versions"], strict=True):
-            # Behind the step to version k: that one, and all older ones that microbatches from k on use.
+            # After the step to version k: that one, and all older ones that microbatches from k on use.
             ahead = ({max(0, b - late) for b in range(k, microbatches)} for k in range(1, microbatches + 1))
             assert most == max(1 + sum(v < k for v in versions) for k, versions in enumerate(ahead, start=1))
             assert most == late + 1 or microbatches <= 2 * late
@@ -280,7 +280,7 @@ def step(stage, version):
 
 
 def replicas(make):
-    """The same on ranks 0 and 1, the replicas of stage 0 or both ranks."""
+    """The same damage on ranks 0 and 1, the replicas of stage 0 or both ranks."""
     return both(*(make(rank) for rank in (0, 1)))
 
 
@@ -537,7 +537,7 @@ def slow(line, sizes):
 
 
 def fast(line, sizes):
-    """What the reader of lines does, for the second line of rank 0's list."""
+    """What the reader of lines reads, or None, from the second line of rank 0's list."""
     data = np.frombuffer(f"   {line}\n".encode(), np.uint8)
     taken = read_lines(data, State(0, True, BRACKET), Limits(*sizes))
     return None if taken.wrong else Program(None, taken.rows).instruction(0)

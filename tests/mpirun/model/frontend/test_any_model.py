@@ -18,8 +18,8 @@ SCHEMES = {"gpipe": {}, "1f1b": {}, "zb-h1": {}, "lpp": {"groups": 2}, "fslpp": 
 PLAIN = ("gpt2", "resnet", "encoder_decoder", "two_tower", "tied")
 OTHERS = ("tied_replicated", "tied_on_meta", "tied_on_meta_replicated", "sequential", "uneven")
 TRANSFORMERS = ("transformers_t5",) * bool(importlib.util.find_spec("transformers"))
-# Every plain module under two schemes, every scheme with two of them. Of the library the module with a tie and with
-# values that all of the decoder reads; test_split.py has the others, cut, and `make test-models` all architectures.
+# Every plain module under two schemes, every scheme with two of them. Of the library only T5, which has a tie and
+# values that all of the decoder reads; test_split.py splits others, and `make test-models` all architectures.
 CASES = [("gpt2", "gpipe"), ("gpt2", "zb-h1"), ("resnet", "1f1b"), ("resnet", "fslpp"), ("encoder_decoder", "zb-h1")]
 CASES += [("encoder_decoder", "lpp"), ("two_tower", "lpp"), ("two_tower", "gpipe"), ("tied", "1f1b"), ("tied", "fslpp")]
 CASES += [("sequential", "zb-h1"), ("uneven", "fslpp")]
@@ -29,15 +29,15 @@ CASES += [*zip(TRANSFORMERS, ("fslpp",), strict=False)]
 
 MODELS = (*PLAIN, *OTHERS, *TRANSFORMERS)
 PLANNED = ("encoder_decoder", "tied", "tied_replicated")  # a skip connection, two different outputs of a stage, a tie
-# And into how many stages.
+# Models that servers trace before they fork ranks, and into how many stages.
 TRACED = [*((name, 4) for name in MODELS), ("encoder_decoder", 2), ("gpt2", 2), *((name, 6) for name in PLANNED)]
 
 
 @pytest.fixture(scope="module")
 def several(warm_ranks, tmp_path_factory):
-    """As everywhere, but in ranks forked from two processes that have traced the models: each rank would do the same.
+    """As elsewhere, but in ranks forked from two servers that have traced the models; else every rank would.
 
-    Those are forked from the ones that other ranks are forked from.
+    These servers are forked from the servers of all other tests (helpers/warm_ranks.py).
     """
     folder = tmp_path_factory.mktemp("traced")
     calls = [f"split_models:{name}:{stages}" for name, stages in TRACED]
@@ -87,7 +87,7 @@ def test_a_plain_module_in_stages_trains_as_in_one_process(runs, model, scheme):
 
 
 def test_gradients_that_are_rounding_alone_fail_no_verification(several, compiled, graphs, text):
-    """Those of biases in front of a normalisation, or of keys, of which AdamW makes whole steps."""
+    """Such as those of biases before a normalisation, or of keys: AdamW makes full steps of them."""
     models = ("gpt2", "resnet")
     schedules = [compiled("lpp", graph=graphs[model], microbatches=4, workers=4, groups=2) for model in models]
     runs = [
@@ -101,7 +101,7 @@ def test_gradients_that_are_rounding_alone_fail_no_verification(several, compile
 
 
 def test_a_run_goes_on_with_another_cut(several, compiled, graphs, text, tmp_path):
-    """Names in checkpoints are the module's own; --verify does again only what was done with the same data."""
+    """Names in checkpoints are the module's own; --verify repeats only steps that were made with the same data."""
     two_stages = tmp_path / "two_stages"
     arguments = ["--model", "split_models:encoder_decoder", "--text", text, "--canonical"]
     ((code, _),) = several(1, [["graph", *arguments[:2], "--stages", 2, "-o", two_stages]])
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_another_cut(several, compiled, graphs, text, tmp_pat
 
 @pytest.fixture(scope="module")
 def planned(several, tmp_path_factory):
-    """By model: its stages' graph, and the schedule for stages that join them, of which a worker can hold two."""
+    """By model: the graph of its stages, of which a worker can hold two, and a schedule of stages that join them."""
     folder = tmp_path_factory.mktemp("planned")
     of = {name: (folder / f"{name}-graph.json", folder / f"{name}.json") for name in PLANNED}
     runs = [["graph", "--model", f"split_models:{name}", "--stages", 6, "-o", graph] for name, (graph, _) in of.items()]
@@ -147,7 +147,7 @@ def test_stages_that_a_plan_joins_train_as_in_one_process(name, planned, several
 
 
 def test_a_schedule_may_send_the_same_to_each_of_those_that_read_it(several, compiled, graphs, text):
-    """As one that a plan has made, which cannot know whether two layers read the same of a third."""
+    """Such as a plan's schedule: plan cannot know whether two layers read the same output of a third."""
     graph = json.loads(graphs["encoder_decoder"].read_text())
     assert graph.keys() == {"stages", "edges"} and [1, 2] in graph["edges"] and [1, 3] in graph["edges"]
     schedule = compiled("1f1b", graph=graph | {"apart": [1]}, microbatches=4, workers=4)

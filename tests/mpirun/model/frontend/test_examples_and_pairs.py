@@ -1,4 +1,4 @@
-"""What `split` is given as an example, what a loader's samples are to its stages, and models without a batch."""
+"""The examples that `split` takes, how a loader's samples become inputs of stages, and models without a batch."""
 
 from __future__ import annotations
 

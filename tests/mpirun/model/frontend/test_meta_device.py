@@ -1,4 +1,4 @@
-"""Modules on the meta device: stages get their values where they are built, and only what is theirs."""
+"""Modules on the meta device: a stage gets its values where it is built, and only its own."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
 
 
 def travels(cut: Cut) -> None:
-    """Every value goes from its producer to those who use it, and is used."""
+    """Assert that every value goes from its producer straight to its consumers, which use it."""
     for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
         assert len(set(sources)) == len(sources)
         assert all(isinstance(source, Input) or source.stage < stage for source in sources)
@@ -135,7 +135,7 @@ def test_a_microbatch_may_have_a_sample_less(samples: int, stages: int) -> None:
 
 
 class Regions(Sized):
-    """One inside another, with numbers and draws of their own; one that nothing is given to."""
+    """Regions inside one another, with numbers and random draws of their own; one without inputs."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         x = self.first(x)
@@ -152,7 +152,7 @@ class Regions(Sized):
 
 
 class Latents(Sized):
-    """Begins with what no input is part of, but for the number of samples."""
+    """Begins with values that depend on nothing of x but the number of samples."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         latent = self.second(self.first(table.expand(len(x), -1))).relu()
@@ -169,7 +169,7 @@ def test_a_stage_may_see_the_number_of_samples_nowhere_else(make: type[Sized], s
 
 
 def test_regions_in_regions_draw_by_their_names_too() -> None:
-    """And new tensors in a region are made where it is, not where it was traced."""
+    """And new tensors in a region are made on the device where it runs, not where it was traced."""
     cut = split(Regions(), (X, torch.ones(WIDTH)), stages=1)
     assert sum(isinstance(part, RandomOp) for part in cut.stages[0].modules()) == 1
     codes = [part.code for part in cut.stages[0].modules() if isinstance(part, torch.fx.GraphModule)]
@@ -458,7 +458,7 @@ class Queue(nn.Module):
 
 
 class Behind(Queue):
-    """Written to behind a cut, all of it and a view, and read behind the next."""
+    """A value that is written to after a cut, whole and by a view, and read after the next cut."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.layers[0](x)
@@ -546,7 +546,7 @@ def test_buffers_that_are_written_to_as_out_or_through_data() -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_a_buffer_that_gets_another_s_old_value(after: bool) -> None:
-    """`after`: after the other has got its new one."""
+    """`after`: only after the other has got its new value."""
 
     class Remembers(nn.Module):
         def __init__(self) -> None:
@@ -611,7 +611,7 @@ def test_shared_by_name() -> None:
     assert not split(module, (TOKENS, MASK), stages=2, shared={"places.weight": "replicate"}).tied
 
 
-# What cannot be
+# What cannot be split
 
 
 def line_of(name: str) -> str:

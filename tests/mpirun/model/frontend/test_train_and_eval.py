@@ -136,7 +136,7 @@ class Average(Noise):
 
 
 class Ungraded(Average):
-    """Changes buffers in regions of its own, and beside one that eval mode has, too."""
+    """Changes buffers in a region that only train mode has, beside one that eval mode has, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -150,7 +150,7 @@ class Ungraded(Average):
 
 
 class Assigned(Average):
-    """Uses what it gives a buffer that eval mode uses."""
+    """Assigns, in train mode, a buffer that both modes use."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -175,7 +175,7 @@ def spectral() -> nn.Module:
 
 
 class Paths(Noise):
-    """What a branch adds is scaled by a random number for each sample, or by none in eval mode."""
+    """What a branch adds is scaled by a random number for each sample, but not in eval mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (self.first, self.second):
@@ -198,7 +198,7 @@ class Sampled(Noise):
 
 
 def follow_eval(cut: Cut) -> None:
-    """Twice: an evaluation of another shape does it again."""
+    """Make the stages follow eval mode, twice, as an evaluation of another shape does it again."""
     follow = cut.check_eval()
     for stage in cut.stages * 2 if follow else ():
         follow(stage)
