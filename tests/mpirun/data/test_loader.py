@@ -295,7 +295,7 @@ def test_one_step_ahead(workers):
 @pytest.mark.parametrize("dataset", [Noisy(), Stream(21), make], ids=["map", "stream", "function"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_abandoned(dataset, workers):
-    """No thread or process stays; the next iteration continues after the last trained batch, if that was not the end."""
+    """No thread or process stays; the next iteration goes on after the last trained batch, unless that was the end."""
     some = loader(dataset, workers=workers)
     for trained in (True, False):
         for batch in some:

@@ -311,7 +311,7 @@ def test_a_run_of_the_command_line_goes_on_in_a_script(several, scripts, compile
 
 
 def test_an_exception_that_is_caught_ends_its_engine_alone(launch):
-    """As in a notebook, which catches every exception: the watchdog lets the process live, and another Engine follows."""
+    """As in a notebook, which catches all exceptions: the watchdog lets the process live; another Engine follows."""
     script = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
@@ -653,7 +653,7 @@ with engine() as third:
 
 
 def test_a_restarted_run_saves_to_both_directories_again(tmp_path, scripts):
-    """To those of the run that it resumed, or of one that resumed the same run; not to others, or with other settings."""
+    """To those of the run that it resumed, or of one that resumed the same; not to others, or with other settings."""
     script = """
 def run(resume, saves, clip=None):
     with engine(clip=clip) as of_one:
@@ -882,7 +882,7 @@ with engine(2) as run:
 
 
 def test_modules_that_share_a_parameter_train_it_as_one(scripts):
-    """Given as a list, as children of a Sequential, one of which may appear twice, or tied by only some of its names."""
+    """Given as a list, as children of a Sequential, one of which may come twice, or tied by only some of its names."""
     script = """
 import copy, sys
 import mpirun, torch
@@ -1053,7 +1053,7 @@ with warnings.catch_warnings():
 
 
 def test_buffers_that_forwards_change_are_not_shared_by_stages(scripts):
-    """As a BatchNorm's: each stage would change its own copy. Masks are shared; split puts such buffers in one stage."""
+    """As a BatchNorm's: each stage would change its copy. Masks are shared; split puts these buffers into one stage."""
     (done,) = scripts(1, [[SHARED_BUFFERS]])
     assert (done.code, done.out.split()) == (0, ["2"] * 4 + ["True"] * 3), done.err
     two = [("1", 0, "1", 1), ("1", 0, "1", 1), ("0.1", 0, "1.1", 1), ("0.1", 0, "1.1", 0)]

@@ -1,4 +1,4 @@
-"""What the header answers: which of the model's stages a stage is, who owns a unit, whether there is a flush."""
+"""Queries of the header: the model stage of a stage, the owners of a unit, whether there is a flush."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ties in files and commands: what is none is refused where it stands, what changed is shown."""
+"""Ties in files and commands: an invalid tie is refused on its line, a changed one is shown by diff."""
 
 from __future__ import annotations
 

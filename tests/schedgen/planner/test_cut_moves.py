@@ -1,4 +1,4 @@
-"""Cuts that the simulator judges: beside every cut there is."""
+"""Cuts that are chosen by simulation, compared with all possible cuts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schedgen.simulator.simulate import simulate
 
 
 class Judge:
-    """Seconds of a scheme's step by the cuts of layers whose backward takes twice their forward."""
+    """The seconds of a scheme's step for given cuts of layers whose backward takes twice their forward."""
 
     def __init__(self, scheme, layers, stages, workers, microbatches):
         sizes = Sizes(stages, microbatches, workers)
@@ -53,7 +53,7 @@ def test_found_cuts_are_within_one_percent_of_all_cuts():
 
 @pytest.mark.parametrize("allowed", [0, 7])
 def test_no_more_cuts_are_tried_than_allowed(allowed):
-    """Of a schedule so large that none are, the start is asked alone."""
+    """If none are allowed, as for a very large schedule, only the initial cuts are tried."""
     judge = Judge("1f1b", [8, 11, 2, 1, 18, 5, 4, 11], 4, 4, 8)
     best_cuts(judge.balanced(), judge, allowed)
     assert judge.asked == max(1, allowed)

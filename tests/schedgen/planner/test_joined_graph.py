@@ -52,7 +52,7 @@ def test_outputs_of_their_own_stay_apart():
 
 
 def test_a_message_has_the_bytes_that_go_along_its_edge():
-    """What consumers inside the stage read of a layer that is apart is not sent, but kept for their backwards."""
+    """A separate output for a consumer inside the stage is not sent, but kept for that consumer's backward."""
     graph = ModelGraph(4, ((0, 1), (0, 2), (1, 2), (2, 3)), per_consumer=(0,))
     layers = layers_of(graph, activation=np.array([100.0 + 7, 20, 30, 1]), edge_activation=[100, 7, 0, 0])
     costs = stage_costs(layers, prefixes(layers), (2, 3, 4), bandwidth=1)
@@ -62,7 +62,7 @@ def test_a_message_has_the_bytes_that_go_along_its_edge():
 
 
 def test_bounds_rule_out_no_schedule_of_a_graph():
-    """What is left out is no better than what is found, under skip connections and ties, too."""
+    """Pruned candidates are no better than those found, also with skip connections and ties."""
     left_out = 0
     for seed in range(4):
         chance = random.Random(seed)
@@ -82,7 +82,7 @@ def test_bounds_rule_out_no_schedule_of_a_graph():
 
 
 def test_a_plan_is_cut_where_it_fits(run, tmp_path):
-    """Stages that take equally long do not fit here; those that need equally many bytes do."""
+    """Stages of equal time do not fit here; stages of equal memory do."""
     (tmp_path / "profile.json").write_text(json.dumps(COSTS))
     options = ("--workers", 4, "--microbatches", 4, "--memory", 5000, "--schemes", "1f1b")
     done = run("plan", tmp_path / "profile.json", *options, "--json")

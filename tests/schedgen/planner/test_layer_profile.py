@@ -1,4 +1,4 @@
-"""The profiles that plan reads: PipeDream's format, mpirun's JSON, and what is neither."""
+"""The profiles that plan reads: PipeDream's format, mpirun's JSON, and files that are neither."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
 
 
 def test_what_crosses_a_cut_is_what_is_read_behind_it(read):
-    """A residual connection: a's output crosses as long as d has not read it."""
+    """A residual connection: a's output crosses every cut before d, which reads it."""
     layers = read(*(layer(name, 1, 1, size) for name, size in zip("abcd", (1, 10, 100, 1000), strict=True)),
                  "\ta -- b", "\tb -- c", "\tc -- d", "\ta -- d")  # fmt: skip
     assert all_downsets(layers).crossing.tolist() == [0, 1, 11, 101, 0]

@@ -46,7 +46,7 @@ def drawn(rng, chain):
 
 
 def brute_force(layers, levels, memory):
-    """The least seconds of a minibatch over everything that the model allows, straight from its definition."""
+    """The least seconds of a minibatch over all partitions that the model allows, by its definition."""
     count = len(layers.names)
     before = [sum(1 << a for a, b in layers.edges if b == layer) for layer in range(count)]
     closed = [
@@ -76,7 +76,7 @@ def brute_force(layers, levels, memory):
 
     @cache
     def pipeline(k, i, j, m, tail, first):
-        """Of m components of level k, the first m of them if `first`, the last m else."""
+        """Seconds on m components of level k: the first m if `first`, else the last m."""
         B = levels[k - 1].bandwidth
         size = math.prod(level.components for level in levels[: k - 1])
         best = math.inf

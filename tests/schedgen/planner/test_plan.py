@@ -1,4 +1,4 @@
-"""plan: layers made into stages, and the search for a schedule, with the simulator as its judge."""
+"""plan: layers are joined into stages, and schedules are searched by simulation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model(count=8, split=False):
 
 @pytest.fixture(scope="module")
 def every():
-    """All that a search for 4 workers would try."""
+    """All candidates of a search for 4 workers."""
     return list(candidates(model(), Hierarchy([Level(4, 1e9)]), 8))
 
 
@@ -69,7 +69,7 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
                 assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, candidate
                 assert bound.least <= row.peak_bytes, candidate
                 tight += bound.seconds > 0.99 * row.step_time
-    assert tight > 5  # or it would leave nothing out
+    assert tight > 5  # else it would prune nothing
 
 
 def test_a_worker_gets_no_layers_where_that_is_faster():
@@ -112,7 +112,7 @@ def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes):
 
 @pytest.mark.parametrize(("seed", "schemes"), [(3, ("ddp", "zb-v")), (5, ("ddp", "zb-v")), (3, ("1f1b", "v-min"))])
 def test_with_a_limit_nothing_is_missed_that_is_found_without(seed, schemes):
-    """Also what fits only after its cuts have moved."""
+    """Also schedules that fit only after their cuts have moved."""
     rng = np.random.default_rng(seed)
     times = {"F": rng.uniform(0.1, 5, 6), "B": rng.uniform(0.1, 9, 6)}
     activation, weight, saved = rng.integers(0, (9000, 30000, 9000), (6, 3)).T.astype(float)
@@ -282,7 +282,7 @@ def test_stages_are_balanced_with_and_without_their_transfers():
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "interleaved-1f1b", "breadth-first", "chimera"])
 def test_replicas_of_a_pipeline_run_side_by_side(name):
-    """2 of 4 workers and 8 of 16 microbatches each: as long as one of them alone; both sum their gradients."""
+    """Two replicas of 4 workers, with 8 of 16 microbatches each, take as long as one; both sum their gradients."""
     chunks = 1 if name in ("1f1b", "chimera") else 2
     small, large = Sizes(4 * chunks, 8, 4), Sizes(4 * chunks, 16, 8)
     alone = compile(load(name, small), small)

@@ -19,7 +19,7 @@ ROWS = st.lists(st.integers(0, 9), max_size=12)
 
 
 def matched(a, b):
-    """The pairs of `match`, which must be equal rows in ascending order."""
+    """The pairs that patience_match finds, which must be equal rows in ascending order."""
     partner = patience_match(np.array(a, np.int64), np.array(b, np.int64)).tolist()
     pairs = [(i, j) for i, j in enumerate(partner) if j >= 0]
     assert all(a[i] == b[j] for i, j in pairs)

@@ -83,7 +83,7 @@ def test_held_activations_are_those_of_stats():
 
 
 def test_gaps_are_the_idle_time(tmp_path):
-    """Also of workers whose lists are empty: 0 and 3 of the second."""
+    """Also for workers with empty lists: 0 and 3 of the second scene."""
     (tmp_path / "inner.py").write_text("def w(s, b, d):\n    return s + 1, s + 1\n\ndef n(s, b, d):\n    return b\n")
     for scene in (
         drawn("fslpp", Sizes(4, 8, 4, 2), Machine(alpha=0.2, weight=3)),

@@ -1,4 +1,4 @@
-"""draw -o .svg, .png: labels, determinism, the README's pictures, and what is said without matplotlib."""
+"""draw -o .svg, .png: labels, determinism, the README's pictures, and the message without matplotlib."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_svg_has_every_job_s_label_and_the_share_of_time(run, schedules):
 
 
 def test_a_picture_of_many_jobs_is_wider_and_its_labels_fit(run, schedules):
-    """18 workers' worth of 36 forwards and backwards: letters go before numbers do."""
+    """8 workers with 32 forwards and backwards each: a label that does not fit loses its letter before its number."""
     plan, file = schedules / "many.json", schedules / "a.svg"
     assert run("compile", "1f1b", "--stages", 8, "--microbatches", 32, "-o", plan).code == 0
     assert run("draw", plan, "-o", file).code == 0

@@ -1,4 +1,4 @@
-"""Exports: Chakra traces hold the schedule, its sizes and what depends on what; Chrome traces are simulate's."""
+"""Exports: Chakra traces hold the schedule, its sizes and its dependencies; Chrome traces are those of simulate."""
 
 from __future__ import annotations
 
@@ -175,9 +175,9 @@ def test_edges_say_what_is_read_and_what_stood_before(exported, golden):
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
 def test_replayed_by_its_data_dependencies_a_trace_takes_the_simulated_times(scheme, exported, golden):
-    """Nodes start when all they depend on has ended, a receive ends when its message was sent: the longest path.
+    """A node starts when all its dependencies have ended, a receive ends when its message is sent: the longest path.
 
-    Chakra's feeder gives out a node when its data dependencies are done, and reads no others.
+    Chakra's feeder issues a node when its data dependencies are done, and reads no other dependencies.
     """
     program, ranks = exported(golden[scheme])
     sent, entered, end = {}, defaultdict(dict), [{} for _ in ranks]
@@ -212,7 +212,7 @@ def test_replayed_by_its_data_dependencies_a_trace_takes_the_simulated_times(sch
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
 def test_a_feeder_gives_the_jobs_out_in_the_order_of_the_list(scheme, exported, golden):
-    """Of the nodes whose data dependencies are done it gives out that of the lowest id; what it gave out ends any time.
+    """Of the nodes whose data dependencies are done it issues that of the lowest id; an issued node may end any time.
 
     Messages are taken as arrived, so that nothing but the trace keeps the order.
     """
@@ -220,7 +220,7 @@ def test_a_feeder_gives_the_jobs_out_in_the_order_of_the_list(scheme, exported, 
     chance = random.Random(0)
     for nodes in ranks:
         waiting, running, given = {node.id: set(node.data_deps) for node in nodes}, [], []
-        assert all(len(node.data_deps) == len(set(node.data_deps)) for node in nodes)  # it strikes each out once
+        assert all(len(node.data_deps) == len(set(node.data_deps)) for node in nodes)  # the feeder removes each once
         while waiting or running:
             free = min((at for at, needs in waiting.items() if not needs), default=None)
             if free is not None and (not running or chance.random() < 0.5):
@@ -254,7 +254,7 @@ def regrouped(text):
 
 @pytest.mark.parametrize("what", ["shards that only exchange", "groups in another order"])
 def test_a_collective_of_some_ranks_names_them(what, exported, golden, run, tmp_path):
-    """As number 0, too: by that name simulators mean all ranks."""
+    """Group number 0, too, since simulators take that name for all ranks."""
     path, graph = tmp_path / "grouped.json", tmp_path / "tensor.graph"
     if what == "groups in another order":
         path.write_text(regrouped(golden["lpp"]))

@@ -143,7 +143,7 @@ def test_a_simulation_takes_as_long_by_its_own_trace(run, tmp_path, monkeypatch,
 
 
 def test_a_plan_takes_the_jobs_that_were_measured(pair, run, tmp_path):
-    """In one trace with them; messages without time leave only what other ranks do to wait for."""
+    """In one trace with the measured jobs; as messages take no time, ranks wait only for other ranks' work."""
     schedule, events = pair
     reality, both, profile = written(events, tmp_path), tmp_path / "both.json", tmp_path / "profile.json"
     plan = json.loads(run("simulate", schedule, "--measured", reality, "--trace", both, "--json").out)

@@ -1,4 +1,4 @@
-"""Compute actions as torch writes them, in and out: the same order, the same schedule; and what is refused."""
+"""torch's CSV of compute actions, read and written: the same order, the same schedule; and what is refused."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_a_row_a_rank_and_a_cell_a_job(actions):
     assert actions("zb-h1").read_text().splitlines()[3].startswith("3F0,3I0,3F1,3I1,3F2,3I2,3F3,3I3,3W0,3F4")
 
 
-# Weights lie where jobs run, so those that fetch weights have other messages; what leaves in pairs and versions of
-# weights are not said.
+# A CSV puts weights where jobs run, so schemes that fetch weights get other messages; it has neither activations that
+# leave in pairs nor weight versions.
 OTHER = ("fsdp", "fslpp", "dualpipe-v", "pipedream", "pipedream-2bw")
 
 
@@ -54,13 +54,13 @@ def test_what_is_written_is_read_as_the_same_schedule(scheme, actions, golden, r
     assert run("export", again, "--to", "csv", "-o", "-").out == path.read_text()
 
 
-# Those that are also schemes of ours, by which name.
+# torch's schedules, and the names of those that are also schemes of ours.
 TORCH = {
     "ScheduleInterleaved1F1B": "interleaved-1f1b",
     "ScheduleLoopedBFS": "looped-bfs",
     "ScheduleInterleavedZeroBubble": "interleaved-zb",
     "ScheduleZBVZeroBubble": "zb-v",
-    "ScheduleDualPipeV": None,  # of ours activations leave in pairs
+    "ScheduleDualPipeV": None,  # in ours, activations leave in pairs
 }
 
 
@@ -172,7 +172,7 @@ def test_sizes_are_the_files_own(actions, run, refused, tmp_path):
 
 
 def test_what_no_action_says_is_named(run, graph_file, refused, tmp_path):
-    """A schedule that its CSV does not give back; one whose CSV is all of it makes no such note (above)."""
+    """A schedule that its CSV does not describe fully; a fully described one gets no such note (above)."""
     graph = graph_file(stages=4, edges=[[0, 1], [0, 2], [1, 2], [2, 3]], tied=[[0, 3]])
     sizes = ("--microbatches", 4, "-o", tmp_path / "s.json")
     for options, words in (

@@ -207,7 +207,7 @@ def test_every_scheme_compiles_at_every_size_that_makes_sense(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("n", [None, "depth-first", "breadth-first"])
 def test_every_placement_takes_every_greedy_order(scheme, n):
-    """What a scheme says of its own list, such as dualpipe-v's pairs, does not bind another order."""
+    """Properties of a scheme's own list, such as dualpipe-v's pairs, do not constrain another order."""
     sizes = compiled(scheme, 4, 8).header
     asked = Sizes(sizes.stages, sizes.microbatches, sizes.workers, sizes.scheme.get("groups"))
     check(compile(load(scheme, asked), asked, Options(mode="greedy", n=n)))

@@ -1,4 +1,4 @@
-"""A user's scheme: w and n get what they ask for, and whatever they return wrong is said in one sentence."""
+"""A user's scheme: w and n get the arguments that they ask for, and wrong results are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def n(s, b, d):
 
 @pytest.fixture
 def scheme(tmp_path):
-    """Write a scheme file: the good one, with definitions behind it."""
+    """Write a scheme file: the good one, followed by more definitions."""
 
     def scheme(text="", base=GOOD, name="mine"):
         path = tmp_path / f"{name}.py"
@@ -251,7 +251,7 @@ def n(s, b, d):
 
 
 def test_files_of_one_name_may_have_dataclasses(tmp_path, compiled):
-    """They look for the names of their fields' types in the module that they are in."""
+    """Dataclasses look up the types of their fields in the module that defines them."""
     results = []
     for worker in (1, 2):
         path = tmp_path / str(worker) / "mine.py"

@@ -1,4 +1,4 @@
-"""bytes_under_way, held against a slow count, transfer by transfer."""
+"""bytes_under_way, compared with a slow count of every transfer."""
 
 from __future__ import annotations
 

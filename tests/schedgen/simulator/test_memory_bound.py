@@ -1,4 +1,4 @@
-"""The bound that knows memory: never above what is proved to be the best, and exact for ZB-H1."""
+"""The lower bound under a memory limit: never above the proved optimum, and exact for ZB-H1."""
 
 import numpy as np
 import pytest

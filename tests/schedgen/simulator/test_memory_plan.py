@@ -1,4 +1,4 @@
-"""Slots and peaks, held against intervals of rows that a slow plain Python reads off each rank's list."""
+"""Slots and peaks, compared with the lifetimes that slow plain Python reads off each rank's list."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_versions_that_are_alive_together_lie_apart(replicas, updates):
         for i, place in zip(part, row, strict=True):
             if i.op == Op.STEP:
                 if (stage, i.peer - 1) not in frees:
-                    assert alive.pop(i.peer - 1) == place  # changed where it lies
+                    assert alive.pop(i.peer - 1) == place  # changed in place
                 assert place not in alive.values()
                 alive[i.peer] = place
                 used.add(place)
@@ -141,7 +141,7 @@ def test_an_owner_has_room_for_the_other_owners_parts_of_a_sum():
 
 
 def test_a_place_given_back_last_is_taken_first():
-    # Rank 1 of three receives x.0.b, and from behind g.1.b, all of one size.
+    # Rank 1 of three receives x.0.b, and g.1.b from the next rank, all of one size.
     program = compiled("gpipe", 3, 4, 3)
     planned = memory_plan(program, buffer_sizes(Machine(), 3))
     back, expected, place_of, count = [], [], {}, 0
@@ -243,7 +243,7 @@ def test_stats_and_simulate_say_the_peak_by_hand(run, tmp_path):
     assert numbers["workers"][0]["memory_bytes"] == kinds | {
         "activation": 20, "weight_gradient": 100, "saved": 2000, "owned": 400,
     }  # fmt: skip
-    # Messages take no time: worker 1 works from 1 on, two times 2 + 4, and behind it worker 0's last 2.
+    # Messages take no time: worker 1 works from 1 on, two times 2 + 4, then worker 0's last 2.
     assert numbers["latency"] == 1 + 2 * 6 + 2
     # What stage 1 saves lives for 4, what stage 0 saves for 2 + 4 + 2, two of each; the peaks are 2 and 1.
     # The memory bound is worker 1's: two of 4 in a peak of 1. On the way: to worker 1, its jobs, and back. With room

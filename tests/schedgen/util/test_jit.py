@@ -114,7 +114,7 @@ def test_a_kernel_is_compiled_when_its_work_adds_up(monkeypatch):
 
 @pytest.fixture
 def compiled(tmp_path):
-    """Write a package with jit.py, a kernel and, in another module, a number that it adds; what compiled it gives."""
+    """Run a package with jit.py and a kernel that adds another module's number: its result and its cache files."""
     package, kept = tmp_path / "schedgen", tmp_path / "kept"
     (package / "util").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -143,6 +143,6 @@ def test_a_kernel_is_compiled_again_when_another_module_changes(compiled):
 
 
 def test_a_kernel_is_compiled_where_nothing_can_be_kept(compiled, tmp_path):
-    """No folder can be where a file is."""
+    """A file is in place of the cache folder, so that none can be made."""
     Path(tmp_path / "schedgen" / "__pycache__").touch()
     assert compiled(1, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(tmp_path / "schedgen" / "mine.py")) == (2, [])

@@ -1,4 +1,4 @@
-"""Bars: on a terminal, of commands that take long, and gone in the end; nowhere else, and never in the output."""
+"""Progress bars: on a terminal, of commands that take long, erased in the end; nowhere else, never in the output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_terminal(monkeypatch):
 
 
 def seen(text):
-    """What bars said they were, in order, and the last line that stands there in the end."""
+    """The titles of bars, in order, and the line that remains in the end."""
     shown = [line.split(":")[0] for line in text.split("\r") if line.strip()]
     return list(dict.fromkeys(shown)), text.rpartition("\r")[2]
 

@@ -59,7 +59,7 @@ def test_a_message_of_an_output_apart_has_its_own_size(graph, run, tmp_path):
 
 @pytest.mark.parametrize(("apart", "first"), [((0,), 1), ((), 10)])
 def test_the_bound_knows_which_outputs_are_apart(apart, first):
-    """Sizes by edge are of outputs that are; what stage 0 sends to stage 1 is the `first` message of the way."""
+    """Only separate outputs have sizes by edge; `first` is the size of the message from stage 0 to stage 1."""
     edges = ((0, 1), (0, 3), (1, 2), (2, 3))
     scheme = load("1f1b", Sizes(4, 1))._replace(edges=edges, per_consumer=apart)
     machine = Machine(beta=1, activation=10, edge_activation=[1, 0, 5, 5])

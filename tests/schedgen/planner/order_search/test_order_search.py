@@ -84,7 +84,7 @@ def test_hand_made_columns_of_table_8_come_out_of_the_simulator(row):
 def test_the_search_is_at_most_the_found_column_of_table_5(row, hidden, heads):
     """Memory as in the paper, section 4.1: 34 h + 5 a s of a forward, of which 32 h stay from I to W; s = 1024.
 
-    Messages have one byte, and room beside what forwards save: without bytes they would take no time.
+    Messages have one byte, for which the limit leaves room: without bytes they would take no time.
     """
     p, m, f, i, w, c, *_, rate = row
     saved, half = 34 * hidden + 5 * heads * 1024, 32 * hidden
@@ -142,7 +142,7 @@ def test_the_search_is_at_most_zb_v_of_table_8(row, gap):
     ("name", "chunks", "limit"), [("zb-h1", 1, 4), ("zb-h2", 1, 7), ("v-half", 2, 6), ("zb-v", 2, 8)]
 )
 def test_only_w_are_placed_anew_and_within_memory(name, chunks, limit, own_window):
-    """Every worker has its forwards and backwards in the order that it had, and W that wait behind their I."""
+    """Every worker keeps the order of its forwards and backwards; W wait after their I."""
     sizes = Sizes(4 * chunks, 9, 4)
     scheme = load(name, sizes)
     limits = Limits("window" if own_window else "latency", limit)
@@ -277,7 +277,7 @@ def test_bytes_of_a_worker_are_what_the_simulator_counts(limit):
 
 @pytest.mark.parametrize("activation", [0, 1])
 def test_messages_take_the_time_that_they_take_in_the_simulator(activation):
-    """Without bytes they take none, and the bound may not think that they do: p stages there and back, and a W."""
+    """Without bytes they take none, in the bound, too: p stages there and back, and a W."""
     machine = Machine(alpha=2, activation=activation)
     best = found("zb-h1", Sizes(4, 1, 4), UNIT, machine, 1)
     assert best.value == best.bound == 9 + 6 * 2 * activation and best.optimal
@@ -315,7 +315,7 @@ def test_nothing_is_worse_than_the_built_in_scheme_nor_below_the_bound(name):
     ],
 )
 def test_least_memory_for_the_latency_of_a_scheme(name, cost, value, source):
-    """At equal costs ZB-H1 ends with ZB-H2, and 1F1B with GPipe; the bound excludes less memory."""
+    """At equal costs ZB-H1 ends when ZB-H2 does, and 1F1B when GPipe does; the bound excludes less memory."""
     sizes = Sizes(8 if name == "v-half" else 4, 8, 4)
     best = least_memory(Question(load(name, sizes), sizes, cost), 5)
     assert (best.value, best.bound, best.optimal, best.source) == (value, value, True, source)

@@ -1,4 +1,4 @@
-"""Recomputation that the search decides: as few forwards as the limit asks for, and never a later end than without."""
+"""Recomputation chosen by the search: as few forwards as the limit needs, and never a later end than without."""
 
 import itertools
 
@@ -25,7 +25,7 @@ CHAIN = {"F": [10, 14, 9, 12], "B": [18, 30, 17, 25]}
 
 
 def random_place(rng, directions, batches):
-    """Numbers of one stage's jobs on one worker: each microbatch's forward, then its backward or I and W."""
+    """A random order of one stage's jobs on one worker: each microbatch's forward, then its backward or I and W."""
     left = {b: list(range(directions)) for b in range(batches)}
     place = np.zeros((directions, 1, batches), np.int64)
     for number in range(directions * batches):

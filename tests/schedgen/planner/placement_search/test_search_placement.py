@@ -1,4 +1,4 @@
-"""search free: the placement is searched, too; bounds hold for any, and nothing is worse than a family."""
+"""search free: the placement is searched, too; bounds hold for any placement, and none of a family is better."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def costs(names, *times):
 
 
 def placements(stages, workers):
-    """All, but for the names of workers."""
+    """All placements, up to a renaming of workers."""
     named = itertools.product(range(workers), repeat=stages)
     return sorted({tuple(list(dict.fromkeys(each)).index(worker) for worker in each) for each in named})
 
@@ -65,7 +65,7 @@ def test_all_placements_of_four_stages_on_two_workers(names, times, limits, mach
 
 
 def test_heavy_ends_have_workers_of_their_own():
-    """The last stage alone takes 8 (5 + 5 + 4), behind the 10 that the first forward takes to reach it."""
+    """The last stage alone takes 8 (5 + 5 + 4), after the 10 that the first forward takes to reach it."""
     sizes, heavy = Sizes(8, 8, 4), (4, 1, 1, 1, 1, 1, 1, 5)
     cost = {"F": np.array(heavy), "I": np.array(heavy), "W": np.array((3, 1, 1, 1, 1, 1, 1, 4))}
     question = Question(free_scheme(sizes), sizes, cost)
