@@ -1,8 +1,8 @@
 """A standing launch: ranks that stay, and execute one run after the other, as most of a short run is its startup.
 
-mpiexec starts RANKS processes of programs/run_server.py once. `run` writes a request, a line of JSON, to a FIFO. Rank 0
-reads it from there and broadcasts it, all ranks execute it, and rank 0 prints the answer to stdout, as `run: JSON`.
-`close` closes the FIFO, and the ranks exit.
+mpiexec starts RANKS processes of programs/run_server.py once. `run` writes a request, a line of JSON, to the FIFO of
+every rank. All ranks execute it, and rank 0 prints the answer to stdout, as `run: JSON`. `close` closes the FIFOs, and
+the ranks exit.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class StandingLaunch:
     """`mpiexec -n RANKS python -m mpi4py programs/run_server.py FIFO`."""
 
     def __init__(self, ranks: int, env: dict[str, str], folder: Path, cwd: Path = HERE) -> None:
-        """Start the ranks, in `cwd`. `folder`: an empty one, for the FIFO and the ranks' stderr."""
+        """Start the ranks, in `cwd`. `folder`: an empty one, for the FIFOs and the ranks' stderr."""
         self.marker, self.runs, self.received = uuid.uuid4().hex, 0, b""
-        os.mkfifo(folder / "requests")
-        self.requests = os.open(folder / "requests", os.O_RDWR)  # O_RDWR does not wait for a reader
+        fifos = [folder / f"requests-{rank}" for rank in range(ranks)]
+        for fifo in fifos:
+            os.mkfifo(fifo)
+        self.fifos = [os.open(fifo, os.O_RDWR) for fifo in fifos]  # O_RDWR does not wait for a reader
         self.err = folder / "err"
         with self.err.open("w") as err:
             self.job = subprocess.Popen(
@@ -59,7 +61,8 @@ class StandingLaunch:
     def run(self, request: Any, limit: float) -> Any:
         """Return the answer to a request. RuntimeError if the launch ends or takes more than `limit` seconds."""
         self.runs += 1
-        os.write(self.requests, json.dumps(request, default=str).encode() + b"\n")
+        for fifo in self.fifos:
+            os.write(fifo, json.dumps(request, default=str).encode() + b"\n")
         deadline = time.monotonic() + limit
         while True:
             line, newline, behind = self.received.partition(b"\n")
@@ -79,8 +82,9 @@ class StandingLaunch:
 
     def close(self, grace: float = 30) -> None:
         """Let the ranks exit; kill those that still run after `grace` seconds."""
-        with contextlib.suppress(OSError):
-            os.close(self.requests)
+        for fifo in self.fifos:
+            with contextlib.suppress(OSError):
+                os.close(fifo)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.job.wait(grace)
         for pid in processes(self.marker):

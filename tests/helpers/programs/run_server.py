@@ -1,7 +1,7 @@
 """The ranks of a standing launch (standing_launch.py): they execute requested runs one after the other.
 
-The argument is a FIFO. Rank 0 reads a request from it, a line of JSON, and broadcasts it. All ranks execute it, and
-rank 0 prints its result, as `run: JSON`. The ranks exit when the FIFO is closed.
+Rank r reads requests, lines of JSON, from the FIFO `ARGUMENT-r`, so that a rank that waits uses no CPU time. All ranks
+execute a request, and rank 0 prints its result, as `run: JSON`. The ranks exit when the FIFOs are closed.
 
 A request is an object that inspected_run.py takes, or a list: what follows `python -m`, or "-c" and what follows
 `python -c`. The result of a list is its exit code, the same on all ranks, and the stdout and the stderr of all ranks.
@@ -13,8 +13,6 @@ import json
 import runpy
 import signal
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from mpirun.comm.waiting import sleeping_barrier
 
 schedgen.util.jit.SMALL = 0  # kernels are compiled: there will be many runs
 WORLD = MPI.COMM_WORLD
-LONGEST = 1 << 16  # bytes of a request at most
 
 
 class CopiedErrors(io.StringIO):
@@ -37,23 +34,6 @@ class CopiedErrors(io.StringIO):
         """Keep the text, and copy it."""
         sys.__stderr__.write(text)
         return super().write(text)
-
-
-def requests(file: str) -> Iterator[Any]:
-    """Yield the requests, which rank 0 reads and broadcasts; the other ranks sleep meanwhile. Collective."""
-    line = bytearray(LONGEST)
-    with Path(file).open("rb") if WORLD.rank == 0 else contextlib.nullcontext() as lines:
-        while True:
-            if lines is not None:
-                read = lines.readline()
-                assert len(read) <= LONGEST
-                line[:] = read.ljust(LONGEST)
-            sent = WORLD.Ibcast(line)
-            while not sent.Test():
-                time.sleep(0.01)
-            if not (request := line.strip()):
-                return
-            yield json.loads(request)
 
 
 def run(module: str, arguments: list[str]) -> int:
@@ -100,12 +80,14 @@ def command(arguments: list[str]) -> list[Any]:
 
 
 sys.path.insert(0, str(Path.cwd()))
-for request in requests(sys.argv[1]):
-    if isinstance(request, list):
-        result = command(request)
-    else:
-        import inspected_run
+with Path(f"{sys.argv[1]}-{WORLD.rank}").open() as requests:
+    for line in requests:
+        request = json.loads(line)
+        if isinstance(request, list):
+            result = command(request)
+        else:
+            import inspected_run
 
-        result = inspected_run.execute(request)
-    if WORLD.rank == 0:
-        print(f"run: {json.dumps(result)}", flush=True)
+            result = inspected_run.execute(request)
+        if WORLD.rank == 0:
+            print(f"run: {json.dumps(result)}", flush=True)
