@@ -148,7 +148,7 @@ def _parser(command: str, description: str, epilog: str) -> Parser:
 def _common(parser: Parser) -> None:
     """Add the options of the model and of its steps that a run and a profile share."""
     add = parser.add_argument
-    add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
+    add("--text", metavar="FILE", help="the training text; default: modules of Python's standard library")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
     add("--momentum", type=_fraction, default=0.0, metavar="X", help="momentum of sgd; default: 0")
     add("--weight-decay", type=_fraction, default=0.01, metavar="X", help="default: 0.01")

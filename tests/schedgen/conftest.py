@@ -36,11 +36,11 @@ settings.register_profile(
 )
 settings.load_profile("schedgen")
 
-# The six schemes at W=4, S=4, B=8, the sizes of the pictures in Rahimi 2025.
 FOUR_STAGES = (
     "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "pipedream-flush", "1f1b-rr",
     "pipedream", "pipedream-2bw",
 )  # fmt: skip
+# Compiled with W=4, S=4, B=8, the sizes of the pictures in Rahimi 2025.
 GOLDEN = {
     "ddp": ("--workers", "4"),
     "fsdp": ("--workers", "4", "--fan-out", "3"),  # gradients go straight to the owner
