@@ -67,7 +67,7 @@ class Lifetimes:
     """Every life of every buffer, ordered by first access; one array entry per life unless stated otherwise.
 
     Weights that their owner holds throughout have no life. If weights have versions, those of an owner have lives: the
-    first begins at -1, the newest does not end, and if a STEP changes one in place its life continues as the next's.
+    first begins at -1, the newest does not end, and one that a STEP changes in place continues as the next version.
     """
 
     program: Program

@@ -55,7 +55,7 @@ def check_compiled(program: Program) -> None:
     * Where weights have versions, the sums among a stage's owners are in the middle of the list, where sums of
       different stages may wait for one another. Every other pass keeps the global order executable.
     * A w that places each shard itself may make the shards of a whole stage add up gradients in different groups.
-    * A memory limit does not delay backwards that run on other workers than their forwards.
+    * A memory limit does not delay a backward that runs on a worker other than its forward's.
     """
     header = program.header
     if not header.has_flush and any(header.several_owners):

@@ -31,7 +31,7 @@ def rule_2(proof: Proof) -> None:
 
 
 def rule_7(proof: Proof) -> None:
-    """Refuse any other first fault of a buffer's life, such as a second definition, a use after the end, or no end."""
+    """Refuse any other first fault: a buffer defined twice, used after its end or never ended, or own weights freed."""
     _refuse(proof, 7, RULE_7)
 
 

@@ -48,7 +48,7 @@ def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
 
 
 def _redone_behind_forward(proof: Proof) -> None:
-    """Prove that no FWD comes after the RECOMPUTE of its job, which by rule 2 comes before the backward."""
+    """Prove that on one rank no FWD comes after the RECOMPUTE of its job, which by rule 2 precedes the backward."""
     forwards, redone = proof.rows_of(Op.FWD), proof.rows_of(Op.RECOMPUTE)
     forward = np.zeros(proof.header.compute.shape[1:], np.int64)
     forward[proof.stage[forwards], proof.mb[forwards]] = forwards

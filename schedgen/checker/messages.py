@@ -12,7 +12,7 @@ from schedgen.util.errors import clip
 
 
 def rule_3(proof: Proof) -> None:
-    """Refuse a message to the sender itself, and the first SEND and receive of a channel that do not match."""
+    """Refuse a message to the sender itself, and the first SEND or receive of a channel that has no match."""
     rank, peer, kind = proof.rank, proof.peer, proof.kind
     for rows in (proof.rows_of(*SENDERS), proof.rows_of(*RECEIVERS)):
         proof.refuse_any(3, rows[peer[rows] == rank[rows]], "a rank does not send to itself")
@@ -25,7 +25,7 @@ def rule_3(proof: Proof) -> None:
     if sent == received:
         words = f"the next message of this kind from rank {rank[send[0]]} is line {proof.where(send[0])}"
         proof.refuse(3, receive[0], words)
-    # The smaller of the two channels has no partner left for its message.
+    # Channels are sorted: the smaller of these two has no partner left for its message.
     if not received or (sent and sent < received):
         proof.refuse(3, send[0], f"rank {peer[send[0]]} never receives this")
     proof.refuse(3, receive[0], f"rank {peer[receive[0]]} never sends this")

@@ -2,8 +2,8 @@
 
 Rule 10: every output and gradient of a split stage is summed over its shards once, before it is used. A shard
 gives a part of the sum: x.s.b by its FWD, g.p.b by its BWD or BWD_I for every producer p. The rank of that job has one
-ALLREDUCE of the part, over the ranks of all shards, before any of its SENDs or jobs that use it. By rule 2 it comes
-after the job, and by rule 6 all ranks enter it together.
+ALLREDUCE of the part, over the ranks of all shards, before any SEND or job of that rank uses the part. By rule 2 it
+comes after the job, and by rule 6 all ranks enter it together.
 
 Rule 11: all shards of a whole stage add up its gradient in one order and grouping. A sum of floating-point numbers
 depends on its order and grouping, and nothing is exchanged between the shards of a whole stage. What is added to dw.s
@@ -102,7 +102,7 @@ def check_copies(program: Program) -> None:
 
 
 def drifting(program: Program) -> tuple[int, int] | None:
-    """The first shard whose sum is not that of its stage's first shard, and its first owner; None: all agree.
+    """The first shard that adds up its gradient differently from its stage's first shard, and its first owner; or None.
 
     Only for programs whose sums are right, by rules 1 to 7.
     """
@@ -119,7 +119,7 @@ def drifting(program: Program) -> tuple[int, int] | None:
 
 
 def _gradient_trees(program: Program) -> dict[Place, int]:
-    """By place, for whole stages: the number of the dw's sequence of terms before ALLREDUCE, equal for equal ones."""
+    """For every dw of a whole stage, the number of its sequence of terms before ALLREDUCE; equal ones share one."""
     table, whole = program.rows, ~program.header.tensor_parallel.split
     adds = (table.op == Op.ADD) & (table.kind == Kind.DW)
     rows = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)) | adds)

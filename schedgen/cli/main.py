@@ -92,7 +92,7 @@ COMMANDS = (
 
 
 def parser() -> Parser:
-    """The parser of the command line; its `command` value is the Command."""
+    """The parser of the command line; it sets `command` to the Command."""
     top = Parser(
         prog="schedgen",
         description="Static schedules for distributed training, as text.",

@@ -148,8 +148,8 @@ class CompileOptions:
     forward: bool = switch("--forward", "forwards alone, for evaluation and prediction, on the workers of training")
     updates: str | None = option(
         "--updates",
-        "when weights change: once a list (flush), after every microbatch with stashed versions (stash) or vertical "
-        "sync, or after every few with two versions (2bw); default: the scheme's own",
+        "when weights change: once a list (flush), after every microbatch with stashed versions (stash) or with "
+        "vertical sync (vertical), or after every few with two versions (2bw); default: the scheme's own",
         choices=tuple(UPDATES),
     )
     output: str = option("-o --output FILE", "the schedule; - is standard output", required=True, file=WRITTEN)
@@ -190,7 +190,7 @@ class SimulateOptions(Form, CostOptions, InputFile):
     """simulate: a schedule, its costs, and where its trace goes."""
 
     trace: str | None = option("--trace OUT", "Chrome trace events, for Perfetto", file=WRITTEN)
-    measured: str | None = option("--measured TRACE", "durations, from an mpirun --trace file; OUT has both", file=READ)
+    measured: str | None = option("--measured TRACE", "durations of an mpirun --trace file; OUT gets both", file=READ)
 
 
 @dataclass(frozen=True)

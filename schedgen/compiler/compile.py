@@ -22,7 +22,7 @@ from schedgen.schemes.scheme import Scheme, Sizes
 def compile(scheme: Scheme, sizes: Sizes, options: Options = Options()) -> Program:  # noqa: B008  frozen
     """Compile a scheme to a projected program; UsageError if the scheme, the sizes and the options do not fit together.
 
-    The program may still deadlock if weights have versions: the checker's `check_compiled` finds such cases.
+    The checker's `check_compiled` checks the rest, such as deadlocks, which are possible if weights have versions.
     """
     check_options(scheme, sizes, options)
     placed = refine(place(scheme, sizes, options))

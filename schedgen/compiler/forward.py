@@ -25,7 +25,7 @@ _SIZES = ("name", "workers", "stages", "microbatches")
 
 
 def forwards(placed: PlacedScheme) -> PlacedScheme:
-    """A refined scheme reduced to its forwards, in its order, without caps, delayed sends, redone forwards and ties."""
+    """A refined scheme reduced to its forwards, in its order: no caps, delayed sends, recomputes, ties or updates."""
     owned_by_forwards = owners_of(placed.weights[:1]) == owners_of(placed.weights)
     nowhere = np.zeros(placed.compute.shape[1:], bool)
     return replace(

@@ -1,8 +1,8 @@
 """Greedy: of the jobs that can start earliest, a free worker takes the one with the smallest n.
 
-This is work-conserving, the simulator of Rahimi 2025. A forward that a limit (cap, memory) holds back waits until a
-backward frees memory. A redone forward is saved only during its backward: unless backwards are split, the redone
-forwards of a worker are saved one at a time.
+This is work-conserving, the simulator of Rahimi 2025. A forward that a limit (cap, memory) holds back waits for the end
+of a backward that makes room. A redone forward is saved only during its backward: unless backwards are split, all
+redone forwards of a worker in flight together take the memory of one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def greedy(
 
     caps    by stage, the most microbatches in flight on a worker
     memory  the most saved forwards on a worker
-    redone  by forward, whether it is saved only while its backward runs, and so one at a time on a worker
+    redone  by forward, whether it is saved only while its backward runs; all of these on a worker count as one
     """
     jobs = len(worker)
     # The place of each job when sorted by n; jobs of equal n are sorted by number.
@@ -77,13 +77,13 @@ class _Queues(NamedTuple):
     held_size: Numbers
     saved: Numbers  # forwards in flight: (workers, 2), kept and redone ...
     in_flight: Numbers  # ... and by stage, (workers, stages)
-    ready: Times  # [job]: when the job can start; [jobs + job]: when the memory that it frees is free
+    ready: Times  # [job]: when the job can start; [jobs + job]: when it makes room for a forward
     free_at: Times
     tree: Times  # leaf by worker: when it can start a job
 
 
 def _queues(graph: JobGraph, worker: Ints, limited: bool, redone: Flags | None) -> _Queues:
-    """Empty queues; if `limited`, with capacity for the entries about memory that jobs free."""
+    """Empty queues; if `limited`, large enough to hold also the entries of jobs that make room for forwards."""
     jobs, workers, forwards = len(worker), int(worker.max()) + 1, graph.stages * graph.microbatches
     most = np.bincount(worker, minlength=workers)
     kind = np.zeros(0, np.int64)
@@ -111,8 +111,8 @@ def _greedy(
 ) -> None:  # fmt: skip
     """Fill `start` with the start time of each job; jobs that a limit blocks permanently keep -1.
 
-    A tree over the workers finds the worker v that can start a job first. The memory that a backward frees for forwards
-    is an item of its own in `later`: `jobs` + the backward's number.
+    A tree over the workers finds the worker v that can start a job first. The room that a backward makes for forwards,
+    under a cap or a memory limit, is an item of its own in `later`: `jobs` + the backward's number.
     """
     base, now, later, now_size, later_size = queues.base, queues.now, queues.later, queues.now_size, queues.later_size
     saved, in_flight, ready, free_at, tree = queues.saved, queues.in_flight, queues.ready, queues.free_at, queues.tree

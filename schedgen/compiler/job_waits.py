@@ -16,7 +16,7 @@ def edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str:
-    """A cycle of jobs that wait for one another, in words; it is reached from a job that never started.
+    """A cycle of jobs that wait for one another, in words, found from a job that never started.
 
     `previous`: by job, the job that its worker must run directly before it; -1: none.
     """

@@ -23,7 +23,7 @@ def order(placed: PlacedScheme) -> Times:
     graph, (_, stages, batches) = placed.job_graph, placed.compute.shape
     worker, n, length = placed.compute.ravel(), placed.n.ravel(), _lengths(placed)
     if placed.scheme.mode == "greedy":
-        one_by_one = placed.redone.ravel() if len(placed.compute) == 2 else None  # split: may run I, I, W, W
+        one_by_one = placed.redone.ravel() if len(placed.compute) == 2 else None  # halves may interleave: I, I, W, W
         return greedy(graph, worker, n, length, placed.caps, placed.options.memory_limit, one_by_one)
     delayed = np.zeros(len(length), bool)
     delayed[: stages * batches] = placed.delayed_send.ravel()

@@ -101,7 +101,7 @@ def place_jobs(
     """Evaluate w on every job; `counts`: parts of each stage's weights, `tensor`: shards of each stage."""
     divided, takes_part = max(counts) > 1, fourth_argument(scheme.w) == "k"
     fourth_axis = [tensor] if scheme.by_shard else [max(counts)] if takes_part else []
-    shards = 1 if scheme.by_shard else tensor  # shards of each stage that w places
+    shards = 1 if scheme.by_shard else tensor  # how many shards each job that w places stands for
     shape = (stages, microbatches, directions, *fourth_axis)
     check_jobs(stages, microbatches, directions * shards * (fourth_axis or [1])[0])
     weights, compute = evaluate("w", scheme.w, shape, values=2)

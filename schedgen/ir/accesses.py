@@ -141,7 +141,7 @@ class _Names(NamedTuple):
     first_of_tie: Numbers  # the stages of tie k are tied[first_of_tie[k] : first_of_tie[k + 1]]
     tied: Numbers
     owner: Flags  # (workers, units)
-    redone: Flags  # (stages, microbatches): the forward saves nothing, as where another rank has the backward
+    redone: Flags  # (stages, microbatches): the forward saves nothing: it is redone, or has no backward on its rank
     stays: Flags  # by row, for STEP: the version before has a FREE, so it lives on
     again: Flags  # by row: an ALLREDUCE of a tie that its rank has entered before
     stages: int

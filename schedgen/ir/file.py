@@ -91,7 +91,7 @@ def header_entries(header: Header) -> dict[str, Any]:
 
 
 def _placement_lines(key: str, placement: Ints) -> list[str]:
-    """For each direction that differs from the one before: a line of workers, or a line a stage by microbatch."""
+    """For each direction that differs from the one before: a line of workers by stage, or a line for each stage."""
     lines = [f' "{key}": {{']
     for d, name in enumerate(DIRECTIONS[len(placement)]):
         if d and (placement[d] == placement[d - 1]).all():

@@ -45,7 +45,7 @@ class Header:
     # updates, one of UPDATES, unless flush; accumulated with 2bw
     lowering: Mapping[str, Any]
     graph: StageGraph
-    groups: tuple[tuple[int, ...], ...]  # the different sets of ranks of collectives
+    groups: tuple[tuple[int, ...], ...]  # the sets of ranks that collectives name, each once
     compute: Ints
     weights: Ints
     generator: str
@@ -101,7 +101,7 @@ class Header:
         return self.tensor_parallel.siblings(stage)
 
     def summed_stages(self, stage: int) -> range:
-        """The stages whose jobs add up to x.s and to gradients of its inputs: the shards of a split stage, else s."""
+        """The stages whose jobs add up to x.s and to the gradients of s's inputs: all shards if s is split, else s."""
         return self.tensor_parallel.summed_stages(stage)
 
     @cached_property

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
     W = 3  # w.s      weights; w.s@v version v of them, w.s/k part k of divided weights
     DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where the weights are divided
-    T = 5  # t.k      in the dw of tie k's stages, the gradients of the shared parameters; never sent
+    T = 5  # t.k      in the dw of tie k's stages, the gradients of the shared parameters; only ALLREDUCE names it
 
 
 KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}

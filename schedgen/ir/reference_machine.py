@@ -141,7 +141,7 @@ class ReferenceMachine:
         summed = self.header.summed_stages(stage)
         return summed.index(stage) if len(summed) > 1 else WHOLE
 
-    # The opcodes, with stage s and microbatch b.
+    # One method for every opcode; s and b are the stage and the microbatch of the instruction.
 
     def receive(self, rank: Rank, i: Instruction) -> None:
         """FETCH_W, RECV: post a receive of buf, the next message of this kind from `from`. A dw becomes a partial."""
@@ -168,12 +168,12 @@ class ReferenceMachine:
             rank.define(buffer_name(Kind.X, i.stage, i.mb, consumer), self.result(i.stage))
 
     def recompute(self, rank: Rank, i: Instruction) -> None:
-        """RECOMPUTE: what the backward needs, from every x.p.b and w.s. A FWD of the job on this rank comes before."""
+        """RECOMPUTE: what the backward needs, from every x.p.b and w.s. A FWD of the job on this rank must precede."""
         self.use_inputs(rank, i, save=True)
         rank.redone.add((i.stage, i.mb))
 
     def use_inputs(self, rank: Rank, i: Instruction, save: bool) -> None:
-        """Read the inputs and weights of a FWD or RECOMPUTE, and `save` what the backward needs."""
+        """Read the inputs and weights of a FWD or RECOMPUTE; if `save`, keep what the backward needs."""
         self.read_weights(rank, i)
         for name in self.inputs(i):
             rank.read(name)

@@ -41,7 +41,7 @@ class TensorParallel:
         return range(first, first + self.degree)
 
     def summed_stages(self, stage: int) -> range:
-        """The stages whose jobs add up to x.s and to gradients of its inputs: the shards of a split stage, else s."""
+        """The stages whose jobs add up to x.s and to the gradients of s's inputs: all shards if s is split, else s."""
         return self.siblings(stage) if self.split[stage] else range(stage, stage + 1)
 
 

@@ -67,7 +67,7 @@ def read_limits(raw: Mapping[str, Any]) -> Limits:
 
 
 def _stage_counts(raw: Mapping[str, Any], length: int) -> tuple[int, ...]:
-    """The numbers of stages with which a list of `length` fits: as one by stage of the model, or of the scheme."""
+    """The numbers of stages for which a list of `length` has an entry a stage of the scheme, or of the model."""
     parts = raw["scheme"].get("parts", 1)
     return tuple(length * _degree(raw) * p for p in (1, parts) if _is_whole(p, 1, LARGEST))
 
@@ -136,7 +136,7 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
 
 
 def _order(value: object) -> dict[str, Any]:
-    """The entry with mode, n and cost."""
+    """Check the entry `order`: mode, n and cost."""
     if not isinstance(value, dict) or set(value) != {"mode", "n", "cost"} or not _is_printable(value["n"]):
         raise Wrong("order", "order must have mode, n and cost")
     if value["mode"] not in ("greedy", "strict"):
@@ -155,7 +155,7 @@ def _order(value: object) -> dict[str, Any]:
 
 
 def _room(jobs: int, shape: tuple[int, int, int]) -> int:
-    """The most edges x microbatches, or parts, for `jobs` instructions: one each, or MOST_USES in forwards alone."""
+    """The most edges x microbatches, or parts, for `jobs` instructions: as many, times MOST_USES in forwards alone."""
     return jobs * MOST_USES if shape[0] == 1 else jobs
 
 

@@ -24,7 +24,7 @@ class CandidateBound(NamedTuple):
 
 
 def candidate_bound(candidate: Candidate) -> CandidateBound:
-    """The bound over all stage costs of a candidate."""
+    """The bound that holds for all stage costs of a candidate."""
     scheme, sizes = candidate.scheme, candidate.sizes
     shape = (sizes.stages, sizes.microbatches, 3 if scheme.split else 2)
     weights, compute, *_ = place_jobs(scheme, *shape)
@@ -34,7 +34,7 @@ def candidate_bound(candidate: Candidate) -> CandidateBound:
 
 
 def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints, n: Any) -> CandidateBound:
-    """The bound for one of the stage costs; `weights`, `compute`: workers, (D, S, B); `n`: None if greedy."""
+    """The bound for one of the stage costs; `weights`, `compute`, `n`: of jobs, (D, S, B), but `n` None if greedy."""
     S, workers, machine = candidate.sizes.stages, candidate.sizes.workers or 1, costs.machine
     times = costs.durations(candidate.scheme.split)
     if candidate.scheme.unsplit_backward is not None and has_both(costs.times):

@@ -128,7 +128,7 @@ def joined_graph(
 ) -> tuple[ModelGraph, dict[Edge, float], list[float]]:
     """The graph of stages that end at cuts `ends`, from that of the layers; and the bytes that stages send.
 
-    The bytes are, by edge of the graph and in its order, of what is sent along it; and by stage, of all its outputs
+    The bytes are, by edge of the graph and in its order, those sent along it; and by stage, those of all its outputs
     that later stages read. Where a layer is apart, its consumers are taken to read nothing in common.
     """
     stage_of = [bisect(ends, layer) for layer in range(graph.stages)]

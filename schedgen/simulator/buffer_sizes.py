@@ -20,7 +20,7 @@ class BufferSizes(NamedTuple):
 
     activation: Numbers  # x.s.b and g.s.b
     weight: Numbers  # a copy of w.s with all its parts, and dw.s
-    partial: Numbers  # a received dw.s; where weights are divided, a multiple of w.s, of each part the same multiple
+    partial: Numbers  # a received dw.s; if weights are divided, a multiple of w.s, and the same for each of its parts
     saved: Numbers  # what a forward keeps for its backward
     half: Numbers  # what BWD_I keeps in addition until BWD_W; below 0 if it frees part of `saved`
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0

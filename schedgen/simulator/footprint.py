@@ -39,7 +39,7 @@ class Footprint(NamedTuple):
 
 
 def footprint(program: Program, sizes: BufferSizes) -> Footprint:
-    """The bytes that every rank needs, for a checked, projected program or some of its ranks' rows (`memory_plan`)."""
+    """The bytes that every rank needs, for a checked, projected program or, as in `memory_plan`, some ranks' rows."""
     slots = [slot_sizes.sum() for slot_sizes in memory_plan(program, sizes).sizes]
     return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), _computed(program, sizes))
 

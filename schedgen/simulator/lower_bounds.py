@@ -85,7 +85,7 @@ def _way(header: Header, lengths: Mapping[str, Times]) -> float:
     """The largest, over workers, of the least time before its jobs, plus its jobs, plus the least time after them.
 
     Also with F, or F and I, as its only jobs. Like `order_bound` without messages, but for any number of stages: each
-    node is visited once. 0 if a backward on another worker than its forward redoes the forward without waiting.
+    node is visited once. 0 if a backward is on another worker than its forward: it redoes it, and need not wait for it.
     """
     if (header.compute != header.compute[0]).any():
         return 0.0

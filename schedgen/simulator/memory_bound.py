@@ -1,8 +1,8 @@
 """A lower bound on a worker's time with limited memory, by the idle time that no order avoids at its two ends.
 
 Until the first job that releases memory has ended, a worker starts no more forwards than its memory holds. It can do
-little else until then, because the first backward comes only after the path to the loss and back. So the work between
-time 0 and any earlier time t is bounded, and t minus this bound is idle time. With time reversed the same holds at the
+little else until then, because the first backward comes only after the path to the loss and back. So the work from time
+0 to any time t before then is bounded, and t minus this bound is idle time. With time reversed the same holds at the
 end, where jobs that release memory take it. If the two stretches, of lengths t and u, do not overlap within the time T,
 
     T >= work + idle time in the first + idle time in the last.

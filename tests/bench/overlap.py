@@ -5,7 +5,7 @@ stages crosses ranks. The same training in three ways, step by step in turns:
 as it is; with every SEND waiting until the message has arrived and without calls of MPI during computations;
 and with messages of one element in place of whole ones, which cost next to
 nothing. Hidden is the part of the second's time beyond the third's that the
-first saves. The simulator, given the measured profile, says how much could be.
+first saves. The simulator, given the measured profile, says how much could be hidden.
 """
 
 from __future__ import annotations

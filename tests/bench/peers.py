@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("schedule", help="the schedule that mpirun executes")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--stages", type=int, required=True, help="of the peer")
+    parser.add_argument("--stages", type=int, required=True, help="stages of the peer")
     parser.add_argument("--microbatches", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,8 +1,8 @@
 """make bench-run: how to sum a gradient over its owners, measured.
 
 Ours (one slice a member, added in torch in the order of the ranks), a ring of
-chunks, and MPI's own non-blocking Iallreduce, each alone and behind a
-computation that makes no calls for it, as backwards are: milliseconds until the
+chunks, and MPI's own non-blocking Iallreduce, each alone and during a
+computation that, like a backward, makes no calls for it: milliseconds until the
 sum is done, beyond the computation's own time. Medians of rounds in which all
 take turns. MPI's sum has no bf16 and guarantees no order, unlike the other two.
 """

@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     about: str
     scheme: str
     stages: int
-    target: dict[str, float]  # by case: at most this part of their time should be ours
+    target: dict[str, float]  # by case: our time should be at most this fraction of theirs
     options: tuple[str, ...] = ()  # of schedgen compile
     ranks: int = 2
     best_stages: Mapping[str, int] = {}  # by case, where another number of stages is faster: what a user would choose

@@ -297,7 +297,7 @@ class Hang(Failure):
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise Hang after so many seconds of processor time; kill the process after twice as many if Python did not.
+    """Raise Hang after so many seconds of processor time; after twice as many, kill a process that has not raised it.
 
     Time in which the process is stopped or waits for a core does not count. Both timers count from here on: a limit on
     all of the process's time is compared with another clock, which by then differs by seconds.

@@ -51,7 +51,7 @@ def _last_uses(
 ) -> int:  # fmt: skip
     """Fill the last three arrays: what is freed after which row, by rank and first use; return the number of FREEs.
 
-    `first_use`, zeros at first, by slot: the latest rank that used it, + 1, and that rank's index in the three arrays.
+    `first_use`, zeros at first, by slot: the latest rank that used it, + 1, and its buffer's index in the three arrays.
     `next_compute` becomes the row of the next job after each row, or else the rank's last row.
     """
     length, count = len(rank), 0

@@ -4,10 +4,10 @@ A worker that does not own the stage sends dw.s once, after its last backward of
 the sums that it relays. The workers that send to one owner form a tree with at most `fan_out` branches at each node;
 workers that finish first are furthest from the owner. A receiver adds sums in order of arrival, each after the next
 receive; an owner adds the last one after its next job, so that the transfer overlaps other work. Several owners then
-all-reduce their sums, as soon as the last owner's sum is complete.
+all-reduce their sums once, as soon as the last owner's sum is complete.
 
-Each part of divided weights has an owner, and a tree, of its own. K parts count as one sum, and a worker sends to its
-nearest neighbours upwards first.
+Each part of divided weights has an owner, and a tree, of its own. K parts count as one sum, and a worker sends first to
+the next worker, then to the one after it, and so on, modulo the number of workers.
 """
 
 from __future__ import annotations

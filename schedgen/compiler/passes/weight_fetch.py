@@ -1,15 +1,15 @@
 """Weights: a worker that computes a stage it does not own fetches w.s from a worker that has it.
 
-Of divided weights it fetches the parts that it does not own, those of its nearest neighbours upwards first, so that
-workers that begin together fetch from different owners. K parts count as one fetch.
+Of divided weights it fetches the parts that it does not own, first from the next worker, then from the one after it,
+and so on, so that workers that begin together fetch from different owners. K parts count as one fetch.
 
 1. At most `weight_slots` foreign copies are held at a time. The future is known, so the copy whose next use is furthest
    away is dropped, which gives the fewest fetches possible [Belady, "A study of replacement algorithms", 1966].
 2. A fetch comes `prefetch` jobs before the job that needs the copy or, if its server is busy at that time, before the
    job that the server is running then, so that the server can still send in time. It never comes before its slot is
    empty.
-3. The owner and every copy serve at most `fan_out` fetches at a time. Further fetches go to a copy, so that the copies
-   form a tree.
+3. Once `fan_out` live copies have come from the owner, a fetch goes to the oldest copy that can send in time and has
+   served fewer than `fan_out`, if there is one, so that the copies form a tree.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def _fetches(
 ) -> list[tuple[int, ...]]:  # fmt: skip
     """The fetches: (rank and stage of a copy, part, sender of the part, row after which it is sent, number of relays).
 
-    The owner sends or, if it already serves `fan_out` fetches, the oldest copy that can send in time. `jobs`: by rank.
+    The sender is the owner or, if it has sent `fan_out` live copies, the oldest copy that can send in time, if any.
+    `jobs`: by rank.
     """
     time = program.time
     assert time is not None

@@ -124,7 +124,7 @@ def _updates(header: Header, rank: int, stage: int, backward: Numbers, ended: Nu
 
 
 def _entered(header: Header, newest: Numbers) -> Numbers:
-    """The versions used with vertical sync: at each stage the newest without microbatches that the first stage's lacks.
+    """The versions used with vertical sync: at each stage the newest whose microbatches are all in the first stage's.
 
     `newest`: the newest version when each forward starts, (S, B). If several stages read the input, the one
     furthest behind counts.

@@ -43,8 +43,10 @@ def solve(
     problem: OrderProblem, start: Times, value: float, floor: float, seconds: float, whole: Times | None = None,
     is_whole: Flags | None = None,
 ) -> Proof:  # fmt: skip
-    """Run CP-SAT from an order with starts `start` and longest window `value`; `seconds`: its deterministic time.
+    """Run CP-SAT from an order with starts `start` and longest window `value`.
 
+    floor     a lower bound on the longest window
+    seconds   the most deterministic time of CP-SAT
     whole     by job: for an I, the duration of the whole backward; None: backwards are not whole
     is_whole  by job: whether it is the I of a whole backward in that order
     """

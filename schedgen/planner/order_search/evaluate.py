@@ -17,7 +17,7 @@ class Run(NamedTuple):
     start: Times  # by job
     job: Numbers  # by place in the order: the job there
     window: Times  # by worker: from its first job, or from time 0, to the end of its last
-    ready: Times  # by job: when it can start, by the jobs run so far
+    ready: Times  # by job: when it can start, given the jobs that have run so far
     waits: Numbers  # by job: how many jobs it still waits for
     begun: Numbers  # by class: jobs begun
     at: Numbers  # by worker: its next place

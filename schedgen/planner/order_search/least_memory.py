@@ -18,7 +18,7 @@ from schedgen.simulator.simulate import simulate
 
 
 def least_memory(question: Question, budget: int = BUDGET) -> FoundOrder:
-    """The schedule: `value` is the saved forwards that it holds; with fewer than `bound`, no order is in time.
+    """The schedule: `value` is the most saved forwards of a worker; with fewer than `bound`, no order is in time.
 
     Arguments and errors as for `search_order`, which gets a part of the budget for every limit. The question has no
     limits of its own.

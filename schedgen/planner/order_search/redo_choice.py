@@ -2,8 +2,8 @@
 
 An order is given by a number of every job, (D, S, B), that grows along each worker. A forward that is redone keeps only
 its inputs until its backward begins; RECOMPUTE then restores what the backward reads. If all forwards keep the same
-amount, the fewest are redone by choosing, whenever too much is held, the one whose backward comes last: this is greedy
-colouring of the intervals from forward to backward, with a colour for each forward that a worker can save.
+amount, the fewest are redone by choosing, whenever too much is held, the one whose backward comes last: the others'
+intervals, from forward to backward, are a maximum k-colourable subgraph of an interval graph, if a worker saves k.
 """
 
 from __future__ import annotations

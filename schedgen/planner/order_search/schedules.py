@@ -19,7 +19,7 @@ from schedgen.simulator.simulate import Simulation, simulate
 
 
 def with_own_costs(question: Question) -> Question:
-    """The question; of costs of whole backwards and of halves, if it has both, only its scheme's are kept, and R."""
+    """The question; if its costs are for whole and split backwards, only those of its scheme's kind are kept, and R."""
     cost = question.cost
     if not has_both(cost):
         return question
@@ -44,7 +44,7 @@ def compile_order(question: Question, n: Numbers, redone: Flags | None = None, w
     """The schedule of a found order of a scheme's jobs.
 
     n              a number of every job, (D, S, B), that grows along each worker
-    redone, whole  (S, B): forwards that are redone, and backwards that are not split; None: none
+    redone, whole  (S, B): forwards that are redone, and backwards that are not split; None: there are none
     """
     limits = question.limits
     scheme = as_placement(question.scheme, len(n) == 3)._replace(

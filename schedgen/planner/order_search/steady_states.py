@@ -28,8 +28,8 @@ KEPT = 3  # best blocks, besides V-Half's and V-Min's
 
 def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work: int) -> list[Numbers]:
     """Orders with up to `limit` saved forwards a worker: of V-Half's block, of V-Min's, and of the best of all others
-    that can be tried with `work` job start times. An empty list if the placement is not a V, or if a stage does not
-    read the one before; stages may also read others."""
+    that can be tried with `work` job start times. An empty list if backwards are whole, the placement is not a V, or a
+    stage does not read the one before; stages may also read others."""
     directions, stages, batches = placed.compute.shape
     way_down = np.minimum(np.arange(stages), np.arange(stages)[::-1])
     p = placed.workers

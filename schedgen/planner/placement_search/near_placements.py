@@ -45,7 +45,7 @@ class NearPlacements:
     def __init__(
         self, sets: StageSets, estimate: Callable[[Placement, float, Times], Trial], workers: int, work: float
     ) -> None:
-        """`estimate` takes a placement, its bound, and job starts in an order of a near placement; `work`: millions."""
+        """`estimate` takes a placement, its bound and job starts of a near one; `work`: millions of job start times."""
         self.sets, self.estimate, self.workers, self.left = sets, estimate, workers, work
         self.judged: dict[Placement, Judged] = {}
 

@@ -1,4 +1,4 @@
-"""Faults of job graphs, by name: each leaves out something that capture or replay needs."""
+"""Faults of job graphs, by name: each breaks something that capture or replay needs."""
 
 from __future__ import annotations
 

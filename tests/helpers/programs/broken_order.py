@@ -1,4 +1,4 @@
-"""Faults in the order of transfers and late kernels, by name: each leaves out something that the order needs."""
+"""Faults in the order of transfers and late kernels, by name: each leaves out or misplaces something."""
 
 from __future__ import annotations
 

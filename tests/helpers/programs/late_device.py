@@ -2,7 +2,7 @@
 
 - Every aten op on its tensors is launched into the current stream (late_streams.py). Until the stream comes to it, all
   bits of its outputs are ones: NaN in any floating type, -1 in integers. So is memory that nothing has written.
-- Tensors of the device and of the host do not mix in one op, except in copies and for tensors without dimensions.
+- Tensors of the device and of the host do not mix in one op, except in copies and for host tensors without dimensions.
   Copies from and to pinned memory run late; others, `item` and the like make the host wait; `numpy` is refused.
 - Backwards run in a thread of their own, as autograd's do on a GPU, in the stream of their caller.
 
@@ -51,7 +51,7 @@ LATE = "late"  # torch's type of device
 
 @cache
 def register() -> None:
-    """Register the device type with torch; not in a process with a real GPU, where torch would pin memory for this."""
+    """Register the device type with torch. Not where there is a real GPU: torch would pin memory for this one."""
     module = ModuleType(f"torch.{LATE}")  # torch asks it
     vars(module).update(is_available=lambda: False, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None)
     torch.utils.rename_privateuse1_backend(LATE)
@@ -70,7 +70,7 @@ def marked(x: Tensor, what: str = ON_DEVICE) -> Tensor:
 
 
 def poisoned(x: Tensor) -> Tensor:
-    """The tensor, which has no values yet and shares memory with no other, with all bits set."""
+    """The tensor, which has no values yet and shares memory with no other, with all bits set (bool: True)."""
     if type(x) is Tensor:  # a fake one has no memory
         storage = x.untyped_storage()
         ctypes.memset(storage.data_ptr(), 1 if x.dtype == torch.bool else ONES, storage.nbytes())

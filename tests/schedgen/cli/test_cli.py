@@ -55,7 +55,7 @@ def commands(run):
     return re.findall(r"^    (\w+) ", run("--help").out, re.M)
 
 
-BUDGET = {"search": ("--budget", 1)}  # the example's search would use all of the default budget, 30
+BUDGET = {"search": ("--budget", 1)}  # the example's search would use all of the default budget
 
 
 def test_help_of_every_command_has_an_example_that_runs(commands, files, run, monkeypatch):

@@ -143,6 +143,6 @@ def test_a_kernel_is_compiled_again_when_another_module_changes(compiled):
 
 
 def test_a_kernel_is_compiled_where_nothing_can_be_kept(compiled, tmp_path):
-    """A file is in place of the cache folder, so that none can be made."""
+    """A file stands where the cache folder would be, so that none can be made."""
     Path(tmp_path / "schedgen" / "__pycache__").touch()
     assert compiled(1, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(tmp_path / "schedgen" / "mine.py")) == (2, [])
