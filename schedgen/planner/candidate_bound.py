@@ -34,7 +34,7 @@ def candidate_bound(candidate: Candidate) -> CandidateBound:
 
 
 def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints, n: Any) -> CandidateBound:
-    """The bound for one of the stage costs; `weights`, `compute`, `n`: of jobs, (D, S, B), but `n` None if greedy."""
+    """The bound for one of the stage costs; by job, (D, S, B): `weights`, `compute`, `n`, which is None if greedy."""
     S, workers, machine = candidate.sizes.stages, candidate.sizes.workers or 1, costs.machine
     times = costs.durations(candidate.scheme.split)
     if candidate.scheme.unsplit_backward is not None and has_both(costs.times):
