@@ -1,6 +1,6 @@
 """The models of `make bench-run`: a GPT of four blocks, cut into stages as equal as possible.
 
-`--model cases:NAME`: a case for 1, 2 or 4 stages, or a model in layers for up to as many stages as it has layers.
+`--model cases:NAME`: a case, for 1, 2 or 4 stages, or a model in layers, for no more stages than it has layers.
 """
 
 from __future__ import annotations

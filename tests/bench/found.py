@@ -38,7 +38,7 @@ MODEL = ["--model", f"cases:{NAME}", "--threads", "1"]
 
 
 class Plan(NamedTuple):
-    """What plan said of the schedule that it wrote."""
+    """What plan prints of the schedule that it writes."""
 
     words: str
     predicted: float

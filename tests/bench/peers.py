@@ -220,7 +220,7 @@ def main() -> None:
             "ours": lambda: (ours.run if number else ours.run_first)(number).losses,
             "theirs": lambda: theirs(number),
         }
-        for side in sorted(turns, reverse=bool(number % 2)):  # who goes first changes
+        for side in sorted(turns, reverse=bool(number % 2)):  # the sides go first in turn
             lap(side, turns[side])
     mine = sum(part.nbytes for stage in ours.stages.values() for part in stage.owned.values())
     owned = {side: comm.allgather(size) for side, size in (("ours", mine), ("theirs", task.owned))}

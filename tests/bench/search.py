@@ -55,7 +55,7 @@ CAPPED += [
 ]
 COSTS = ((1, 1, 1), (10, 12, 8), (1, 1.2, 0.6))
 ROOM = 10_000  # bytes for messages of one byte: far less than a forward saves; without bytes they would take no time
-BUDGET = 1000  # millions of jobs that are given a time
+BUDGET = 1000  # millions of job start times computed
 GAP_BUDGET, QUICK_BUDGET = 20, 0.1
 FREE_BUDGET = 100
 # Times of F by stage, of 8 on 4 workers with 8 microbatches, and saved forwards; I and W take as long as F

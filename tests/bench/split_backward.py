@@ -34,7 +34,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def seconds(width: int, length: int, sequences: int, blocks: int, runs: int) -> list[tuple[float, float, float]]:
-    """Of B, of our I and W, and of torch's, in every run."""
+    """By run, the seconds of B, of our I and W, and of torch's."""
     x = torch.randn(sequences, length, width)
     gradient = torch.randn_like(x)
     module = nn.Sequential(*(Block(width, 4) for _ in range(blocks)))

@@ -166,7 +166,7 @@ def all_whole(save: Path) -> bool:
 
 
 def main() -> int:
-    """The exit code: 1 where a run did not end well."""
+    """Kill and resume runs; return the exit code, 1 if a run did not end well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)

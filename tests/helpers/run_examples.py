@@ -63,7 +63,7 @@ class Example:
         return [*mpiexec(), "-n", "4", sys.executable, "-c", self.program, self.folder, file, self.folder / out, mode]
 
     def run(self, scheme: str, canonical: bool, out: str) -> list[float]:
-        """The losses of its steps."""
+        """Run the example to its end; return the losses of its steps."""
         done = subprocess.run(
             self.command(scheme, canonical, out), env=environment("x"), capture_output=True, text=True, check=False
         )
@@ -71,7 +71,7 @@ class Example:
         return [float(loss) for loss in re.findall(r"^of step \d+ (.*)$", done.stdout, re.M)]
 
     def kill_after(self, seconds: float, scheme: str, out: str) -> None:
-        """SIGKILL to all ranks so many seconds after the first checkpoint."""
+        """Run the example, and send SIGKILL to all ranks `seconds` after the first checkpoint."""
         marker = hashlib.sha256(out.encode()).hexdigest()
         job = subprocess.Popen(
             self.command(scheme, True, out), env=environment(marker), stdout=subprocess.DEVNULL,
@@ -121,7 +121,7 @@ def check(example: Example, schemes: list[str]) -> None:
 
 
 def check_export(example: Example, scheme: str) -> None:
-    """The exported model is what transformers loads."""
+    """Assert that transformers loads the export, with the bits of the newest checkpoint."""
     folder = example.folder / f"{example.name}-{scheme}-True"
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     newest = max((example.folder / f"{folder.name}-checkpoints").glob("step-*"))

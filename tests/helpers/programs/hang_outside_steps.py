@@ -31,7 +31,7 @@ class Block(nn.Linear):
 
 
 def sleep(*_: Any) -> None:
-    """For ever."""
+    """Sleep for ever."""
     time.sleep(1000)
 
 

@@ -189,7 +189,7 @@ class Launches(TorchDispatchMode):
         return tuple(new if alias is None else alias for new, alias in zip(made, aliases, strict=True))
 
     def copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """A copy between the host's memory and the device's, or to the device of what is there already."""
+        """A copy between the host's memory and the device's, or to the device of a tensor that is already on it."""
         source = args[1] if func is aten.copy_.default else args[0]
         late = kwargs.pop("non_blocking", len(args) > 2 and args[2])
         if func is aten.copy_.default:

@@ -173,7 +173,7 @@ def test_the_closed_form_of_interleaved_1f1b_is_the_list_it_comes_from(W):
 @pytest.mark.parametrize("h", [1, 2])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
 def test_the_closed_form_of_zero_bubble_is_the_list_it_comes_from(p, h):
-    """Forwards until h (p-1-r) + 1 are under way; then F, I; W begin h r jobs later [Qi et al. 2023, section 2.3]."""
+    """Forwards until h (p-1-r) + 1 are in flight; then F, I; W begin h r jobs later [Qi et al. 2023, section 2.3]."""
     for m in (1, 2, 5, 16, 64) if h == 1 else (2 * p - 1, 2 * p, 64):
         program = compiled(f"zb-h{h}", p, m)
         for r in range(p):
