@@ -1,8 +1,8 @@
 """The forwards and backwards of an order with its W jobs placed anew: in gaps, and no sooner than necessary.
 
 A W goes into a gap that is long enough. At a shorter gap the worker waits if its window can still end by a target, that
-is, if the time left until then is no less than the duration of its remaining jobs. Otherwise a W goes first, and the
-jobs after it are delayed. So W jobs are kept for the end, where backwards are rare, and every worker waits about
+is, if the time left after the wait is no less than the duration of its remaining jobs. Otherwise a W goes first, and
+the jobs after it are delayed. So W jobs are kept for the end, where backwards are rare, and every worker waits about
 equally long. The greedy search for ZB-V does the same with the largest idle time so far in place of a target [Qi et al.
 2023, "Zero bubble pipeline parallelism", section 6]. If memory is full, the oldest W goes first.
 """

@@ -31,7 +31,7 @@ from schedgen.simulator.simulate import Simulation
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
-BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work, by round, for a limit in bytes: schedules show what orders leave out
+BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work, by round, for a limit in bytes: rounds learn what else takes memory
 SMALL_SHARES = (0.2, 0.4)  # for problems small enough for CP-SAT, which runs before the last round and takes most time
 STEADY_SHARE = 0.02  # for steady states, in addition to the budget
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET

@@ -6,7 +6,7 @@ direction and a stage of one route; its jobs run in the order of their microbatc
 microbatches are alike: the k-th job of a class waits for the k-th of another. So an order is a sequence of classes for
 each worker, and the sequences of all workers are concatenated in one array.
 
-A message takes the same time whatever else travels, and none if it has no bytes. The simulator, where each rank has
+A message takes the same time whatever else is in flight, and none if it has no bytes. The simulator, where a rank has
 one link in and one out, judges what is found.
 """
 

@@ -31,7 +31,7 @@ def both(scheme, sizes, **options):
 
 
 def assert_forwards_of(training, program, runs_as_proved):
-    """Assert that `program` is proved, runs, has training's workers and owners, and is the same when it is read again."""
+    """Assert that `program` is proved, runs, has training's workers and owners, and is the same when read again."""
     runs_as_proved(program)
     assert set(program.rows.op.tolist()) <= set(FORWARD_OPS)
     old, new = training.header, program.header
