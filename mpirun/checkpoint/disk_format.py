@@ -35,7 +35,7 @@ from schedgen.util.errors import RefusedFile
 VERSION = 3
 MANIFEST = "manifest.json"
 _DRAFT, _REMOVED = ".writing-", ".old-"  # prefixes of folders that are not checkpoints yet, or no longer
-_REPLACED = ".replaced-"  # prefix of older checkpoints that count until their step has another
+_REPLACED = ".replaced-"  # prefix of a step's older checkpoint, which counts until the new one has its name
 _FOLDER_NAME = re.compile(rf"({re.escape(_REPLACED)})?step-[0-9]+")
 _FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")
 
@@ -159,7 +159,7 @@ def prune(directory: Path, step: int, keep: int, damaged: Collection[Path] = ())
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove drafts, checkpoints that are replaced, and folders whose removal was interrupted."""
+    """Remove drafts, checkpoints that have been replaced, and folders whose removal was interrupted."""
     folders = [folder for folder in directory.glob(f"{_REPLACED}*") if _has_other(folder)]
     for folder in [*folders, *directory.glob(f"{_DRAFT}*"), *directory.glob(f"{_REMOVED}*")]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,7 @@
     DIR/model.safetensors                 where one rank writes all, or else
         model-00001-of-00003.safetensors  one for every rank that has something to write
         model.safetensors.index.json      the file of each tensor
-        config.json, tokenizer.json ...   the other files of the directory with the weights that training started from
+        config.json, tokenizer.json ...   the other files of the directory whose weights training started from
 
 The directory appears whole or not at all: ranks write to a draft, a folder of another name, which is then renamed.
 """
@@ -46,8 +46,8 @@ def export(
 ) -> Path:
     """Write all parameters and saved buffers to a new or empty directory. Collective.
 
-    `stages`: this rank's; `source`: a directory whose files, except weights, are copied; `beat` is called after
-    each parameter that is gathered. Stop if the directory is not empty or cannot be written.
+    `stages`: this rank's; `source`: a directory whose files, except weights, are copied; `beat` is called after each
+    stage, and after each parameter that is gathered. Stop if the directory is not empty or cannot be written.
     """
     directory = Path(directory)
     draft = directory.with_name(f".writing-{directory.name}")

@@ -31,7 +31,7 @@ from schedgen.util.errors import UsageError
 def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Manifest | None:
     """The newest whole checkpoint in `resume`; Stop if there is none. Collective.
 
-    None if there is no checkpoint at all and `save` is the same folder: this is the first of several equal commands.
+    None if there is no checkpoint at all and `save` is the same folder: the first start of a command to be repeated.
     """
     directory = Path(resume)
     folders = from_rank_0(comm, lambda: disk_format.step_folders(directory))

@@ -123,7 +123,7 @@ class CheckpointWriter:
             self.locks[path] = lock
 
     def _check_others(self, directory: Path) -> None:
-        """UsageError if a folder has checkpoints of a run that is neither this one nor one that it continues."""
+        """UsageError if a folder has a checkpoint that is not `_is_of_this_run`; a note if one is of a later step."""
         newest = 0
         for folder in disk_format.step_folders(directory):
             if (folder / disk_format.MANIFEST).exists():
@@ -150,7 +150,7 @@ class CheckpointWriter:
         self.locks.clear()
 
     def save(self, step: int, keep: int) -> bool:
-        """Write a checkpoint after `step` steps, and keep the newest `keep`; whether that succeeded. Collective."""
+        """Write a checkpoint after `step` steps, and keep the newest `keep`; False if that failed. Collective."""
         comm, directory = self.comm, self.directory
         assert directory is not None
         together(comm, self.optimizer.check_saved)

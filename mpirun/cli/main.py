@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Execute a command; returns the exit code. `arguments`: None: those of the process. Collective."""
+    """Execute a command; returns the exit code. `arguments`: by default those of the process. Collective."""
     replace_closed_streams()
     comm, command = MPI.COMM_WORLD, None
     try:

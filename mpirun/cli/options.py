@@ -38,9 +38,9 @@ class RunOptions:
     setup: SetupOptions
     file: str
     traceback: bool
-    seed: int | None  # None: the checkpoint's; `setup.seed` is then the one without a checkpoint
+    seed: int | None  # None: the checkpoint's; without one `setup.seed`
     verify: bool
-    tolerance: float | None  # None: by the types that are computed in
+    tolerance: float | None  # None: the default for the types that are computed in
     save: str | None
     every: int
     keep: int
@@ -155,8 +155,8 @@ def _common(parser: Parser) -> None:
     add("--autocast", choices=("bf16",), help="forwards in mixed precision; weights stay as they are")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
     add("--gpu-messages", choices=("auto", "direct", "host"), default="auto",
-        help="direct: MPI reads GPU memory; host: messages go through the host; default: direct if MPI can and a trial "
-        "shows that it does")  # fmt: skip
+        help="direct: MPI gets GPU memory; host: messages go through host memory; default: direct if MPI can and a "
+        "trial shows that it does")  # fmt: skip
     add("--stream-words", action="store_true", help="order a GPU's kernels and messages by words in memory, not events")
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
     add("--threads", type=_threads, default=0, metavar="N", help="torch's threads on each rank; default: cores / ranks")

@@ -58,12 +58,12 @@ class Bytes(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Bytes that stay alive after it, besides these buffers."""
+        """Bytes that the instruction leaves alive besides `defined`."""
         return max(0, self.after - self.before - self.defined)
 
     @property
     def workspace(self) -> int:
-        """The peak above what is alive when it begins plus what it leaves behind."""
+        """Bytes at the peak besides those alive before the instruction and those that it leaves alive."""
         return max(0, self.peak - self.before - self.defined - self.kept)
 
 
@@ -133,7 +133,7 @@ class Profile:
         """Bytes by stage. The same in every run: they depend on no time, nor on what was measured before."""
         measured: dict[Key, list[Bytes]] = {}
         gc.collect()
-        gc.disable()  # it runs at arbitrary moments: now reference cycles stay alive
+        gc.disable()  # a collection at an arbitrary moment would change the counts: now cycles stay alive
         machine = self._interpreter()
         with track_memory(self.setup.device.torch) as memory:
             for i, act in zip(self.instructions, machine.code, strict=True):
@@ -224,7 +224,7 @@ def _schedule(options: ProfileOptions) -> Program:
     """The program of one worker that computes all stages."""
     if options.schedule is None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MpirunWarning)  # the set-up makes the model once more
+            warnings.simplefilter("ignore", MpirunWarning)  # the set-up makes the model again, and then warns
             return _one_worker(load_model(options.setup.model, options.stages or 1, options.setup.seed).graph())
     try:
         header = checked(options.schedule).header

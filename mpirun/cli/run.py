@@ -78,7 +78,7 @@ class Run:
             return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # no rank is done before all are
 
     def _steps(self, traced: int) -> tuple[bool, bool]:
-        """Do all steps, tracing the last `traced`; returns whether the last is saved, and if SIGTERM ended them."""
+        """Do all steps, tracing the last `traced`; returns (the last one is saved, SIGTERM ended them early)."""
         session, options, saved, left = self.session, self.options, False, False
         steps, source = options.setup.steps, session.setup.microbatches
         weights, tokens = source.loss_weights, source.tokens

@@ -53,7 +53,10 @@ class Device:
         return None
 
     def use_words(self, ready: bool) -> None:
-        """Use words from now on, if there are any; `ready`: steps no longer allocate memory or load kernels."""
+        """From now on use words, if there are any and `ready`, else events.
+
+        `ready`: steps no longer allocate memory or load kernels.
+        """
         self.words = self.all_words if ready else None
 
     def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
@@ -198,7 +201,7 @@ class Cuda(Device):
         self.messages = messages
         self.direct = messages == "direct" or (messages == "auto" and bool(comm.allreduce(cuda_aware(), MPI.LAND)))
         self.shared = f", {len(gpus)} ranks on {len(set(gpus))}" if len(set(gpus)) < len(gpus) else ""
-        # Last, after all collective calls: it may raise on one rank while the drivers of other ranks have words.
+        # Last, after all collective calls: it may raise on one rank while the drivers of other ranks support words.
         self.all_words = StreamWords(self.host, CudaStreamOperations()) if words else None
 
     @property
@@ -250,7 +253,7 @@ class Cuda(Device):
         return torch.as_tensor(_Memory(address, size), device=self.torch)
 
     def use_in_thread(self) -> None:
-        """Make this GPU current: a new thread begins with another one."""
+        """Make this GPU current: a new thread begins with GPU 0."""
         torch.cuda.set_device(self.torch)
 
     def be_deterministic(self) -> None:

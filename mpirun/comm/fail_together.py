@@ -39,7 +39,10 @@ class Stop(Exception):
 
 
 def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
-    """`function()` on every rank; a UsageError, RefusedFile or Stop becomes a Stop on all ranks: the lowest rank's."""
+    """`function()` on every rank. Collective.
+
+    If ranks raise UsageError, RefusedFile or Stop, all raise a Stop with the sentence and code of the lowest of them.
+    """
     result, refusal = None, None
     try:
         result = function()
@@ -52,7 +55,7 @@ def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
 
 
 def refuse(comm: MPI.Comm, wrong: bool, sentence: str) -> None:
-    """Stop on all ranks if `wrong` is true on some rank, whatever the others would do next. Collective."""
+    """Raise a Stop on all ranks if `wrong` is true on any of them. Collective."""
 
     def look() -> None:
         if wrong:
@@ -144,7 +147,7 @@ def note(comm: MPI.Comm, sentence: object) -> None:
 
 
 def say(line: str, stream: TextIO) -> bool:
-    """Print a line to a standard stream. If that fails, as on a full disk, print a note, return False, and continue."""
+    """Print a line to a standard stream; False, after a note, if that fails, as on a full disk: the run continues."""
     try:
         print(line, file=stream, flush=True)
     except OSError as error:

@@ -39,7 +39,7 @@ NAP = 20e-6  # seconds between two polls by the thread
 
 
 class Mirror:
-    """Pinned host memory for all messages that are received into one block of a GPU's memory."""
+    """Pinned host memory for messages that are received anywhere in one block of a GPU's memory."""
 
     def __init__(self, device: Device) -> None:
         """Memory is allocated at the first use, when all that is received into the block is known."""
@@ -257,7 +257,7 @@ class QueuedTransport(Transport):
 
     def free(self) -> None:
         """As `Transport.free`, after all transfers and the thread have ended."""
-        self.wait(lambda: not self.advance())  # with words a receive is done before its message arrives
+        self.wait(lambda: not self.advance())  # with words a receive counts as done before its message arrives
         thread, self.thread = self.thread, None
         if thread is not None:
             self.busy.set()

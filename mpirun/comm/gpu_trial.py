@@ -1,4 +1,4 @@
-"""Tries messages between the memories of GPUs, whatever the MPI library says of itself.
+"""Tries messages between the memories of GPUs: what the MPI library says of itself is not enough.
 
 The library often reports what it was built with, not what works here. If it is wrong, the first message may crash the
 rank, so ranks tell the watchdog, send trial messages before they train, and compare what has arrived.

@@ -26,7 +26,7 @@ from schedgen.util.errors import UsageError
 
 PAGE = 1024  # words that are allocated at once
 HALF, WHOLE = 2**31, 2**32
-AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, with its sign
+AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: by the sign of the 32-bit difference
 FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH: afterwards a network card's writes to the GPU's memory are seen
 CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 

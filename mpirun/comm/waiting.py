@@ -24,8 +24,8 @@ LONGEST_IDLE_NAP = 5e-3  # where a waiting rank moves no messages
 LATE = 0.02  # a nap, as a fraction of the time waited so far
 PR_SET_TIMERSLACK = 29  # in linux/prctl.h
 
-# Whether a transfer is done; asking lets MPI make progress on it. For a message it stays True until the next start, and
-# may be asked again; for others it is not asked again after True.
+# Whether a transfer is done; a call lets MPI make progress on it. A message's stays True until the next start, and may
+# be called again; any other is not called again after True.
 Done = Callable[[], bool]
 
 

@@ -33,7 +33,7 @@ def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
 
 
 def in_own_memory(x: Any) -> Any:
-    """The tensor, aligned as torch aligns a new one: on rows that begin elsewhere some kernels round differently.
+    """The tensor, copied if not aligned as torch aligns a new one: at other addresses some kernels round differently.
 
     A tensor that is contiguous and aligned already, or a value that is no tensor, is returned itself.
     """

@@ -28,7 +28,7 @@ _reading = [threading.RLock()]
 def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]) -> Generator[Any, None, None]:
     """The items of a DataLoader; a thread prefetches `ahead` of them: it makes them, or takes them from workers.
 
-    The calling thread makes the first item. Then `may_be` is told whether this item drew random numbers from the global
+    The calling thread gets the first item. Then `may_be` is told whether this item drew random numbers from the global
     generators of this process, and returns whether a thread may make the others; if not, the calling thread does.
     """
     end = object()
@@ -77,7 +77,7 @@ def start_worker(_: int) -> None:
 
 @contextmanager
 def seeded(*words: int) -> Iterator[Callable[[], bool]]:
-    """Inside, the global generators of torch (CPU), numpy and Python are seeded by `words`; then they are as before.
+    """Inside, the global generators of torch (CPU), numpy and Python are seeded by `words`; on exit they are restored.
 
     Yields a function that says whether they were drawn from.
     """

@@ -165,7 +165,7 @@ class Loader(ABC):
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
-        """Report if item `number` draws random numbers; torch's is watched only if `number` is a power of 2."""
+        """Report if item `number` draws random numbers; torch's generator is watched only for powers of 2."""
         with watched(number & (number - 1) == 0) as drew:
             yield
             if drew():

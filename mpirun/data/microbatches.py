@@ -151,7 +151,7 @@ def digest_of(leaves: Iterable[Any]) -> str:
 def raw_bytes(x: Tensor) -> np.ndarray:
     """The bytes of a tensor's elements in their order, in host memory; no copy if they lie there in that order."""
     dense = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()  # one element has any strides
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any strides
 
 
 def checked_pair(made: Any, what: str) -> tuple[Any, Any]:
@@ -174,7 +174,7 @@ def input_and_target(collated: Any) -> tuple[Any, Any]:
 def plain(collated: Any) -> Any:
     """Collated samples, with a dict for each mapping that is not a pytree, such as transformers' BatchEncoding.
 
-    UsageError if there is a leaf of another type: it could not be cut, counted or moved to a device.
+    UsageError if a leaf is neither a dense tensor nor a number, text, bytes or None: it could not be cut or moved.
     """
 
     def known(leaf: Any) -> Any:

@@ -97,7 +97,7 @@ class _Steps(IterableDataset[Any]):
             here = following
 
     def _collate(self, step: int, number: int, samples: list[Any]) -> Any:
-        """Collate samples. In a worker the generators are seeded by step and microbatch, and restored afterwards."""
+        """Collate samples. In a worker the generators are seeded by seed, epoch, step and microbatch, then restored."""
         loader = self.loader
         with nullcontext() if get_worker_info() is None else seeded(loader.seed, self.epoch, step, number):
             return (loader.collate or default_collate)(samples)

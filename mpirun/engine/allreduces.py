@@ -7,7 +7,7 @@ x, g  The partial results of the shards of a tensor-parallel stage. Outputs are 
       inputs after backwards, in the order of the shards: the bits are the same on all shards and in every run. The sum
       overlaps other instructions; the first instruction that reads it waits for it.
 t.k   The gradients of the parameters that the stages of tie k share, over these stages in their order. Tied stages each
-      have a copy of these parameters. The sum replaces the gradients in every copy, so all copies get the same step.
+      have a copy of these parameters. The sum replaces the gradients of every copy, so all copies get the same step.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _show_waits(state: memoryview) -> Callable[[int | None], None]:
 def _local_stages(
     rank: int, header: Header, instructions: Sequence[Instruction], slots: MemorySlots, setup: Setup
 ) -> tuple[dict[int, LocalStage], dict[Values, str]]:
-    """The stages, by number, that a rank owns or computes or whose gradients it adds or forwards; their digests."""
+    """The stages, by number, that a rank owns or computes or whose gradients it adds or forwards; digests of values."""
     owned_units = header.units_of(rank)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     stages, digests = {}, dict[Values, str]()

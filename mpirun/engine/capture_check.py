@@ -72,7 +72,7 @@ class CaptureCheck(TorchDispatchMode):
         return None
 
     def _text(self, x: Any) -> str:
-        """An argument as text, with the address, which must stay, of a tensor neither made by nor given to the job."""
+        """An argument as text; a tensor neither made by nor given to the job with its address, which must stay."""
         if not isinstance(x, Tensor):
             return str(x) if isinstance(x, NUMBERS) else type(x).__name__
         stays = self.made is not None and x.untyped_storage() not in self.made

@@ -41,7 +41,7 @@ def check_shards(model: Model, header: Header) -> None:
 
 
 def expanded_model(unsharded_model: Model, header: Header) -> Model:
-    """The model with shards. UsageError if it ties stages that the schedule does not, unless that is forward-only."""
+    """The model with shards. UsageError if it ties stages that the schedule, unless forward-only, does not."""
     model = expand_model(unsharded_model, header.tensor_parallel.degree)
     for tie in model.tied:
         stages = tuple(sorted({stage for stage, _ in tie}))

@@ -49,7 +49,7 @@ class ForwardList:
         slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflows[0], False, setup.device.torch)
         memory = {index: slots.weights(index) for index in run.stages}
         self.stages: dict[int, LocalStage] = {}
-        self.moved: list[tuple[LocalStage, LocalStage]] = []  # by fetched stage: the run's, and this list's
+        self.moved: list[tuple[LocalStage, LocalStage]] = []  # for each fetched stage: the run's, and this list's
         for index, block in memory.items():
             self.stages[index] = run.stages[index].elsewhere(block, setup.shapes[index])
             if block is not None:

@@ -5,7 +5,7 @@ A buffer has rows of equal length, each with a key. Like the weights, rows are b
 - With --canonical there is one row per microbatch. The rows are added up at the very end, in microbatch order, so that
   every scheme gives the same bits as one process that runs the microbatches one by one.
 - If the weights are divided, backwards add to rows that cover all weights. Unless the rank owns all parts, each part
-  that it owns has separate rows, to which the sums of other ranks and, after the last backward, its own are added.
+  that it owns has separate rows: other ranks' sums and, after the last backward, the rank's own are added to these.
 """
 
 from __future__ import annotations

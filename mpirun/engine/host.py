@@ -27,7 +27,7 @@ class Host:
 
 
 def threads_kept() -> Callable[[], None]:
-    """A function to call when a run ends: once no run is left, it restores torch's number of threads."""
+    """Record torch's number of threads; returns a function for the run's end, which restores it once no run is left."""
     _threads_before.append(torch.get_num_threads())
 
     def give_back() -> None:

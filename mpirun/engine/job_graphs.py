@@ -1,7 +1,7 @@
 """--graphs: the kernels of each job are captured once, as a graph, and replayed in every later pass through the list.
 
 1. Passes 1 to 3 compute normally. Passes 2 and 3 also check whether every operation can be captured (`capture_check`).
-   A stage with an operation that cannot keeps computing normally, and one line says why.
+   If one cannot, its stage keeps computing normally, and one line says why.
 2. Pass 4 captures every job of the other stages, in the order of the list, and replays it at once.
 3. Later passes replay: the host launches a graph in place of its kernels.
 
@@ -14,7 +14,7 @@ A graph uses the addresses that its capture saw:
 - A forward and the backward of its microbatch are captured as a pair: the backward frees what the forward has saved.
 - A layer that draws random numbers has its own generator in each graph, which is seeded before the replay.
 
-If a microbatch's data have another shape than in the captures, such as those of a padded one, all its jobs compute
+If a microbatch's data have another shape or loss weight than in the captures, as with padding, all its jobs compute
 normally.
 """
 
@@ -191,7 +191,7 @@ class Job:
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Inside, torch's deterministic mode does not fill new memory with NaN: a graph would overwrite its inputs."""
+    """Inside, torch's deterministic mode does not fill new memory with NaN: each replay would overwrite its inputs."""
     settings: Any = torch.utils.deterministic
     before, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:

@@ -42,7 +42,7 @@ class Optimizer:
             for part in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
-        tried: set[tuple[ShardedDim | None, bool]] = set()  # how those tried are divided, and if they have rows
+        tried: set[tuple[ShardedDim | None, bool]] = set()  # tried: how a parameter is divided, whether it has rows
         for unit, parameters in self.parameters.items():
             named = _named(model, stages[unit[0]], unit[1], parameters)
             for entry, dim in zip(named, _divided_along(model, stages[unit[0]], unit[1], len(named)), strict=True):

@@ -113,7 +113,7 @@ class MemorySlots:
         return self.blocks[self.number[i]][: self.shapes[i.stage].weight_bytes] if i in self.number else None
 
     def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
-        """The keys of the rows of dw.s, ascending, and flat memory for the rows. Separate rows of parts add no keys."""
+        """The keys of the rows of dw.s, ascending, and flat memory for them. Parts with separate rows add no keys."""
         separate: Sequence[int] = tuple(stage.owned) if stage.owns_separate_parts else ()
         parts = [part for part in stage.part_slices if part not in separate]
         keys = sorted({key for part in parts for key in self.keys(self.rank, stage.index, part)}) or [-1]

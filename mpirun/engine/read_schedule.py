@@ -31,7 +31,7 @@ class Schedule(NamedTuple):
 
 
 def read_schedule(comm: MPI.Intracomm, name: str) -> Schedule:
-    """A rank's part of a file that rank 0 reads. Collective; Stop if it is refused, or for another number of ranks."""
+    """A rank's part of a file that only rank 0 must see. Collective; Stop if refused, or for another count of ranks."""
     program, sha256 = on_rank_0(comm, lambda: _read_checked(comm, name)) or (None, "")
     return share_program(comm, program, sha256)
 

@@ -154,7 +154,7 @@ def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: 
 
 
 def command_line_rate(step: int, options: SetupOptions) -> float:
-    """The learning rate of a step, counted from 0: it rises in the warm-up, then follows the schedule to the last."""
+    """The learning rate of a step, counted from 0: it rises in the warm-up, then follows `lr_schedule`."""
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
     past = (step - options.warmup) / max(1, options.steps - options.warmup)

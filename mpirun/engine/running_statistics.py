@@ -65,7 +65,7 @@ def buffers_shared(
 def share_buffers(
     comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], stages: Mapping[int, LocalStage]
 ) -> None:
-    """Copy the model's buffers that forwards change to every rank that has their stage. Collective."""
+    """Copy the model's buffers of stages whose forwards change some to every rank that has the stage. Collective."""
     for index in [index for index, shape in enumerate(shapes) if shape.overwrites_buffers]:
         own = dict(stages[index].module.named_buffers()) if index in stages else {}
         root = statistics_rank(header, index)

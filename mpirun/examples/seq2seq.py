@@ -18,7 +18,7 @@ from mpirun.examples.gpt import VOCABULARY
 
 
 class Seq2Seq(nn.Module):
-    """Two pieces of text, (sequences, length) each -> scores of what follows each byte of the second, (..., 256)."""
+    """Two pieces of text, (sequences, length) each -> scores of the second's next bytes, (sequences, length, 256)."""
 
     mask: Tensor
 

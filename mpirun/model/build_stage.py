@@ -31,7 +31,7 @@ def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped
     """The module of a stage, its weights seeded by the names of its layers, or else by the stage's index.
 
     Tied parameters have the value of the tie's first; if the stage has a parameter twice, both become one. UsageError
-    if the model's function fails, a tie names a parameter that does not exist, one has a hook, or weights do not fit.
+    if the model's function fails, a tie names no parameter, a parameter has a hook, or weights do not fit.
 
     values  False: trained parameters need none, since another rank has them
     mapped  trained parameters may lie in memory that is mapped from a file: the caller copies them

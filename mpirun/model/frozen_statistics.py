@@ -22,7 +22,7 @@ def frozen_statistics(
     """Inside, forwards compute the same, but write to copies of the buffers, which are dropped at the end.
 
     Changes of numbers that a module with buffers has as attributes are dropped, too. `begin`: copies that forwards
-    begin with and write to, from `buffer_copies(every_name=True)`; None: copies of the buffers as they are now.
+    begin with and write to, from `buffer_copies(every_name=True)`; None, empty: copies of the buffers as they are.
     `begin_counts`: numbers that forwards begin with, from `counts`.
     """
     before = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]

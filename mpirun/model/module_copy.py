@@ -89,7 +89,7 @@ class _Initialiser:
     """Initialises a module on the meta device: the parameters and buffers of one submodule at a time.
 
     A model's own `_init_weights`, as transformers' models have it, is called for the submodule and then for the modules
-    around it, which may set its parameters. If values are still missing, `reset_parameters` is called before these.
+    around it, which may set its parameters. If values are still missing, all are called again after `reset_parameters`.
     """
 
     def __init__(self, source: MetaModule) -> None:

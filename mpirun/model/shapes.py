@@ -55,7 +55,7 @@ class Trial:
     real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
     def shapes(self) -> list[StageShape]:
-        """The shapes of all stages on this microbatch, found by running them, and the loss on zeros or their outputs.
+        """The shapes of all stages, found by running them on this microbatch, and the loss on zeros or on real outputs.
 
         UsageError if a stage, or the loss, cannot take what it reads, or does not return what the contract says.
         """
@@ -108,7 +108,7 @@ class Trial:
     def _forward(
         self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None
     ) -> tuple[Sequence[Tensor], StageShape]:
-        """Run a stage: its outputs and its shape. `outputs`: of earlier stages; `fake`: None: with real values.
+        """Run a stage; returns its outputs and its shape. `outputs`: of earlier stages; `fake`: None: with real values.
 
         Its inputs are leaves of the autograd graph, as in training, or copies of leaves if it changes them in place.
         """

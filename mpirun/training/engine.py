@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """Wrap a method: its errors end all ranks, and it leaves the script's random generators as they were."""
+    """Wrap a method: its errors end all ranks, and it leaves torch's generators as they were."""
 
     @functools.wraps(method)
     def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -302,9 +302,9 @@ class Engine:
 
     @_collective
     def evaluate(self, loader: Iterable[Any], batches: int | None = None) -> Evaluation:
-        """The loss and the metrics over a loader's samples, in eval mode; `batches`: only the first so many.
+        """The loss and the metrics over a loader's samples, in eval mode; `batches`: how many batches.
 
-        It begins with the epoch's first batch, wherever the loader is, and does not move it. A list of batches,
+        It begins with the epoch's first batch, and leaves the loader's position alone. A list of batches,
         such as pairs (input, target), may replace the loader. A loader of a function has no end: it needs `batches`.
         """
         return self._over(loader, batches, evaluate, scores=True)
@@ -476,7 +476,7 @@ class Engine:
     def _build_stages(self, method: str) -> None:
         """Build the stages if the run was resumed with data and has used none yet: all of its steps may be done.
 
-        Stop if the stages are not built then; `method`: for the message.
+        Stop if the stages are still not built; `method`: for the message.
         """
         resumed = self._checkpoints.resumed
         if not self._prepared.has_stages and resumed is not None and resumed.data is not None:

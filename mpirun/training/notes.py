@@ -39,7 +39,7 @@ class DataNotes:
 
 
 def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
-    """Note that nothing is trained, outputs that no stage reads, and parameters that forwards change."""
+    """Print notes: nothing is trained, no stage reads an output, or forwards change parameters."""
     if not any(shape.parameter_names for shape in setup.shapes):
         note(comm, "no parameter is trainable: steps change nothing")
     dataflow = setup.dataflows[0]

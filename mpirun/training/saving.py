@@ -12,7 +12,7 @@ from mpirun.comm.fail_together import Stop, note, refuse, together
 from mpirun.data.loader import Loader
 from mpirun.training.session import Session
 
-KEEP_ALL = sys.maxsize  # how many checkpoints stay if the script has not said it
+KEEP_ALL = sys.maxsize  # how many checkpoints stay if the script has not said how many
 
 
 class Saving(NamedTuple):
@@ -74,7 +74,7 @@ class Checkpoints:
         self.session.leave(saved)
 
     def _open(self, saving: Saving) -> None:
-        """Let this run's checkpoints be saved to the directory."""
+        """Make this run's next checkpoints go to the directory."""
         writer = self.session.checkpoints()
         if writer.directory != saving.directory:
             writer.open(str(saving.directory), None if self.resumed is None else str(self.resumed.directory))

@@ -129,7 +129,8 @@ class _Versions:
         self.gradients.clear()
         if self.optimizer is not None:
             self.optimizer.step(step, self.setup.device.seed, len(self.kept) - 1)
-            self.kept[-1] = {name: weight.detach() for name, weight in self.parameters.items()}  # it may replace them
+            # The step may have put other tensors in the place of the weights.
+            self.kept[-1] = {name: weight.detach() for name, weight in self.parameters.items()}
         self.module.zero_grad()
 
 

@@ -67,7 +67,7 @@ def own_buffers(program: Program, setup: Setup, stages: Mapping[int, LocalStage]
 def gather_statistics(
     comm: MPI.Intracomm, program: Program, setup: Setup, buffers: Parameters, resumed: Parameters
 ) -> Statistics:
-    """Gather statistics. `program`: this rank's part; `buffers`: `own_buffers`; `resumed`: when resumed. Collective."""
+    """A run's `Statistics`. Collective. `program`: this rank's; `buffers`: `own_buffers`; `resumed`: on resume."""
     seen: dict[int, list[int]] = {}
     for i in program.instructions(comm.rank):
         changes = i.op == Op.FWD and setup.shapes[i.stage].overwrites_buffers

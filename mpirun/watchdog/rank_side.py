@@ -36,7 +36,7 @@ COMMAND = [sys.executable, "-I", "-S", "-c", _SCRIPT]
 
 
 class Watchdog:
-    """A rank's side of its watchdog; `state`: this rank's words, in which code shows what it does."""
+    """A rank's side of its host's watchdog; `state`: this rank's words, in which code shows what it does."""
 
     def __init__(self, comm: MPI.Intracomm, first_line: int, instructions: Sequence[Instruction], limit: float) -> None:
         """`first_line`: of the instructions in the file; `limit`: seconds in which some rank has to move. Collective.

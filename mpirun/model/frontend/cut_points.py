@@ -121,7 +121,7 @@ def _empty_stage(what: str) -> UsageError:
 
 
 def _prices(dependencies: Dependencies) -> list[float]:
-    """By node of the body, the price of a cut before it: bytes that are sent there, plus modules cut through."""
+    """By node of the body, the price of a cut before it: bytes sent there, plus the number of modules cut."""
     body = dependencies.body
     index = {node: k for k, node in enumerate(body)}
     changes = [0] * (len(body) + 1)  # of the bytes that are alive

@@ -55,7 +55,7 @@ def split(
     The module is cut where submodules named in `points` begin and where its source calls `pipe_split()`; if there are
     none, into `stages` balanced parts between which little is sent. `costs`, by submodule, replace the estimated
     costs (flops plus bytes of parameters); other submodules then cost nothing. `shared`: whether a parameter that
-    several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or a mapping by names.
+    several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or a mapping by name.
     `dims`: the dimension of the example's samples, a number, or nested as args, kwargs or (args, kwargs), with None
     for what has no samples: the module is traced a second time, and microbatches may have one sample less.
     `init`: for a module on the meta device, a function that gives a submodule its own parameters and buffers, in

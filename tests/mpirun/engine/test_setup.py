@@ -34,6 +34,6 @@ for cores in eval(sys.argv[1]):
 @pytest.mark.skipif(len(CORES) < 2, reason="ranks are bound to two cores")
 @pytest.mark.parametrize("apart", [{}, {"MPIR_CVAR_NOLOCAL": "1"}], ids=["together", "apart"])
 def test_cores_are_shared_by_the_ranks_that_may_use_them(launch, apart):
-    """Whether launchers bind ranks to cores or leave all cores to all, or MPICH is told that all hosts differ."""
+    """Whether launchers bind ranks to cores or leave all cores to all, or MPICH is told that no two share a host."""
     done = launch(3, program=["-c", SHARES, str([cores for cores, _ in BOUND])], env=apart)
     assert (done.code, done.out.splitlines()) == (0, [str(shares) for _, shares in BOUND]), done.err
