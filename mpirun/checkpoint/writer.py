@@ -144,7 +144,7 @@ class CheckpointWriter:
         return theirs[-1] in before or (theirs[0] == before[0] and not differing_settings(saved, self.settings))
 
     def close(self) -> None:
-        """Save no more, and let other runs save."""
+        """Release the locks, so that other runs may save; this run saves no more."""
         for lock in self.locks.values():
             lock.release()
         self.locks.clear()

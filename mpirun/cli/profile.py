@@ -202,7 +202,7 @@ def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount
     act()
     peak = memory.peak
     read, made = _buffers(machine.header.graph, i)
-    # Copies replace the buffers: one that a forward or BWD_I keeps stays alive beside the copy, as after its FREE.
+    # A copy replaces each buffer: a buffer that a forward or BWD_I keeps stays alive beside it, as it would after FREE.
     for key in (*read, *made):
         buffer = machine.context.buffers.get(*key)
         buffer.value = buffer.value.clone()

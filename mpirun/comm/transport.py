@@ -114,7 +114,7 @@ class Transport:
         return self.receives[-1]
 
     def free(self) -> None:
-        """Free the MPI resources of this transport, which is used no more; nothing is in flight. Collective."""
+        """Free the MPI resources; nothing may be in flight, and the transport may not be used again. Collective."""
         for request in self.receives:
             request.Free()
         self.receives.clear()

@@ -394,7 +394,7 @@ class Engine:
 
     @_collective
     def verify(self, tolerance: float | None = None) -> bool:
-        """Repeat all steps, from the first, in one process, and print how far results differ; whether that is allowed.
+        """Repeat all steps in one process, and print how far results differ; returns whether that is allowed.
 
         The Engine must be made with verify=True. With canonical=True nothing may differ, else a relative difference of
         `tolerance`; None: 1e-5, or more where numbers are narrower than float32.

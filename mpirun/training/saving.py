@@ -46,7 +46,7 @@ class Checkpoints:
         return manifest
 
     def save(self, saving: Saving) -> bool:
-        """Write a checkpoint; whether that succeeded."""
+        """Write a checkpoint; returns whether that succeeded."""
         self._open(saving)
         self.at_sigterm = self.at_sigterm_after(saving)
         return self._write(saving)

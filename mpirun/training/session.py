@@ -110,7 +110,7 @@ class Session:
         note_odd_model(self.comm, setup, self.header)
 
     def add_interpreter(self, setup: Setup) -> Interpreter:
-        """Another interpreter, for microbatches of another shape; `setup`: the run's, but for that shape."""
+        """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
         made = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state, self.interpreters[-1]
         )
@@ -162,7 +162,7 @@ class Session:
         self.begun = self.steps = manifest.step
 
     def save(self, keep: int) -> bool:
-        """Write a checkpoint to the open directory, and keep the newest `keep`; whether that succeeded.
+        """Write a checkpoint to the open directory, and keep the newest `keep`; returns whether that succeeded.
 
         Running statistics are then those of the checkpoint on every rank, as after a restart.
         """
@@ -277,7 +277,7 @@ class Session:
             print(f"mpirun: {sentence}", file=sys.stderr, flush=True)
 
     def verify(self, tolerance: float | None = None) -> int:
-        """Repeat all steps in one process, and print how far the results differ; 0 if that is allowed, else 1.
+        """Repeat all steps in one process, and print how far the results differ; returns 0 if that is allowed, else 1.
 
         `tolerance`: the relative difference that is allowed; None: by the types.
         """

@@ -29,7 +29,7 @@ class Sigterm:
             self._take()
 
     def leave_after_step(self) -> None:
-        """From now on SIGTERM means: leave after the step; if it comes again later (Slurm sends two), at once."""
+        """From now on SIGTERM means: leave after the step; again after `ASKED_TWICE` (Slurm sends two): end at once."""
         self.after_step = True
         self._take()
         if Sigterm.came is not None and self in _runs:

@@ -52,7 +52,7 @@ class Verification:
         return description is not None and description[0].rpartition(".")[2].lower() != "sgd"
 
     def compare(self, begun: int, steps: int, beat: Callable[[], None], tolerance: float | None) -> int:
-        """Repeat all steps on rank 0, and compare those from `begun` on; the exit code on all ranks. Collective.
+        """Repeat all steps on rank 0, compare those from `begun` on; returns the exit code on all ranks. Collective.
 
         beat       is called after each microbatch
         tolerance  the relative difference that is allowed; None: the default for the types

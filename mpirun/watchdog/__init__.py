@@ -15,7 +15,7 @@ WORDS = 8
 PHASE = 0
 STEP = 1
 ROW = 2  # the instruction that the rank executes, or NOTHING
-WAIT = 3  # the row of the transfer or sum that it waits for, or NOTHING, or OTHERS: for all other ranks
+WAIT = 3  # the row of the transfer that it waits for, or NOTHING, or OTHERS: for other ranks, as in a sum or a barrier
 BEAT = 4  # counts up during work in which the row does not change for long
 # The number of the calls of a script so far, times len(METHODS), and the last one's place in METHODS: one word, because
 # two could be read between their changes.
