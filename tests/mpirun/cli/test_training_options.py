@@ -148,7 +148,7 @@ def replay(record: Record, sgd: bool, lr: float, schedule: Callable[[Optimizer],
 
 
 def apart(ours: dict[Any, Tensor], theirs: dict[Any, Tensor]) -> float:
-    """The largest difference of two parameters."""
+    """The largest difference of an element between two sets of parameters."""
     assert set(ours) == set(theirs)
     return max(float((ours[key] - theirs[key]).abs().max()) for key in ours)
 

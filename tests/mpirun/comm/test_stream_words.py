@@ -149,7 +149,7 @@ int cuStreamWaitValue32(void *stream, uint64_t address, uint32_t number, unsigne
 
 @pytest.fixture
 def driver(tmp_path):
-    """The operations of a stream 7 in a library where a stream writes at once, and cannot wait."""
+    """The operations of stream 7 in a stand-in library, whose streams write at once and cannot wait."""
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("there is no C compiler")
     (tmp_path / "fake.c").write_text(FAKE)

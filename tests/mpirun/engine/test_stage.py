@@ -65,7 +65,7 @@ def guest_of(model: Model, index: int) -> tuple[LocalStage, Tensor]:
 
 
 def case(model: Model, index: int):
-    """An input of one stage, what finishes it (the last: its loss), and a gradient of its output."""
+    """An input of one stage, the loss if it is the last, and a gradient of its output."""
     (data,), target, *_ = Microbatches(model.batch, TEXT, SEED, 1)(0, 0)
     with torch.no_grad():
         for i in range(index):

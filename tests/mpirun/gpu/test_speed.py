@@ -23,7 +23,7 @@ def delays(out: str) -> dict[str, list[float]]:
 
 
 def at(share: float, ascending: list[float]) -> float:
-    """The value that this share of all is below."""
+    """The value that a fraction `share` of the numbers is below."""
     return ascending[int(share * len(ascending))]
 
 

@@ -35,7 +35,7 @@ def types(model: Model, device: str) -> list[torch.dtype]:
 
 @pytest.fixture
 def gpu_regions(monkeypatch):
-    """torch leaves such regions out where it finds no GPU, and has no graphs there, of which its cache has some."""
+    """Let torch enter autocast regions of a GPU that it lacks, without their cache: its autograd graphs need one."""
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
     torch.set_autocast_cache_enabled(False)

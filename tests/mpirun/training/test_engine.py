@@ -653,7 +653,7 @@ with engine() as third:
 
 
 def test_a_restarted_run_saves_to_both_directories_again(tmp_path, scripts):
-    """To those of the run that it resumed, or of one that resumed the same; not to others, or with other settings."""
+    """To those of the run that it resumed, or of one that resumed the same; to no others, nor with other settings."""
     script = """
 def run(resume, saves, clip=None):
     with engine(clip=clip) as of_one:

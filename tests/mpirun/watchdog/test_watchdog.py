@@ -1,6 +1,6 @@
 """The watchdog process of a host's ranks: which rank it names, and how the watchdogs of several hosts agree.
 
-Hosts are processes here, and their ranks are processes that sleep: all that a watchdog sees is shared memory.
+Hosts are processes here, and their ranks are processes that sleep: a watchdog learns what they do from memory alone.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Halved(Own):
 
 
 class Masked(Layers):
-    """With buffers of types in which any value may be meant, or few bytes."""
+    """Has buffers of types in which no value can mean unset (bool), or of few bytes."""
 
     mask: Tensor
     places: Tensor
