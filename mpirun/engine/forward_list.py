@@ -103,8 +103,9 @@ class ForwardList:
         finally:
             for in_run, _ in self.moved:
                 in_run.use_weights()
-            for module, training in modes:
-                module.training = training
+            for module, training in modes:  # parents come first: `train`, which modules may override, sets children, too
+                if module.training != training:
+                    module.train(training)
 
 
 class _Forwards(ForwardBackward):

@@ -1018,6 +1018,40 @@ for net, model in ((plain, list(plain)), (branches, mpirun.split(branches, x[:4]
     assert done.code == 0, done.err
 
 
+def test_modules_with_a_train_of_their_own_are_told_when_an_evaluation_ends(scripts):
+    """As layers that add an adapter to their weight in eval mode; one that was in eval mode before stays in it."""
+    script = """
+import mpirun, torch
+from torch import nn
+from torch.nn.functional import linear, mse_loss
+class Adapted(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.added = nn.Parameter(torch.randn(4, 4))
+        self.merged = False
+        self.weight.requires_grad_(False)
+    def train(self, mode=True):
+        if self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * self.added.data
+            self.merged = not mode
+        return super().train(mode)
+    def forward(self, x):
+        return super().forward(x) + (0 if self.merged else linear(x, self.added))
+def losses(evaluates):
+    torch.manual_seed(0)
+    x, net = torch.randn(4, 4), nn.Sequential(Adapted(), Adapted(), nn.Dropout())
+    net[2].eval()
+    with mpirun.Engine("gpipe", [net], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
+        for _ in range(3):
+            yield run.step((x, x)).loss
+            if evaluates:
+                run.evaluate([(x, x)])
+torch.testing.assert_close(list(losses(True)), list(losses(False)))
+"""
+    (done,) = scripts(1, [[script]])
+    assert done.code == 0, done.err
+
+
 SHARED_BUFFERS = """
 import warnings, torch, mpirun
 from torch import nn
