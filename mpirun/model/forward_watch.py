@@ -31,8 +31,9 @@ class ForwardWatch(TorchDispatchMode):
         """`layers`: names of the module's layers; empty: its `RandomOp`s or, if it has none, the module itself."""
         super().__init__()
         self.module = module
-        self.held = [memory(x) for x in module.buffers()]
+        self.held = [memory(x) for x in (*module.buffers(), *module.parameters())]
         self.buffers = {name: _place(x) for name, x in module.named_buffers()}
+        self.parameters = {name: (x, _place(x)) for name, x in module.named_parameters()}
         self.drawn = False  # by the layer whose forward is running
         self.random_layers: list[str] = []
         self.written: set[int] = set()  # the `_cdata` of memory
@@ -68,6 +69,11 @@ class ForwardWatch(TorchDispatchMode):
         """The module's buffers that have been changed, replaced, added or removed."""
         before, after = self.buffers, {name: _place(x) for name, x in self.module.named_buffers()}
         return [n for n in {**before, **after} if before.get(n) != after.get(n) or before[n][0] in self.written]
+
+    def replaced_parameters(self) -> list[str]:
+        """The module's parameters that have been replaced or removed, or whose memory has been replaced."""
+        after = dict(self.module.named_parameters())
+        return [n for n, (x, place) in self.parameters.items() if after.get(n) is not x or _place(x) != place]
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:

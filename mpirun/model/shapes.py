@@ -142,14 +142,21 @@ class Trial:
             watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
             with autocast(device.type, self.autocast_dtype), watch:
                 made = _outputs(module, inputs, stage)
-        changed = tuple(watch.changed_buffers())
+        changed, replaced = tuple(watch.changed_buffers()), watch.replaced_parameters()
+        if lost := [name for name in replaced if name in parameters.parameter_names]:
+            raise UsageError(
+                f"stage {stage}: its forward replaces {lost[0]} or its data, and the new tensor would not be trained: "
+                "change the parameter in place, under torch.no_grad()"
+            )
         may_draw = fake is None and model.shard_of(stage).count == 1
         return [x.detach() for x in made], parameters._replace(
             outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in made),
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
             overwrites_buffers=bool(changed or (fake is None and watch.buffers)),
             changed_buffers=changed,
-            changed_parameters=tuple(n for n, x in module.named_parameters() if watch.has_written_to(x)),
+            changed_parameters=tuple(
+                n for n, x in module.named_parameters() if n in replaced or watch.has_written_to(x)
+            ),
             aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
             random_layers=tuple(watch.layers if may_draw else watch.random_layers),
             model_stage=model.model_stage(stage),

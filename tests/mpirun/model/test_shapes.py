@@ -13,6 +13,7 @@ from mpirun.data.microbatches import Microbatches
 from mpirun.model.contract import Model
 from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
+from schedgen.util.errors import UsageError
 
 ROWS = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -107,6 +108,38 @@ def test_forwards_that_change_buffers_are_found_and_no_others(make):
         assert shapes_of(make(change))[0].overwrites_buffers, name
     for name, change in NO_CHANGES.items():
         assert not shapes_of(make(change))[0].overwrites_buffers, name
+
+
+class Changes(nn.Module):
+    """Its forward changes its parameter `weight` in some way."""
+
+    def __init__(self, change, trained: bool = True) -> None:
+        super().__init__()
+        self.change, self.weight = change, nn.Parameter(torch.ones(6), trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.change(self)
+        return x * self.weight
+
+
+def with_other_memory(module: nn.Module) -> None:
+    """The same parameter, with other memory."""
+    module.weight.data = module.weight.data / 2
+
+
+def replaced_by_another(module: nn.Module) -> None:
+    """Another parameter, in the same memory."""
+    module.weight = nn.Parameter(module.weight.data, module.weight.requires_grad)
+
+
+@pytest.mark.parametrize("make", [Changes, lambda *how: lambda: Changes(*how)], ids=["module", "function"])
+def test_a_forward_may_change_a_trained_parameter_in_place_but_not_replace_it(make):
+    for change in (with_other_memory, replaced_by_another):
+        with pytest.raises(UsageError, match="stage 0: its forward replaces weight or its data"):
+            shapes_of(make(change))
+        assert shapes_of(make(change, False))[0].changed_parameters == ("weight",)
+    assert shapes_of(make(lambda module: module.weight.div_(2)))[0].changed_parameters == ("weight",)
 
 
 def restarted(module: nn.Module, new: Tensor, x: Tensor) -> None:
