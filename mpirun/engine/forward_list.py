@@ -103,7 +103,7 @@ class ForwardList:
         finally:
             for in_run, _ in self.moved:
                 in_run.use_weights()
-            for module, training in modes:  # parents come first: `train`, which modules may override, sets children, too
+            for module, training in modes:  # parents come first: `train`, which may do more, sets children, too
                 if module.training != training:
                     module.train(training)
 

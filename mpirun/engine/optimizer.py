@@ -37,9 +37,7 @@ class Optimizer:
         # Parameters, or pieces of them, that only the optimizers hold: a STEP points them to a version's weights.
         # `data` hides the STEP from autograd, because graphs of other versions may be alive.
         self.parameters = {
-            (index, part): [nn.Parameter(view.data) for view in stage.views_of_part(part, stage.owned[part])]
-            for index, stage in stages.items()
-            for part in stage.owned
+            (index, part): stage.new_parameters(part) for index, stage in stages.items() for part in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
         tried: set[tuple[ShardedDim | None, bool]] = set()  # tried: how a parameter is divided, whether it has rows

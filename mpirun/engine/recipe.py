@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.engine.options import SetupOptions
+from mpirun.model.module_copy import like_parameter
 from mpirun.model.parallel_layers import Shard, ShardedDim
 from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError, clip, raised
@@ -224,7 +225,7 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
         stepped = []
         for cut in (lambda x: [x], halves):
             starts, *gradients = ([part.clone() for part in cut(value)] for value in values)
-            parameters = [nn.Parameter(start) for start in starts]
+            parameters = [like_parameter(piece.parameter, start) for start in starts]
             for number, parameter in enumerate(parameters):
                 named = NamedParameter(piece.name, parameter, piece.shape, len(parameters) == 1)
                 optimizer = recipe.make([named]).optimizer

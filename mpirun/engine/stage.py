@@ -23,6 +23,7 @@ from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import replace_tensors
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.frozen_statistics import counts, set_counts
+from mpirun.model.module_copy import like_parameter
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import ASK_FOR_GRADIENTS, NEEDS_GRADIENTS
 from mpirun.model.stage_shape import StageShape, flat_layout
@@ -91,14 +92,14 @@ class LocalStage:
                 name, parameter = named[number]
                 if owns_all:
                     view.copy_(parameter.detach())
-                new = nn.Parameter(view)
+                new = like_parameter(parameter, view)
                 replace_tensors(module, {id(parameter): new})
                 self.parameters.append(new)
                 named[number] = name, new  # frees the memory of the old one
         elif self.owns_separate_parts:  # it never computes the stage, so the module needs no values
             for _, parameter in named:
                 no_memory = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
-                replace_tensors(module, {id(parameter): nn.Parameter(no_memory)})
+                replace_tensors(module, {id(parameter): like_parameter(parameter, no_memory)})
         module.to(device.torch)
         self.latest = [module]  # the module of the latest forward, among those of all versions
         self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
@@ -166,6 +167,13 @@ class LocalStage:
         if part < 0:
             return self.views(flat)
         return [piece.of_part(flat) for piece in pieces(self.layout, self.part_slices[part])]
+
+    def new_parameters(self, part: int) -> list[nn.Parameter]:
+        """The parameters in an owned part, or pieces of them, as new ones with the attributes of the module's."""
+        own = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        of_part = own if part < 0 else [own[p.parameter] for p in pieces(self.layout, self.part_slices[part])]
+        views = self.views_of_part(part, self.owned[part])
+        return [like_parameter(parameter, view.data) for parameter, view in zip(of_part, views, strict=True)]
 
     def forward(
         self,

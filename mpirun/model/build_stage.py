@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 
 from mpirun.model.contract import Model, Weights
 from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
@@ -24,6 +24,7 @@ from mpirun.model.weight_names import lack, listed, weight_names
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
+PLAIN = nn.Parameter, nn.UninitializedParameter, FakeTensor  # classes that stages keep, or that torch refuses
 NeedsValues = Callable[[str, Tensor], bool]  # takes a name in the stage, and its parameter or buffer
 
 
@@ -134,9 +135,16 @@ def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
                     tensors[name] = new[id(old)]  # type: ignore[assignment]
 
 
-def check_parameter_hooks(module: nn.Module, what: str) -> None:
-    """UsageError if parameters have hooks: a stage has parameters of its own. `what`: the module, for the message."""
+def check_parameters(module: nn.Module, what: str) -> None:
+    """UsageError if parameters have hooks, or trained ones a class of their own, which those of a stage would not have.
+
+    `what`: the module, for the message.
+    """
     for name, parameter in module.named_parameters():
+        if parameter.requires_grad and type(parameter) not in PLAIN:
+            kind = type(parameter).__name__
+            instead = "which a stage would make an nn.Parameter: mark it by an attribute instead"
+            raise UsageError(f"{what}: its parameter {name} is a {kind}, {instead}")
         for method, attribute in HOOKS.items():
             if getattr(parameter, attribute, None):
                 raise UsageError(f"{what}: its parameter {name} has a hook ({method}), which a stage would not call")
@@ -228,7 +236,7 @@ class _Builder:
             with self.making:
                 module = make.module if isinstance(make, ModuleCopy) else make()
             if isinstance(module, nn.Module):
-                check_parameter_hooks(module, type(module).__name__)
+                check_parameters(module, type(module).__name__)
                 if isinstance(make, ModuleCopy) and compiled_in_place(module):
                     lost = f"stage {stage}: Module.compile is lost where a stage is copied: use torch.compile(module)"
                     warnings.warn(lost, MpirunWarning, stacklevel=4)

@@ -74,6 +74,8 @@ class ModuleCopy:
                 copies[id(tensor)] = like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
             elif tensor.is_meta:
                 unset[name] = tensor
+            elif type(tensor) is nn.Parameter and vars(tensor):  # torch's deepcopy loses attributes
+                copies[id(tensor)] = like_parameter(tensor, tensor.detach().clone())
         by_owner: dict[str, dict[str, Tensor]] = {}
         for name, tensor in unset.items():
             owner, _, attribute = name.rpartition(".")
@@ -160,7 +162,7 @@ class _Initialiser:
         """
         before = module._parameters, module._buffers
         module._parameters = {
-            own: parameter if parameter is None else nn.Parameter(_unset(parameter, byte), parameter.requires_grad)
+            own: parameter if parameter is None else like_parameter(parameter, _unset(parameter, byte))
             for own, parameter in module._parameters.items()
         }
         module._buffers = {
@@ -182,8 +184,7 @@ def _without_values(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Modul
         part = copied[id(module)] = object.__new__(type(module))  # copy.copy refuses parametrized modules
         vars(part).update(vars(module))
         part._parameters = {
-            n: p if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
-            for n, p in part._parameters.items()
+            n: p if p is None else like_parameter(p, p.detach().to("meta")) for n, p in part._parameters.items()
         }
         part._buffers = {n: b if b is None else b.detach().to("meta") for n, b in part._buffers.items()}
         part._modules = {n: m if m is None else _without_values(m, copied) for n, m in part._modules.items()}
@@ -232,8 +233,15 @@ def shared_buffers(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
 
 
 def like(tensor: Tensor, value: Tensor) -> Tensor:
-    """The value, as a parameter if `tensor` is one, with the same requires_grad."""
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    """The value, as a parameter if `tensor` is one, with the same requires_grad and attributes."""
+    return like_parameter(tensor, value) if isinstance(tensor, nn.Parameter) else value
+
+
+def like_parameter(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A new parameter with this value, and with the requires_grad and the attributes of `parameter`."""
+    made = nn.Parameter(value, parameter.requires_grad)
+    vars(made).update({**vars(parameter), **vars(made)})  # its own are those of torch, as where it is fake
+    return made
 
 
 def _required(init: Init) -> int:

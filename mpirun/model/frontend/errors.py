@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from mpirun.model.build_stage import check_parameter_hooks
+from mpirun.model.build_stage import check_parameters
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -92,7 +92,7 @@ def check_hooks(module: nn.Module) -> None:
         if part._backward_hooks or part._backward_pre_hooks:
             what = f"{name!r}, " if name else ""
             raise UsageError(f"{what}{type(part).__name__}: its backward hook would not be called in a stage")
-    check_parameter_hooks(module, type(module).__name__)
+    check_parameters(module, type(module).__name__)
 
 
 def check_names(module: nn.Module) -> None:

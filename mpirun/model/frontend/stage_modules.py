@@ -23,6 +23,7 @@ from mpirun.model.frontend.node_dependencies import (
 )
 from mpirun.model.frontend.size_and_device_lookup import depends_on_size, insert_lookups
 from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
+from mpirun.model.module_copy import like_parameter
 from mpirun.model.rng import RandomOp
 from schedgen.util.errors import UsageError
 
@@ -177,7 +178,7 @@ class StageBuilder:
                 root.add_module(part, nn.Module())
             root = getattr(root, part)
         if isinstance(value, nn.Parameter):
-            setattr(root, attribute, copy.deepcopy(value) if name in self.placed else value)
+            setattr(root, attribute, like_parameter(value, value.detach().clone()) if name in self.placed else value)
             self.placed.add(name)
         elif isinstance(value, Tensor):
             root.register_buffer(attribute, value.detach().clone())

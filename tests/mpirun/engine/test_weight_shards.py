@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.functional import mse_loss
 from mpirun.comm.device import Device
 from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
 from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.recipe import Recipe
+from mpirun.engine.recipe import NamedParameter, Recipe
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import part_slices, pieces
 from mpirun.model.contract import Model
@@ -162,17 +163,37 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.parametrize("divided", ["into parts", "into tensor shards", "not"])
-def test_what_an_optimizer_keeps_for_a_part_has_its_shape_or_is_not_saved(divided):
+DIVIDED = pytest.mark.parametrize("divided", ["into parts", "into tensor shards", "not"])
+
+
+def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer]) -> Optimizer:
+    """The optimizer of a linear layer whose weight has an attribute; the rank owns all parts, or a shard."""
     shard = Shard(0, 2) if divided == "into tensor shards" else UNSHARDED
     module = ColumnParallelLinear(4, 8, shard)
+    module.weight.kind = "matrix"
     model = Model([module], mse_loss, sharded=[0], tensor_parallel=shard.count)
     shape = StageShape((), ("weight", "bias"), sharded_dims=sharded_dims(module))
-    parts = {"parts": (0, 1), "owned_parts": (0,)} if divided == "into parts" else {}
+    parts = {"parts": (0, 1), "owned_parts": (0, 1)} if divided == "into parts" else {}
     stage = LocalStage(module, 0, shape, Device(), not parts, **parts)
-    recipe = Recipe(lambda named: Counting([entry.parameter for entry in named], 0.1))
-    optimizer = Optimizer(recipe, model, {0: stage})
-    ((unit, parameters),) = optimizer.parameters.items()
+    return Optimizer(Recipe(factory), model, {0: stage})
+
+
+@DIVIDED
+def test_an_optimizer_sees_the_attributes_of_parameters(divided):
+    """Where they are divided, on the small parameter too on which it is tried."""
+
+    def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
+        for entry in named:
+            assert vars(entry.parameter) == ({"kind": "matrix"} if entry.name == "stage0.weight" else {})
+        return torch.optim.SGD([entry.parameter for entry in named], 0.1)
+
+    assert optimizer_of(divided, factory).by_unit
+
+
+@DIVIDED
+def test_what_an_optimizer_keeps_for_a_part_has_its_shape_or_is_not_saved(divided):
+    optimizer = optimizer_of(divided, lambda named: Counting([entry.parameter for entry in named], 0.1))
+    (unit, parameters), *_ = optimizer.parameters.items()
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.by_unit[unit].step(0)

@@ -406,6 +406,62 @@ def test_hooks_of_parameters_are_refused_by_name(method: str) -> None:
             refused()
 
 
+def test_trained_parameters_of_a_class_of_their_own_are_refused_by_name() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    net[1].weight = Own(net[1].weight.data)
+    for refused in (
+        lambda: split(net, X, stages=2),
+        lambda: build_stage(Model([lambda: net], nn.functional.mse_loss), 0, 0),
+    ):
+        with pytest.raises(UsageError, match=r"Sequential: its parameter 1\.weight is a Own, which a stage would make"):
+            refused()
+    net[1].weight.requires_grad_(False)
+    assert type(build_stage(Model([net], nn.functional.mse_loss), 0, 0)[1].weight) is Own
+
+
+class Marked(nn.Module):
+    """Its bias has an attribute, by which it is initialised; so has its frozen scale."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, device=device)
+        self.scale = nn.Parameter(torch.ones(16, device=device), requires_grad=False)
+        self.linear.bias.value = self.scale.value = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def set_marked(module: nn.Module) -> None:
+    """Set parameters to their attribute, or 0."""
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, getattr(parameter, "value", 0.0))
+
+
+@pytest.mark.parametrize("how", ["module", "function", "split", "sequential", "meta", "meta with weights"])
+def test_parameters_keep_their_attributes(how: str) -> None:
+    net = Marked("meta" if "meta" in how else "cpu")
+    values = {f"stage0.{name}": torch.ones(x.shape) for name, x in net.named_parameters()}
+    made = {
+        "module": lambda: Model([net], scores_of),
+        "function": lambda: Model([Marked], scores_of),
+        "split": lambda: split(nn.Sequential(net, nn.Linear(16, 16)), X, stages=2).model(scores_of),
+        "sequential": lambda: split_sequential(nn.Sequential(net), 1).model(scores_of),
+        "meta": lambda: split_sequential(nn.Sequential(net), 1, init=set_marked).model(scores_of),
+        "meta with weights": lambda: Model([net], scores_of, weights=lambda names: {n: values[n] for n in names}),
+    }[how]()
+    fake = stage_without_values(made, 0, fake_mode())
+    stage = build_stage(made, 0, 0)
+    for module in (fake, stage):
+        marked = {name for name, x in module.named_parameters() if getattr(x, "value", None) == 3.0}
+        assert {name.removeprefix("0.") for name in marked} == {"linear.bias", "scale"}
+    if how == "meta":
+        assert {x.mean().item() for x in stage.parameters()} == {0.0, 3.0}
+
+
 def test_compiled_modules_stay_compiled_or_it_is_said() -> None:
     traced: list[object] = []
 
