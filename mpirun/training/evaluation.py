@@ -117,7 +117,7 @@ def predict(
     rebuild  the last stage's output -> the model's own; None: they are the same
     each     is called with the number of a microbatch and its output on the rank that has it; then there is no result
     """
-    outputs: dict[int, Any] = {}
+    outputs: dict[int, tuple[int, Any]] = {}  # by microbatch, how many samples and their output
 
     def keep(number: int, output: Any, batch: Microbatch) -> None:
         if batch.padding < batch.size or not batch.size:
@@ -125,7 +125,8 @@ def predict(
             if batch.padding:
                 own = without_padding("output", own, batch)
             if each is None:
-                outputs[number] = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), own)
+                copied = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), own)
+                outputs[number] = batch.size - batch.padding, copied
             else:
                 each(number, own)
 
@@ -136,10 +137,14 @@ def predict(
     return on_rank_0(session.comm, lambda: _joined(of_ranks or []))
 
 
-def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
-    """The outputs of all microbatches, given by rank and number, joined; UsageError if they do not fit together."""
+def _joined(of_ranks: Sequence[Mapping[int, tuple[int, Any]]]) -> Any:
+    """The outputs of all microbatches joined along dimension 0; UsageError if they do not fit together.
+
+    `of_ranks`: by rank and number of the microbatch, its samples and its output.
+    """
     everything = {number: output for of_rank in of_ranks for number, output in of_rank.items()}
-    ordered = [everything[number] for number in sorted(everything)]
+    sizes = [everything[number][0] for number in sorted(everything)]
+    ordered = [everything[number][1] for number in sorted(everything)]
     if not ordered:
         return None
     leaves = list(zip(*(pytree.tree_leaves(output) for output in ordered), strict=True))
@@ -149,10 +154,21 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
         raise UsageError("predict: outputs of several shapes cannot be joined: take each of them with each=")
     if len(ordered) > 1 and any(isinstance(part, torch.Tensor) and not part.dim() for part, *_ in leaves):
         raise UsageError("predict: outputs of no dimension cannot be joined: take each of them with each=")
+    for size, part in [pair for parts in leaves for pair in zip(sizes, parts, strict=True) if len(ordered) > 1]:
+        if isinstance(part, torch.Tensor) and _has_samples_elsewhere(part, size):
+            raise UsageError(
+                f"predict: outputs are joined along dimension 0, but that of {size} samples has shape "
+                f"{tuple(part.shape)}: give outputs with the samples in dimension 0, or take each of them with each="
+            )
     joined = [
         torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0] for parts in leaves
     ]
     return pytree.tree_unflatten(joined, pytree.tree_structure(ordered[0]))
+
+
+def _has_samples_elsewhere(x: torch.Tensor, size: int) -> bool:
+    """Whether a tensor of `size` samples has neither one nor, as flattened ones have, several rows for each of them."""
+    return len(x) != size and (size in x.shape[1:] or len(x) % max(1, size) > 0)
 
 
 def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], outcome: Outcome) -> None:

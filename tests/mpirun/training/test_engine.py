@@ -1318,6 +1318,9 @@ from torch.utils.data import IterableDataset
 class Flat(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x).flatten(0, 1)
+class Turned(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).transpose(0, 1).contiguous()
 class Mean(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x).mean()
@@ -1337,6 +1340,7 @@ for name, do, kind, samples, collate in [
     ("output", train, Flat, data, None), ("target", train, torch.nn.Linear, data, flat),
     ("in a stream", train, Flat, Stream(), None), ("evaluated", evaluate, Flat, data, None),
     ("predicted", predict, Flat, data, None), ("numbers", predict, Mean, whole, None),
+    ("turned", predict, Turned, whole, None),
     ("a loss of padding", train, Mean, data, None),
     ("target not used", lambda *given: len(predict(*given)), torch.nn.Linear, data, flat),
     ("none padded in part", lambda *given: train(*given) and len(predict(*given)), Flat, whole, flat),
@@ -1367,9 +1371,13 @@ def test_padding_that_cannot_be_taken_off_is_refused(scripts):
         [has.format(*of) + give] for of in (("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"))
     )
     numbers = ["mpirun: predict: outputs of no dimension cannot be joined: take each of them with each="]
+    turned = [
+        "mpirun: predict: outputs are joined along dimension 0, but that of 2 samples has shape (3, 2, 4): give "
+        "outputs with the samples in dimension 0, or take each of them with each="
+    ]
     assert json.loads(done.out) == {
         "output": [0, output], "target": [0, target], "in a stream": [1, output], "evaluated": [0, output],
-        "predicted": [0, output], "numbers": [0, numbers], "a loss of padding": [0, number],
+        "predicted": [0, output], "numbers": [0, numbers], "turned": [0, turned], "a loss of padding": [0, number],
         "target not used": [0, 5], "none padded in part": [2, 18], "not so far": [0, 4],
     }  # fmt: skip
 
