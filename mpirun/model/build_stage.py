@@ -248,6 +248,9 @@ class _Builder:
                 for part in module.modules():
                     if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
                         part.sparse = False  # gradients are added up in dense buffers
+                for parameter in module.parameters():
+                    if parameter.requires_grad:  # as in the flat weights of a run
+                        parameter.data = parameter.data.contiguous()
                 return module
         except UsageError as error:
             raise UsageError(f"stage {stage} of the model cannot be built: {error}") from None

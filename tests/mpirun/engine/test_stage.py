@@ -346,3 +346,11 @@ def test_versions_of_weights_have_the_same_frozen_parameters_and_buffers():
         first[0].bias.fill_(3.0)
     assert version.module[0].bias is first[0].bias and version.module[1].running_mean is first[1].running_mean
     assert version.names == stage.names and version.module[0].weight is not first[0].weight
+
+
+def test_trained_weights_are_contiguous_as_in_the_one_process_that_verifies():
+    """Kernels for weights in channels_last give other bits."""
+    module = nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last)
+    built = [build_stage(Model([make], nn.functional.mse_loss), 0, SEED) for make in (module, lambda: module)]
+    stage = owned(built[0], StageShape((), ()))
+    assert {weight.stride() for weight in (built[1].weight, stage.module.weight)} == {(27, 9, 3, 1)}
