@@ -29,6 +29,8 @@ from mpirun.comm.fail_together import Stop, note, on_rank_0, say, together
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
+from mpirun.model.module_copy import temporary_buffers
+from mpirun.model.weight_names import listed
 from schedgen.ir.header import Header
 from schedgen.util.errors import RefusedFile, UsageError
 
@@ -62,6 +64,7 @@ class CheckpointWriter:
         for entry, stage in untrained:
             self.first_stage[entry] = min(stage, self.first_stage.get(entry, stage))
         self._check_entries([entry for entry, _ in untrained])
+        self._note_unsaved(written)
         self.directory: Path | None = None
         self.locks: dict[Path, FolderLock] = {}  # on rank 0, of all folders that this run saves to
         self.last = 0
@@ -79,6 +82,18 @@ class CheckpointWriter:
                 raise UsageError(f"the model has {entry}: checkpoints hold parameters and buffers only")
             if count > 1 and entry not in tied:
                 raise UsageError(f"two layers of the model have a {entry}: in checkpoints names must differ")
+
+    def _note_unsaved(self, written: Sequence[LocalStage]) -> None:
+        """Name the buffers that forwards change and modules do not save; `written`: stages that this rank writes."""
+        model, shapes = self.setup.model, self.setup.shapes
+        own = [
+            model.entry_name(stage.index, name)
+            for stage in written
+            for name in sorted(temporary_buffers(stage.module).intersection(shapes[stage.index].changed_buffers))
+        ]
+        if unsaved := dict.fromkeys(name for of_rank in self.comm.gather(own) or () for name in of_rank):
+            what = "which checkpoints do not have (persistent=False): after a restart they begin anew"
+            note(self.comm, f"forwards change the buffers {listed(unsaved)}, {what}")
 
     def resume(self, manifest: Manifest) -> None:
         """Restore all that this rank has of the model, and report which settings differ. Collective."""

@@ -196,6 +196,15 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def temporary_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's buffers that `state_dict` leaves out."""
+    return {
+        f"{owner}.{name}".removeprefix(".")
+        for owner, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+
+
 def compiled_in_place(module: nn.Module) -> list[str]:
     """The names of submodules on which `Module.compile` was called; "" is the module itself."""
     return [name for name, part in module.named_modules() if part._compiled_call_impl is not None]

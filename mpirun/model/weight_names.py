@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from mpirun.model.contract import Model
-from mpirun.model.module_copy import own_tensors, parameter_aliases
+from mpirun.model.module_copy import own_tensors, parameter_aliases, temporary_buffers
 from schedgen.util.errors import clip
 
 
@@ -16,11 +16,7 @@ def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") 
 
     `module`: the stage, or a part of it whose names in the stage begin with `prefix`.
     """
-    temporary = {
-        f"{owner}.{name}".removeprefix(".")
-        for owner, part in module.named_modules()
-        for name in part._non_persistent_buffers_set
-    }
+    temporary = temporary_buffers(module)
     names: dict[str, list[str]] = {name: [] for name in own_tensors(module) if name not in temporary}
     names |= parameter_aliases(module)
     return {

@@ -821,6 +821,45 @@ assert not (folder / "new").exists()
     assert (done.code, done.out.split(), done.err.splitlines()) == (0, ["2", "2"], sentences)
 
 
+CENTRED = """
+from torch import nn
+class Centred(nn.Linear):
+    def __init__(self, persistent):
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(4), persistent)
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return super().forward(x - self.mean.clone())
+class Cloned(Centred):
+    def state_dict(self, **options):
+        return {name: x.clone() for name, x in super().state_dict(**options).items()}
+def losses(make, at, persistent):
+    torch.manual_seed(0)
+    net = make(persistent)
+    for count in at:
+        with mpirun.Engine("gpipe", [net], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
+            name = folder / f"{make.__name__} {len(at)}"
+            run.resume(name)
+            while run.steps < count:
+                loss = run.step((x + run.steps, x)).loss
+            run.save(name)
+    return loss
+"""
+
+
+def test_buffers_that_forwards_change_and_checkpoints_lack_are_named(tmp_path, scripts):
+    (done,) = scripts(1, [[SAVING + CENTRED + "losses(Centred, [1], True), losses(Centred, [1, 2], False)", tmp_path]])
+    what = "which checkpoints do not have (persistent=False): after a restart they begin anew"
+    note = f"mpirun: note: forwards change the buffers stage0.mean, {what}"
+    assert done.code == 0 and done.err.splitlines() == [note, note], done.err
+
+
+def test_checkpoints_have_the_tensors_of_which_a_module_saves_copies(tmp_path, scripts):
+    script = "assert losses(Cloned, [2], True) == losses(Cloned, [1, 2], True)"
+    (done,) = scripts(1, [[SAVING + CENTRED + script, tmp_path]])
+    assert done.code == 0, done.err
+
+
 def test_rank_0_prints_what_only_another_rank_sees_in_the_data(scripts):
     """That samples draw random numbers, when the rank first reads one in training, and in an evaluation."""
     script = """
