@@ -46,10 +46,13 @@ def is_share(model: Model, stage: LocalStage, name: str) -> bool:
 
 def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
     """The frozen parameters and buffers of a stage's module by name: the tensors themselves."""
-    trained = {parameter.data_ptr() for parameter in stage.module.parameters() if parameter.requires_grad}
+    module = stage.module
+    trained = {parameter.data_ptr() for parameter in module.parameters() if parameter.requires_grad}
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    values = {name: own[name].detach() if name in own else value for name, value in module.state_dict().items()}
     return {
         name: value
-        for name, value in stage.module.state_dict().items()
+        for name, value in values.items()
         if name.endswith("_extra_state") or value.data_ptr() not in trained
     }
 
