@@ -248,6 +248,8 @@ class _Builder:
                 for part in module.modules():
                     if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
                         part.sparse = False  # gradients are added up in dense buffers
+                    elif isinstance(part, nn.RNNBase):
+                        vars(part)["flatten_parameters"] = _stay  # it would move them out of flat weights
                 for parameter in module.parameters():
                     if parameter.requires_grad:  # as in the flat weights of a run
                         parameter.data = parameter.data.contiguous()
@@ -290,6 +292,10 @@ class _Builder:
             value = dim.share(value, shard)
         copied = not (self.mapped and tensor.requires_grad)
         return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)
+
+
+def _stay() -> None:
+    """Leave the parameters of an LSTM or GRU where they are: cuDNN copies them in every forward."""
 
 
 def _take_as_given(stage: nn.Module) -> None:

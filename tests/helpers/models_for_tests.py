@@ -895,3 +895,14 @@ def splits_what_is_tied(stages: int) -> Model:
 def splits_for_a_minibatch_loss(stages: int) -> Model:
     """As `pair`, with a loss of the whole minibatch."""
     return pair(stages)._replace(loss_of="minibatch")
+
+
+class Recurrent(nn.LSTM):
+    """An LSTM over the samples of a microbatch, which asks for cuDNN's layout of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flatten_parameters()
+        return super().forward(x)[0]
+
+
+lstm = partial(with_stage, index=1, stage=partial(Recurrent, WIDTH, WIDTH))

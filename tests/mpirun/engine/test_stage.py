@@ -6,6 +6,7 @@ import ctypes
 from collections import Counter
 
 import hypothesis.strategies as st
+import models_for_tests
 import numpy as np
 import pytest
 import torch
@@ -354,3 +355,17 @@ def test_trained_weights_are_contiguous_as_in_the_one_process_that_verifies():
     built = [build_stage(Model([make], nn.functional.mse_loss), 0, SEED) for make in (module, lambda: module)]
     stage = owned(built[0], StageShape((), ()))
     assert {weight.stride() for weight in (built[1].weight, stage.module.weight)} == {(27, 9, 3, 1)}
+
+
+def test_the_weights_of_recurrent_layers_stay_in_the_flat_memory(monkeypatch):
+    """On a GPU `to` and many forwards call flatten_parameters, which moves parameters into memory of cuDNN's layout."""
+
+    def move(self: nn.RNNBase) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()
+
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", move)
+    stage = stage_of(models_for_tests.lstm(STAGES), 1)
+    before = stage.module(torch.ones(2, models_for_tests.WIDTH))
+    stage.weights.zero_()
+    assert before.any() and not stage.module(torch.ones(2, models_for_tests.WIDTH)).any()

@@ -221,6 +221,7 @@ OTHERS = {
     "tuples": ("1f1b", {"stages": 4}),
     "pair": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 2}}),
     "four_types": ("fsdp", {"stages": 4, "shards": 4}),
+    "lstm": ("1f1b", {"stages": 4}),
 }
 
 
