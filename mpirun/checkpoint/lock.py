@@ -25,10 +25,11 @@ class FolderLock:
         If the file system has no locks, a note says so.
         """
         self.path = folder / NAME
+        self.place = f" on {socket.gethostname()}, process {os.getpid()}"
         while not self._taken(folder):
             os.close(self.file)  # the holder of this file's lock has removed the file meanwhile
         os.ftruncate(self.file, 0)
-        os.write(self.file, f"run {run} on {socket.gethostname()}, process {os.getpid()}\n".encode())
+        os.write(self.file, f"run {run}{self.place}\n".encode())
 
     def _taken(self, folder: Path) -> bool:
         """Open and lock the file; returns whether the path still names it."""
@@ -42,7 +43,9 @@ class FolderLock:
             holder = os.read(self.file, 200).decode(errors="replace").strip()
             os.close(self.file)
             who = holder or "which has not said its name"
-            raise UsageError(f"saving to {folder}: another run saves there: {who}") from None
+            mine = holder.endswith(self.place)
+            close = ", which is this script: close its earlier Engine" if mine else ""
+            raise UsageError(f"saving to {folder}: another run saves there: {who}{close}") from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise RefusedFile(f"{self.path}: {error.strerror}") from None

@@ -88,7 +88,8 @@ def make_recipe(
         raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
     if clip is not None and not (isinstance(clip, Real) and clip > 0):
         raise UsageError(f"clip should be a positive number, not {clip!r}")
-    if lr is not None and not callable(lr) and (type(lr) not in (int, float) or not 0 <= lr < math.inf):
+    is_number = isinstance(lr, Real) and not isinstance(lr, bool)
+    if lr is not None and not callable(lr) and not (is_number and 0 <= lr < math.inf):
         raise UsageError(f"lr should be a number of at least 0, or a function of the step, not {lr!r}")
 
     def rate_of(step: int) -> float:
@@ -97,8 +98,9 @@ def make_recipe(
             number = float(value)  # type: ignore[arg-type]  # checked here, as a function may return anything
         except (TypeError, ValueError):
             number = math.nan
-        if not math.isfinite(number):
-            raise UsageError(f"the learning rate of step {step + 1} is {value!r}, not a number")
+        if not 0 <= number < math.inf:
+            least = " of at least 0" if number < 0 else ""
+            raise UsageError(f"the learning rate of step {step + 1} is {value!r}, not a number{least}")
         return number
 
     rate = None if lr is None else rate_of

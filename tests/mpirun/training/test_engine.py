@@ -8,12 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import mse_loss
 
 import schedgen
 from mpirun.data.loader import DREW
+from mpirun.training.arguments import make_recipe
 from schedgen.checker.files import checked
 from schedgen.cli.main import main as command
 from schedgen.report.measured_run import read_trace, run_numbers
@@ -285,6 +287,15 @@ with mpirun.Engine("gpipe", [torch.nn.Linear(3, 1)], microbatches=2, loss=column
 def test_a_target_may_be_a_column_of_a_table_of_which_a_microbatch_has_one_sample(scripts):
     (done,) = scripts(1, [[COLUMN]])
     assert (done.code, done.out) == (0, "2\n"), done.err
+
+
+def test_rates_are_numbers_of_any_type_that_are_not_negative():
+    assert make_recipe(None, np.float32(0.5), None, None).rate(0) == 0.5
+    for rate in (np.float64(-0.5), True, "0.5"):
+        with pytest.raises(UsageError, match="lr should be a number of at least 0, or a function of the step, not "):
+            make_recipe(None, rate, None, None)
+    with pytest.raises(UsageError, match=r"the learning rate of step 3 is -0\.5, not a number of at least 0"):
+        make_recipe(None, lambda step: -0.5, None, None).rate(2)
 
 
 RESUMES = """
@@ -650,6 +661,7 @@ with engine() as third:
     lines = done.err.splitlines()
     assert done.code == 0 and len(lines) == 3, done.err
     assert all(line.startswith(begin + words) for line, words in zip(lines, refused, strict=True)), done.err
+    assert lines[0].endswith(", which is this script: close its earlier Engine")
 
 
 def test_a_restarted_run_saves_to_both_directories_again(tmp_path, scripts):
