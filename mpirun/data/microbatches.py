@@ -192,6 +192,11 @@ def plain(collated: Any) -> Any:
     return pytree.tree_map(known, collated)
 
 
+def copy_of(values: Any) -> Any:
+    """A pytree with copies of its tensors."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), values)
+
+
 def to_device(values: Any, device: torch.device) -> Any:
     """A pytree with its tensors on a device; for the CPU it is returned as it is."""
     if device.type == "cpu":

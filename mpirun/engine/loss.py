@@ -23,7 +23,7 @@ from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, to
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
-from mpirun.model.loss import loss_input, try_loss
+from mpirun.model.loss import check_graph, loss_input, try_loss, watched
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError
@@ -80,8 +80,9 @@ def try_minibatch_loss(
 
     def loss_of(outputs: Sequence[Sequence[Tensor]]) -> None:
         loss = MinibatchLoss(model, len(dataflows), device.type, autocast_dtype)
-        for mb, of_mb in enumerate(outputs):
-            loss.add_outputs(mb, of_mb, to_device(microbatches(0, mb).target, device))
+        with watched(model.loss):
+            for mb, of_mb in enumerate(outputs):
+                loss.add_outputs(mb, of_mb, to_device(microbatches(0, mb).target, device))
 
     zeros: list[Sequence[Tensor]] = [[spec.zeros(device) for spec in each.outputs[-1]] for each in dataflows]
     try_loss(loss_of, zeros, real)
@@ -112,6 +113,7 @@ class MinibatchLoss:
             raise UsageError("the loss should be one number: that of the whole minibatch has no metrics beside it")
         if not loss.requires_grad:
             raise UsageError("the loss has no gradient: it depends on no parameter")
+        check_graph(loss)
         loss = loss.reshape(())
         loss.backward()
         self.losses = dict.fromkeys(self.collected, loss.detach())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mpirun.data.microbatches import Microbatch
+from mpirun.data.microbatches import Microbatch, copy_of
+from mpirun.model.forward_watch import ForwardWatch
+from mpirun.model.rng import WHOLE_STAGE
 from schedgen.util.errors import UsageError, clip, raised
 
 Outputs = TypeVar("Outputs")
@@ -27,6 +30,46 @@ def check_loss(function: object) -> None:
         raise UsageError(
             f"the loss has parameters that need a gradient, {clip(', '.join(trained))}: put them into the last stage"
         )
+
+
+@contextlib.contextmanager
+def watched(function: object) -> Iterator[ForwardWatch]:
+    """Watch the trial of a loss; UsageError if it changes buffers of its own."""
+    watch = ForwardWatch(nn.ModuleList([function] if isinstance(function, nn.Module) else []), [WHOLE_STAGE])
+    with watch:
+        yield watch
+    changed = [name.partition(".")[2] for name in watch.changed_buffers()]
+    if changed:
+        raise UsageError(
+            f"each call of the loss changes its buffers {clip(', '.join(changed))}, which no checkpoint would have: "
+            "put them into the last stage, or the loss into eval mode"
+        )
+
+
+def check_graph(loss: Tensor) -> None:
+    """UsageError if a loss depends on a trainable parameter otherwise than by the outputs: nothing would train it."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [further for further, _ in node.next_functions]
+        if type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter):
+            raise UsageError(
+                f"the loss depends on a parameter of shape {tuple(node.variable.shape)} that needs a gradient, and "
+                "nothing would train it: put it into the last stage, or freeze it (requires_grad)"
+            )
+
+
+def on_copies(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A loss that calls `function`, which changes its target in place, on a copy of the target."""
+
+    def loss(output: Any, target: Any) -> Any:
+        return function(output, copy_of(target))
+
+    return loss
 
 
 def loss_input(outputs: Sequence[Tensor]) -> Any:

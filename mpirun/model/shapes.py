@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
-from mpirun.data.microbatches import Microbatch, to_device
+from mpirun.data.microbatches import Microbatch, copy_of, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs
 from mpirun.model.forward_watch import ForwardWatch, memory
-from mpirun.model.loss import loss_and_metrics, loss_input, try_loss
+from mpirun.model.loss import check_graph, loss_and_metrics, loss_input, try_loss, watched
 from mpirun.model.parallel_layers import sharded_dims
 from mpirun.model.rng import generator_states
 from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout
@@ -75,10 +76,17 @@ class Trial:
         return [shape._replace(loss=facts) if shape.model_stage == last else shape for shape in shapes]
 
     def _loss_facts(self, batch: Microbatch, outputs: Sequence[Tensor]) -> LossFacts:
-        before = generator_states(self.device)
-        with autocast(self.device.type, self.autocast_dtype):
-            loss, metrics = loss_and_metrics(self.model.loss, loss_input(outputs), batch)
-        return LossFacts(loss.element_size(), tuple(sorted(metrics)), generator_states(self.device) != before)
+        before, function = generator_states(self.device), self.model.loss
+        batch = batch._replace(target=copy_of(batch.target))
+        with torch.enable_grad(), autocast(self.device.type, self.autocast_dtype), watched(function) as watch:
+            loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
+        check_graph(loss)
+        return LossFacts(
+            loss.element_size(),
+            tuple(sorted(metrics)),
+            draws=generator_states(self.device) != before,
+            overwrites_target=any(map(watch.has_written_to, tree_leaves(batch.target))),
+        )
 
     def _without_loss(self) -> list[StageShape]:
         outputs: list[Sequence[Tensor]] = []

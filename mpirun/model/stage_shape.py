@@ -35,6 +35,7 @@ class LossFacts(NamedTuple):
     bytes: int  # of the loss, which is the last stage's x
     metrics: tuple[str, ...]  # sorted names of the metrics that it returns
     draws: bool  # whether it draws random numbers
+    overwrites_target: bool  # whether it changes its target in place
 
 
 class StageShape(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpirun.data.chunks import chunk, sample_count
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, plain
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, copy_of, plain
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from schedgen.ir.header import Header
@@ -28,8 +28,9 @@ class StepBatches(MicrobatchSource):
     def give(self, step: int, batch: Batch, keep: bool = False) -> None:
         """Set the batch of a step; `keep`: it will be needed after the step, too."""
         self.step, self.current = step, batch.microbatches
-        if keep:
-            self.kept[step] = batch if batch.loader is None else batch._replace(microbatches={})
+        if keep:  # copies: the script may change the tensors of its batch after the step
+            copies = copy_of(dict(batch.microbatches)) if batch.loader is None else {}
+            self.kept[step] = batch._replace(microbatches=copies)
 
     def __call__(self, step: int, number: int) -> Microbatch:
         """A microbatch of the current step, or of one that was kept; UsageError if it cannot be made again."""

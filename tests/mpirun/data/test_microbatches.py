@@ -21,6 +21,7 @@ from schedgen.util.errors import UsageError
 
 ROWS = torch.arange(20).view(10, 2)
 TREE = {"a": (ROWS, [ROWS.T]), "mask": torch.ones(3), "name": "x", "none": None}
+SCALE = nn.Parameter(torch.ones(1))
 DIMS = {"a": (0, [-1]), "mask": None, "name": None, "none": None}
 
 
@@ -110,6 +111,17 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
     assert minibatch_loss.losses[0] == 8 and torch.equal(minibatch_loss.take_gradients(0)[0], torch.ones(2, 2))
 
 
+class RunningMean(nn.Module):
+    """A loss with a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - self.mean.lerp_(output.detach().mean(), 0.1)).sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "sentence"),
     [
@@ -117,6 +129,8 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
         (lambda output, target: 5.0, "the loss should be one number"),
         (lambda output, target: (output.sum(), {}), "that of the whole minibatch has no metrics beside it"),
         (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
+        (lambda output, target: (SCALE * output).sum(), r"the loss depends on a parameter of shape \(1,\) that needs"),
+        (RunningMean(), "each call of the loss changes its buffers mean, which no checkpoint would have"),
         (lambda output, target: output.nothing(), "the loss fails on the shapes it gets: AttributeError"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from schedgen.util.errors import UsageError
 ROWS = torch.linspace(-1, 1, 24).view(4, 6)
 
 
-def shapes_of(*stages: object) -> list[StageShape]:
+def shapes_of(*stages: object, loss: Callable[[Tensor, Tensor], Tensor] = mse_loss) -> list[StageShape]:
     """The shapes of a chain of stages."""
-    model = Model(stages, mse_loss, lambda text, rng: (ROWS, ROWS))
+    model = Model(stages, loss, lambda text, rng: (ROWS, ROWS))
     reads = model.resolved_reads([(), *((s,) for s in range(len(stages) - 1))], 1)
     return Trial(model, reads, Microbatches(model.batch, torch.zeros(1), 0, 1)(0, 0)).shapes()
 
@@ -181,3 +182,55 @@ TAKEN = {
 def test_a_stage_is_tried_with_leaves_as_it_trains_and_with_copies_where_it_changes_them(how):
     shape = shapes_of(nn.Linear(6, 6), Takes(TAKEN[how]))[1]
     assert shape.overwrites_inputs == ("changed" in how)
+
+
+class Centred(nn.Module):
+    """A loss that subtracts a running mean of its outputs."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("center", torch.zeros(6))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        center = self.center.lerp(output.detach().mean(0), 0.1)
+        self.center = self.center.copy_(center) if self.in_place else center
+        return mse_loss(output - self.center, target)
+
+
+class Normed(nn.BatchNorm1d):
+    """A loss of normalised outputs."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(super().forward(output), target)
+
+
+@pytest.mark.parametrize("loss", [Centred(True), Centred(False), Normed(6, affine=False)])
+def test_a_loss_that_changes_its_buffers_is_refused(loss):
+    with pytest.raises(UsageError, match=r"each call of the loss changes its buffers (center|running_mean, )"):
+        shapes_of(nn.Linear(6, 6), loss=loss)
+
+
+def test_a_loss_may_read_its_buffers():
+    assert shapes_of(nn.Linear(6, 6), loss=Normed(6, affine=False).eval())[0].loss is not None
+
+
+def test_a_loss_of_trainable_parameters_is_refused():
+    head, frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+    for loss in (lambda output, target: mse_loss(head(output), target), lambda output, _: head.weight.norm()):
+        with pytest.raises(
+            UsageError, match=r"^the loss depends on a parameter of shape \((6, )?6,?\) that needs a grad"
+        ):
+            shapes_of(nn.Linear(6, 6), loss=loss)
+    assert shapes_of(nn.Linear(6, 6), loss=lambda output, target: mse_loss(frozen(output), target))[0].loss is not None
+
+
+def test_a_loss_that_changes_its_target_in_place_is_found_and_tried_on_a_copy():
+    def masked(output: Tensor, target: Tensor) -> Tensor:
+        target.view(-1)[target.view(-1) > 5] = 0
+        return mse_loss(output, target)
+
+    before = ROWS.clone()
+    losses = [mse_loss, masked, lambda output, target: mse_loss(output, target.mul_(0.5))]
+    assert [shapes_of(nn.Linear(6, 6), loss=loss)[0].loss.overwrites_target for loss in losses] == [False, True, True]
+    assert torch.equal(ROWS, before)
