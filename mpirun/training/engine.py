@@ -73,7 +73,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
     def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
         with (
             generators_kept(),
-            exit_by(self.comm, self._position, self._failing),
+            exit_by(self.comm, self._position, self._failing, self._all_exit),
             self._running.watchdog.calling(method.__name__.lstrip("_")),
         ):
             return method(self, *args, **kwargs)
@@ -153,7 +153,11 @@ class Engine:
         self._data_notes = DataNotes(self.comm)
         self._loaders: WeakSet[Loader] = WeakSet()  # loaders known to read what this run's ranks read
         self._ending = contextlib.ExitStack()  # restores what the process had before the run
-        with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
+        with (
+            generators_kept(),
+            exit_by(self.comm, self._position, self._failing, self._all_exit),
+            self._ended_by_mistakes(),
+        ):
             if self.comm.size > 1:
                 self._ending.callback(end_on_uncaught(self.comm, self._failing))
             together(
@@ -445,6 +449,13 @@ class Engine:
             self.session.close()
             self.session = None
         self._ending.close()
+
+    def _all_exit(self) -> bool:
+        """Whether all scripts exit here, by sys.exit in a function of theirs; if so, the run has ended."""
+        if self.session is not None and not self.session.all_exit():
+            return False
+        self._end()
+        return True
 
     @property
     def _running(self) -> Session:

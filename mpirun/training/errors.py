@@ -22,26 +22,34 @@ from schedgen.util.errors import RefusedFile, UsageError, raised
 PASSED_ON = 0.3  # seconds that launchers need to pass on what ranks have printed; Abort makes them drop the rest
 
 
+class Stopped(SystemExit):
+    """All ranks exit, because of a `Stop`."""
+
+
 @contextlib.contextmanager
 def exit_by(
-    comm: MPI.Intracomm, position: Callable[[], str], failing: Callable[[BaseException], object]
+    comm: MPI.Intracomm,
+    position: Callable[[], str],
+    failing: Callable[[BaseException], object],
+    all_exit: Callable[[], bool],
 ) -> Iterator[None]:
     """Turn a `Stop` into a SystemExit. Any other error is this rank's alone and ends all ranks, if there are others.
 
     position  where this rank is in its list, for the message
     failing   is called before all ranks are ended
+    all_exit  whether all ranks have called it: is called if this rank has a SystemExit of the script's own
     """
     try:
         yield
     except Stop as stop:
         if comm.rank == stop.speaker:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
-        raise SystemExit(stop.code) from None
+        raise Stopped(stop.code) from None
     except BaseException as error:
         if comm.size == 1 and isinstance(error, UsageError | RefusedFile):
             print(f"mpirun: {error}", file=sys.stderr, flush=True)
             raise SystemExit(error.code) from None
-        if comm.size == 1 or isinstance(error, SystemExit):
+        if comm.size == 1 or isinstance(error, Stopped) or (isinstance(error, SystemExit) and all_exit()):
             raise
         failing(error)
         end_all_ranks(comm, position(), error, show_traceback=False)

@@ -21,7 +21,7 @@ from mpirun.checkpoint.run_settings import differing_settings, other_sums, other
 from mpirun.checkpoint.writer import CheckpointWriter
 from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, together
 from mpirun.comm.run_comm import RunComm
-from mpirun.comm.waiting import sleeping_barrier
+from mpirun.comm.waiting import sleep_until, sleeping_barrier
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.nonfinite import find_nonfinite
@@ -38,6 +38,7 @@ from mpirun.watchdog import ASKED, BEAT, ENDING, PHASE, ROW, SAVING, TRYING, VER
 from mpirun.watchdog.rank_side import Watchdog
 
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
+EXIT_APART = 10.0  # seconds between the first and the last rank that leave a call by sys.exit, if all of them do
 
 
 @dataclass(frozen=True)
@@ -299,6 +300,17 @@ class Session:
         self.at_end = self.comm.Dup()  # its own: the barrier of an ended rank matches no other collective
         self.at_end.on_wait = self.comm.on_wait
         atexit.register(self.close_together)
+
+    def all_exit(self) -> bool:
+        """Whether all ranks have called this, or `wait_for_others`, within `EXIT_APART` seconds."""
+        arrived, late = self.at_end.Ibarrier(), time.monotonic() + EXIT_APART
+
+        def done() -> bool:
+            self.beat()
+            return arrived.Test() or time.monotonic() > late
+
+        sleep_until(self.at_end, done)
+        return bool(arrived.Test())
 
     def wait_for_others(self) -> None:
         """Block until all ranks have called this; the watchdog reports ranks that do not."""

@@ -1269,11 +1269,29 @@ print(all(torch.equal(batch, torch.randn(8, 4)) for batch in drawn))
     assert done.code == 0 and done.out.split() == ["True"] * 2, (done.out, done.err)
 
 
+def test_scripts_that_exit_on_all_ranks_end_with_their_code(scripts):
+    """Inside a step, in a function that every rank calls; the Engine is closed then."""
+    script = """
+import sys, torch, mpirun
+from torch.nn.functional import mse_loss
+x, stages = torch.zeros(8, 4), [torch.nn.Linear(4, 4) for _ in range(2)]
+with mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss,
+                   lr=lambda step: sys.exit(3) if step else 0.1) as run:
+    run.step((x, x))
+    run.step((x, x))
+"""
+    (done,) = scripts(2, [[script]])
+    assert (done.code, done.out, done.err) == (3, "", "")
+
+
 FAILING = """
-import os, signal, sys, time, torch, mpirun
+import os, signal, sys, time, torch, mpirun, mpirun.training.session
 from torch.nn.functional import mse_loss
 def loss(output, target):
+    if sys.argv[1] == "exit" and run.steps:
+        sys.exit("enough")
     return mse_loss(output, target) / (run.steps or 1) if sys.argv[1] != "loss" or not run.steps else [][0]
+mpirun.training.session.EXIT_APART = 0.5
 stages = [torch.nn.Linear(4, 4) for _ in range(2)]
 run = mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=loss)
 if sys.argv[1] == "set-up" and run.rank == 1:
@@ -1294,7 +1312,7 @@ if sys.argv[1] == "shape":
         run.step(batch)
 if sys.argv[1] == "end":
     sys.exit(3) if run.rank == 1 else run.step((x, x))
-if run.rank == 0 or sys.argv[1] == "loss":
+if run.rank == 0 or sys.argv[1] in ("loss", "exit"):
     run.step((x, x))
 [][run.rank]
 """
@@ -1303,7 +1321,7 @@ if run.rank == 0 or sys.argv[1] == "loss":
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loop", 'fails.py", line 28'),
+        ("loop", 'fails.py", line 31'),
         ("set-up", r"mpirun: rank 1 on \S+: setting up: asked to leave \(SIGTERM\)\n"),
         ("evaluate", r"rank 0 on \S+ calls step, but rank 1 on \S+ calls evaluate: all ranks"),
         ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E"),
@@ -1311,8 +1329,9 @@ if run.rank == 0 or sys.argv[1] == "loss":
             "shape",
             r"the microbatches of step 3 have shape \(5, 4\), not \(4, 4\) as the first: declare sizes with buckets=",
         ),
-        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:18\)"),
-        ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5\)"),
+        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:21\)"),
+        ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:7\)"),
+        ("exit", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:6\)"),
     ],
 )
 def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, tmp_path, launch):
