@@ -76,7 +76,7 @@ def run_compile(options: CompileOptions) -> int:
             ),
         )
     check_compiled(program)
-    _write_checked(program, options.output)
+    _write_checked(program, options.output, options.cost)
     for warning in slow:
         if issubclass(warning.category, SlowScheme):
             note(warning.message)
@@ -129,11 +129,13 @@ def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
     return scheme
 
 
-def _write_checked(program: Program, output: str) -> None:
-    """Write a compiled program, unless the checker refuses it."""
+def _write_checked(program: Program, output: str, cost: Mapping[str, float] | None = None) -> None:
+    """Write a compiled program, unless the checker refuses it; a note if the file cannot keep all of --cost."""
     check(program, "internal error, the compiled schedule")
     with open_output(output) as out:
         write(program, out)
+    if cost and has_both(cost) and program.mixes_backwards:
+        note("the file keeps I and W, not B: whole backwards count as I + W unless a command gets the same --cost")
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -233,7 +235,7 @@ def run_search(options: SearchOptions) -> int:
         _say_if_untried(question)
     check_compiled(best.program)
     if options.output:
-        _write_checked(best.program, options.output)
+        _write_checked(best.program, options.output, options.cost)
     if not is_standard_output(options.output):
         print(tables.search_table(best, options.objective, seconds, options.json))
     if not (best.optimal or is_installed()):

@@ -7,6 +7,7 @@ parallelism (G = W).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
+from schedgen.ir.cost import has_both
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.limits import check_workers
@@ -110,6 +112,8 @@ def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, limit: 
     check_compiled(program)
     if program.header.workers != sizes.workers:
         raise UsageError(f"it needs {program.header.workers} workers, not {sizes.workers}")
+    if cost is not None and has_both(cost) and program.mixes_backwards:
+        program = replace(program, header=replace(program.header, cost=cost))
     return program, limited
 
 
@@ -131,7 +135,7 @@ def _numbers(
     rings = round(float((2 * (reduced - 1) / reduced).sum()))  # each member sends 2 (m - 1) / m
     options = {"stages": sizes.stages, "microbatches": sizes.microbatches, "workers": sizes.workers, "groups": groups}
     arguments = "".join(f" --{option} {value}" for option, value in options.items() if value is not None)
-    costs = "" if cost is None else " --cost " + ",".join(f"{d}={time:g}" for d, time in header.cost.items())
+    costs = "" if cost is None else " --cost " + ",".join(f"{d}={time}" for d, time in header.cost.items())
     return SchemeNumbers(
         name,
         groups,

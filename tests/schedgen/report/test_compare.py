@@ -94,6 +94,21 @@ def test_a_whole_backward_costs_what_its_halves_cost(run):
     assert next(row["latency"] for row in unsplit if row["scheme"] == "ddp") == 2 * 4 * (1 + 4)
 
 
+def test_a_whole_backward_among_split_ones_takes_the_b_that_was_given(run, tmp_path):
+    cost = "F=1.00000012,B=1.5,I=1,W=1"
+    rows = json.loads(run("compare", *SMALL, "--cost", cost, "--json").out)["schemes"]
+    row = next(row for row in rows if row["scheme"] == "dualpipe-v")
+    path = tmp_path / "one.json"
+    done = run(*shlex.split(row["command"].replace("FILE", str(path)))[1:])
+    assert done.code == 0 and "whole backwards count as I + W unless a command gets the same --cost" in done.err
+    numbers = json.loads(run("stats", path, "--cost", cost, "--json").out)
+    assert (row["latency"], row["gap"]) == (numbers["latency"], numbers["gap"])
+    assert json.loads(run("stats", path, "--json").out)["latency"] > row["latency"]
+    other = next(row for row in rows if row["scheme"] == "zb-v")  # no note: it has no whole backwards
+    assert run(*shlex.split(other["command"].replace("FILE", str(path)))[1:]) == (0, "", "")
+    assert json.loads(run("stats", path, "--json").out)["latency"] == other["latency"]
+
+
 def test_the_table_and_the_plot_say_the_same(small, run, tmp_path):
     path = tmp_path / "a.svg"
     result = run("compare", *SMALL, "-o", path)
