@@ -15,6 +15,7 @@ from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.schedules import compile_own, with_own_costs
 from schedgen.simulator.simulate import simulate
+from schedgen.util.errors import UsageError
 
 
 def least_memory(question: Question, budget: int = BUDGET) -> FoundOrder:
@@ -23,6 +24,11 @@ def least_memory(question: Question, budget: int = BUDGET) -> FoundOrder:
     Arguments and errors as for `search_order`, which gets a part of the budget for every limit. The question has no
     limits of its own.
     """
+    if has_both(question.cost) and question.scheme.unsplit_backward is not None:
+        raise UsageError(
+            f"--objective memory has all backwards whole or all split, and {question.scheme.name} has both: "
+            "leave B out of the costs, and it is I + W"
+        )
     only_halves, question = has_both(question.cost), with_own_costs(question)
     own = compile_own(question)
     time = simulate(own, question.cost, question.machine).latency

@@ -101,7 +101,7 @@ class _Rounds:
         """Judge a built-in scheme, or its order in halves, unless it holds more saved forwards than allowed."""
         if self.limits.saved is not None and not fits(self.problem, start.order):
             return
-        if only_halves and not start.scheme.split:
+        if only_halves and (not start.scheme.split or start.scheme.unsplit_backward is not None):
             self._add(start.order, built_in=True)
             return
         program = compile_own(self.question._replace(scheme=start.scheme))

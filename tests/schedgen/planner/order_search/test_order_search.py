@@ -332,6 +332,12 @@ def test_less_memory_is_found_where_no_scheme_has_it():
     assert check(best.program).saved.max() == 3
 
 
+def test_the_least_memory_is_of_all_backwards_whole_or_all_split(run, refused):
+    words = ("search", "dualpipe-v", "--stages", 4, "--microbatches", 4, "--objective", "memory", "--budget", 1)
+    assert "dualpipe-v has both: leave B out" in refused(run(*words, "--cost", "F=1,B=1.5,I=1,W=1"), 2)
+    assert run(*words, "--cost", "F=1,I=1,W=1").code == 0
+
+
 def test_memory_as_the_objective_takes_no_limit(run):
     done = run("search", "zb-v", "--stages", 8, "--microbatches", 8, "--objective", "memory", "--memory-limit", 4)
     assert done.code == 2 and "leave --memory-limit, --memory and --recompute out" in done.err
