@@ -49,8 +49,10 @@ def lower_bounds(
         time = np.repeat(lengths[name], header.microbatches)
         busy += np.bincount(header.compute[d].ravel(), time, minlength=header.workers)
     moved = (header.compute[0] != header.compute[1:]).any(axis=0)
-    if moved[-1].any():  # the last stage is redone elsewhere, and need not wait for its forward
-        forward = np.append(forward[:-1], np.minimum(forward, redo_duration(cost))[-1])
+    # Where the loss, or a shard of it, is redone elsewhere, that need not wait for its forward.
+    loss = moved.any(axis=1) & [not consumers for consumers in header.graph.consumers]
+    if loss.any():
+        forward = np.where(loss, np.minimum(forward, redo_duration(cost)), forward)
     # The longest path between each stage, itself left out, and the loss: in forwards, and in backwards.
     forwards, backwards = np.zeros((2, header.stages))
     for producer, consumer in sorted(header.graph.edges, reverse=True):
