@@ -13,7 +13,7 @@ from schedgen.planner.order_search.found_order import reached
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.local_search import NO_CHOICE, anneal
 from schedgen.planner.order_search.priority_rules import find_rules
-from schedgen.planner.order_search.problem import OrderProblem, fits
+from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
 from schedgen.util.progress import counted
 
 HOT = (0.03, 0.3, 2.0)  # initial temperatures, in mean durations of a job
@@ -43,6 +43,8 @@ def find_order(
         for _, order in find_rules(problem, search.judge, rounds, turn, search.run):
             search.add(order)
         search.left -= rounds * RULE_JOBS * search.jobs
+        if not search.found:  # as where routes cross: each worker waits for the memory of another
+            search.add(serial_order(problem))
         if not search.found:
             return [], budget - search.left
         first = [order for _, _, order in search.found[:3]] if anneals else []

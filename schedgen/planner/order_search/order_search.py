@@ -24,7 +24,7 @@ from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
-from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
+from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places, serial_order
 from schedgen.planner.order_search.schedules import compile_order, compile_own, judge, with_own_costs
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.simulator.simulate import Simulation
@@ -72,6 +72,8 @@ def search_order(
             is_done = best is not None and reached(best.value, max(bound, enough))
             if small and k == len(shares) - 2 and best is not None and not is_done:
                 bound = max(bound, rounds.prove(bounded, best, bound, PROVED_SECONDS * budget / BUDGET))
+        if rounds.best() is None:
+            rounds.add_orders([serial_order(problem)])
         best = rounds.best()
     if best is None:
         raise NoOrder("the search found no order within the memory limit: give it more of one, or of --budget")

@@ -123,6 +123,13 @@ def order_of(problem: OrderProblem, start: NDArray[Any]) -> Numbers:
     return class_of[np.lexsort((start, problem.worker))]
 
 
+def serial_order(problem: OrderProblem) -> Numbers:
+    """The order of one microbatch after another, each W directly behind its I: what holds least."""
+    node, microbatch = np.divmod(np.arange(len(problem.worker)), problem.microbatches)
+    d, s = np.divmod(node, problem.stages)
+    return order_of(problem, 6 * problem.stages * microbatch + np.where(d == F, s, 3 * problem.stages - 2 * s + d))
+
+
 def places(problem: OrderProblem, order: Numbers) -> Numbers:
     """The place of every job in an order, as a strict n."""
     n = np.empty(len(order), np.int64)

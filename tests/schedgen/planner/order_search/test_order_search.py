@@ -266,6 +266,15 @@ def test_microbatches_that_take_other_ways_may_overtake_one_another(seed):
     assert check(best.program).saved.max() <= limit
 
 
+def test_one_microbatch_after_another_fits_where_it_must():
+    """With room for one microbatch each, rules that place jobs one by one end where two routes cross."""
+    sizes, machine = Sizes(4, 4, 4), Machine(saved=100, activation=10, weight=50)
+    best = found("chimera", sizes, UNIT, budget=0.1, saved=1)
+    assert check(best.program).saved.max() == 1 and best.value <= 4 * 4 * 3
+    peak = float(simulate(best.program, UNIT, machine).footprint.peak.max())
+    assert found("chimera", sizes, UNIT, machine, budget=0.1, bytes=peak).value <= 4 * 4 * 3
+
+
 @pytest.mark.parametrize("limit", [22, 26, 36])
 def test_bytes_of_a_worker_are_what_the_simulator_counts(limit):
     """Weights, what is received, and workspaces count, too; activations of 1, saved forwards of 2."""
