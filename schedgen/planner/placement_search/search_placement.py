@@ -123,6 +123,8 @@ class _Search:
 
     def estimate(self, placement: Placement, bound: float, near: Times) -> Trial:
         """The best order of a placement by a few rules; `near`: start times in an order of another placement."""
+        if not np.isfinite(bound):  # its weights exceed the limit
+            return Trial(np.inf, np.zeros(0), 0.0)
         question = self.shortest._replace(scheme=placed_on(self.question.scheme, placement))
         problem = problem_of(placed_jobs(question), question)
         capacity = problem.capacity.copy()

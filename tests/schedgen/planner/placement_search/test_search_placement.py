@@ -12,7 +12,13 @@ from schedgen.planner.order_search.found_order import Limits, NoOrder, Question
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.placement_search import stage_sets as placement_bounds
 from schedgen.planner.placement_search.families import families, free_scheme, placed_on
-from schedgen.planner.placement_search.search_placement import FINALISTS, NEAR_SHARE, search_placement, stage_sets
+from schedgen.planner.placement_search.search_placement import (
+    FINALISTS,
+    NEAR_SHARE,
+    _Search,
+    search_placement,
+    stage_sets,
+)
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
@@ -104,6 +110,14 @@ def test_the_bound_of_many_stages_holds_for_those_of_few(limits, monkeypatch):
     monkeypatch.setattr(placement_bounds, "MOST_STAGES", 5)
     many = search_placement(question, 1)
     assert 0.75 * few.bound < many.bound <= few.bound <= few.value
+
+
+def test_a_placement_whose_weights_exceed_the_limit_is_not_tried():
+    sizes, machine = Sizes(4, 2, 2), Machine(weight=100, saved=10)
+    search = _Search(Question(free_scheme(sizes), sizes, costs(HALVES, 3, 1, 1, 4), machine, Limits(bytes=500)))
+    bound = search.sets.of((0, 0, 0, 1))
+    trial = search.estimate((0, 0, 0, 1), bound, np.arange(24.0))
+    assert (bound, trial.value, trial.work, len(trial.start)) == (np.inf, np.inf, 0, 0)
 
 
 def test_a_workspace_of_no_job_takes_nothing():
