@@ -92,17 +92,20 @@ def no_order(s: Any, b: Any, d: Any) -> Any:
     raise NotImplementedError
 
 
-def bind_sizes(function: Function, sizes: Mapping[str, Any]) -> Function:
-    """`function` with its keyword-only arguments (stages, workers, ...) bound; UsageError if a size is missing."""
+def keyword_arguments(function: Any) -> list[inspect.Parameter]:
+    """The keyword-only arguments of a function; none if it is no function, or does not tell them."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return function
+        return []
+    return [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def bind_sizes(function: Function, sizes: Mapping[str, Any]) -> Function:
+    """`function` with its keyword-only arguments (stages, workers, ...) bound; UsageError if a size is missing."""
     bound = {}
     name = getattr(function, "__name__", "a function")
-    for parameter in parameters:
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            continue
+    for parameter in keyword_arguments(function):
         if sizes.get(parameter.name) is not None:
             bound[parameter.name] = sizes[parameter.name]
         elif parameter.default is parameter.empty:

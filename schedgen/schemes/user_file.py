@@ -14,7 +14,7 @@ from typing import Any
 
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
 from schedgen.ir.weight_versions import FLUSH, UPDATES
-from schedgen.schemes.scheme import Scheme, Sizes, bind_sizes, fourth_argument, no_order
+from schedgen.schemes.scheme import Scheme, Sizes, bind_sizes, fourth_argument, keyword_arguments, no_order
 from schedgen.util.errors import UsageError, raised
 
 
@@ -45,6 +45,12 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     if not isinstance(updates, str) or updates not in UPDATES:
         raise UsageError(f"{path}: updates must be {', '.join(map(repr, UPDATES))}, not {updates!r}")
     cap = getattr(module, "cap", None)
+    functions = (module.w, n, cap, getattr(module, "edges", None))
+    taken = {argument.name for function in functions for argument in keyword_arguments(function)}
+    given = {name: options[name] for name in ("groups", "chunks", "group", "replicas") if options[name] is not None}
+    for name in given:
+        if name not in taken:
+            raise UsageError(f"{path.name} takes no --{name}: none of its functions has a keyword argument {name}")
     return Scheme(
         name=path.stem,
         workers=sizes.workers,
@@ -53,11 +59,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         order=path.stem,
         mode=mode,
         split=bool(getattr(module, "split", False)),
-        parameters={
-            name: list(value) if isinstance(value, tuple) else value
-            for name in ("groups", "chunks", "group", "replicas")
-            if (value := options[name]) is not None
-        },
+        parameters={name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
         cap=None if cap is None else bind_sizes(_aside(cap), options),
         edges=edges,
         per_consumer=check_per_consumer(apart, edges) if edges else (),
