@@ -9,7 +9,7 @@ import numpy as np
 
 from schedgen.ir.file import CHUNK, header_entries, line_of
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import Ints, Numbers
+from schedgen.ir.instructions import DIRECTIONS, Ints, Numbers
 from schedgen.ir.line_codec import LONGEST_LINE, write_lines
 from schedgen.ir.program import Program, Rows, concatenate
 from schedgen.report.patience_match import patience_match
@@ -59,6 +59,9 @@ def _header_changes(a: Header, b: Header) -> Iterator[tuple[str, object, object]
         moved = int((old[common] != new[common]).sum())
         if moved:
             yield key, f"{moved} of the jobs that both have", "another worker"
+    if a.directions == b.directions and len(a.weights) != len(b.weights):  # of forwards alone
+        old, new = (" ".join(DIRECTIONS[len(header.weights)]) for header in (a, b))
+        yield "owners named by", old, new
 
 
 def _entries(header: Header) -> tuple[dict[str, object], dict[str, object]]:

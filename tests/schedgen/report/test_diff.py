@@ -141,6 +141,17 @@ def test_a_change_of_the_header_alone_is_a_difference(file, run):
     assert "@@" not in result.out and "messages 48" in result.out
 
 
+def test_the_directions_that_name_owners_are_a_difference(file, tmp_path, run):
+    scheme, files = tmp_path / "away.py", []
+    for split in (False, True):
+        text = "def w(s, b, d): return s * (d == 0) + (s + 1) % 4 * (d > 0), s\ndef n(s, b, d): return b\n"
+        scheme.write_text(f"{text}split = {split}\n")
+        files.append(file(scheme, "--forward"))
+    result = run("diff", *files)
+    assert result.code == 1 and result.out.splitlines()[0] == "owners named by: F B -> F I W"
+    assert run("diff", files[0], files[0]).code == 0
+
+
 def test_it_is_coloured_in_a_terminal_alone(file, run):
     a, b = file("gpipe"), file("1f1b")
     plain = run("diff", a, b).out
