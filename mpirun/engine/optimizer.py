@@ -51,7 +51,8 @@ class Optimizer:
             if parameters:
                 self.by_unit[unit] = recipe.make(named, seed, unit[1])
         self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # hashes when just made
-        self.points_to: dict[Unit, LocalStage] = {}  # the stage, or version of it, that its parameters point to now
+        # The stage, or version of it, that a unit's parameters point to now; the views of its weights and gradients.
+        self.points_to: dict[Unit, tuple[LocalStage, list[Tensor], list[Tensor]]] = {}
         self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
 
     def description(self) -> tuple[str, dict[str, Any]] | None:
@@ -156,13 +157,23 @@ class Optimizer:
                 total.mul_(clip_factor(norm, self.recipe.clip))
         index, part = unit
         stage = self.stages[index] if version is None else version
-        if self.points_to.get(unit) is not stage:
-            self.points_to[unit] = stage
-            weights = stage.weights if part < 0 else stage.owned[part]
-            views, grads = stage.views_of_part(part, weights), stage.views_of_part(part, gradient.total)
-            for parameter, view, grad in zip(self.parameters[unit], views, grads, strict=True):
-                parameter.data, parameter.grad = view, grad
-        self.by_unit[unit].step(step, stage.device.seed, update)
+        made, parameters = self.by_unit[unit], self.parameters[unit]
+        assigns = made.may_assign
+        if unit not in self.points_to or self.points_to[unit][0] is not stage:
+            assigns, weights = True, stage.weights if part < 0 else stage.owned[part]
+            self.points_to[unit] = stage, stage.views_of_part(part, weights), stage.views_of_part(part, gradient.total)
+            for parameter, view in zip(parameters, self.points_to[unit][1], strict=True):
+                parameter.data = view
+        _, views, grads = self.points_to[unit]
+        if assigns:  # the last step may have
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+        made.step(step, stage.device.seed, update)
+        if assigns:
+            for parameter, view in zip(parameters, views, strict=True):
+                if parameter.data_ptr() != view.data_ptr():  # messages and jobs read the weights from the view
+                    view.copy_(parameter.data)
+                    parameter.data = view
 
 
 def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:

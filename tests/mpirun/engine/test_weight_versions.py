@@ -151,12 +151,15 @@ def test_they_train_differently(recorded):
 REPLACING = """
 import sys, torch, mpirun
 from torch.nn.functional import mse_loss
+made = []
 class Replacing(torch.optim.SGD):
     def step(self):
         for p in self.param_groups[0]["params"]:
-            p.data = p.data - 0.01 * p.grad
+            if len(sys.argv) == 2 or self is not made[0]:
+                p.data = p.data - 0.01 * p.grad
 def optimizer(named):
-    return Replacing([entry.parameter for entry in named], 0.01)
+    made.append(Replacing([entry.parameter for entry in named], 0.01))
+    return made[-1]
 torch.manual_seed(0)
 x = torch.randn(8, 4)
 stages = [torch.nn.Linear(4, 4) for _ in range(2)]
@@ -166,10 +169,12 @@ with mpirun.Engine(sys.argv[1], stages, loss=mse_loss, optimizer=optimizer, time
 """
 
 
-def test_an_update_that_ranks_lose_is_seen(scripts, compiled):
-    """An optimizer replaces the weights by other tensors, while its rank sends those that the optimizer was given."""
-    (done,) = scripts(2, [[REPLACING, compiled("pipedream", stages=2, microbatches=4)]])
-    assert done.code == 1 and "verify: failed" in done.out, done.err
+def test_an_update_is_kept_though_the_optimizer_assigns_and_is_seen_where_ranks_lose_it(scripts, compiled):
+    """An optimizer replaces the weights by other tensors; with another argument the first on each rank does nothing."""
+    schedule = compiled("pipedream", stages=2, microbatches=4)
+    kept, lost = scripts(2, [[REPLACING, schedule], [REPLACING, schedule, "lose"]])
+    assert kept.code == 0 and "verify: passed" in kept.out, kept.err
+    assert lost.code == 1 and "verify: failed" in lost.out, lost.err
 
 
 INFINITE = """
