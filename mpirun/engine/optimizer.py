@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from mpirun.data.microbatches import digest_of
 from mpirun.engine.grad_buffers import GradBuffer
-from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check_steps_pieces, class_name
+from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check_steps_pieces, class_name, is_plain
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
@@ -40,14 +40,12 @@ class Optimizer:
             (index, part): stage.new_parameters(part) for index, stage in stages.items() for part in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
-        tried: set[tuple[ShardedDim | None, bool]] = set()  # tried: how a parameter is divided, whether it has rows
+        tried: set[str] = set()
         for unit, parameters in self.parameters.items():
             named = _named(model, stages[unit[0]], unit[1], parameters)
             for entry, dim in zip(named, _divided_along(model, stages[unit[0]], unit[1], len(named)), strict=True):
-                kind = dim, len(entry.shape) > 1
-                if not recipe.name and not entry.whole and kind not in tried:
-                    check_steps_pieces(recipe, entry, dim)
-                    tried.add(kind)
+                if not recipe.name and not entry.whole:
+                    check_steps_pieces(recipe, entry, dim, tried)
             if parameters:
                 self.by_unit[unit] = recipe.make(named, seed, unit[1])
         self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # hashes when just made
@@ -59,7 +57,7 @@ class Optimizer:
         """The name of the optimizer and its settings, as checkpoints record them; None if this rank has none."""
         for made in self.by_unit.values():
             optimizer = made.optimizer
-            plain = {key: value for key, value in optimizer.defaults.items() if _is_plain(value)}
+            plain = {key: value for key, value in optimizer.defaults.items() if is_plain(value)}
             if self.recipe.rate or self.recipe.scheduler:
                 plain.pop("lr", None)  # it differs from step to step
             settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
@@ -219,16 +217,9 @@ def _hash(value: Any, parameters: Collection[int]) -> str | None:
     """A hash of the numbers, strings and tensors in a value, without the parameters; None: there are none."""
     if isinstance(value, torch.optim.Optimizer):  # an inner one, which this one steps
         value = value.state
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) or _is_plain(leaf)]
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) or is_plain(leaf)]
     leaves = [leaf for leaf in leaves if id(leaf) not in parameters]
     return digest_of(leaves) if leaves else None
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a checkpoint's manifest can record a value."""
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str)
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from mpirun.comm.device import Device
 from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
 from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.recipe import NamedParameter, Recipe
+from mpirun.engine.recipe import NamedParameter, Recipe, check_steps_pieces
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import part_slices, pieces
 from mpirun.model.contract import Model
@@ -201,3 +201,70 @@ def test_what_an_optimizer_keeps_for_a_part_has_its_shape_or_is_not_saved(divide
     refused = pytest.raises(UsageError, match=f"^the optimizer keeps calls, {part}")
     with contextlib.nullcontext() if divided == "not" else refused:
         optimizer.check_saved()
+
+
+class TrustRatio(torch.optim.SGD):
+    """Steps the parameters of some groups by their norm."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= parameter.norm() / parameter.grad.norm() if group["adapts"] else 1
+        super().step()
+
+
+class ClipsEach(torch.optim.SGD):
+    """Clips the gradient of each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad *= min(5 / float(parameter.grad.norm()), 1)
+        super().step()
+
+
+class StepsTheSmall(torch.optim.SGD):
+    """Leaves out parameters whose gradient is not small."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad *= float(parameter.grad.norm()) < 0.003
+        super().step()
+
+
+def grouped(**options: Any) -> Any:
+    """A factory with two groups of other options; `by`: which parameters are in the second."""
+    by = options.pop("by")
+
+    def factory(named: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [x.parameter for x in named if not by(x)]}]
+        groups.append({"params": [x.parameter for x in named if by(x)], **options})
+        return torch.optim.SGD(groups, 0.1, momentum=0.9)
+
+    return factory
+
+
+def alone(kind: Any) -> Any:
+    """A factory that says which group has the parameter whose name is b."""
+    return lambda named: kind([{"params": [x.parameter], "adapts": x.name == "b"} for x in named], 0.1)
+
+
+HAS_ROWS = {"by": lambda x: x.parameter.dim() > 1}
+PIECEWISE: dict[str, tuple[Any, float | None, str | None]] = {
+    "the lr of matrices": (grouped(lr=0.5, **HAS_ROWS), None, "SGD has another lr for pieces of a than for the whole"),
+    "which a run sets": (grouped(lr=0.5, **HAS_ROWS), 0.1, None),
+    "their decay": (grouped(weight_decay=1e-6, **HAS_ROWS), 0.1, "SGD has another weight_decay for pieces of a than "),
+    "that of all with rows": (grouped(weight_decay=0.1, lr=0.5, by=lambda x: len(x.shape) > 1), None, None),
+    "a later parameter": (alone(TrustRatio), None, "TrustRatio steps pieces of b otherwise than the whole"),
+    "clipping": (alone(ClipsEach), None, "ClipsEach steps pieces of a otherwise than the whole"),
+    "small gradients": (alone(StepsTheSmall), None, "StepsTheSmall steps pieces of a otherwise than the whole"),
+}
+
+
+@pytest.mark.parametrize("case", PIECEWISE)
+def test_an_optimizer_steps_pieces_as_the_whole_or_is_refused(case):
+    factory, rate, why = PIECEWISE[case]
+    recipe, tried = Recipe(factory, None if rate is None else lambda step: rate), set[str]()
+    with contextlib.nullcontext() if why is None else pytest.raises(UsageError, match=f"^the optimizer {why}"):
+        for name in ("a", "b"):
+            piece = NamedParameter(name, torch.nn.Parameter(torch.zeros(8)), torch.Size((4, 4)), False)
+            check_steps_pieces(recipe, piece, None, tried)
