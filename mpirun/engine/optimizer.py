@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from logging import Logger
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -97,10 +100,16 @@ class Optimizer:
             self._check_state(unit)
 
     def _check_state(self, unit: Unit) -> None:
-        """UsageError if a state value is neither tensor nor number or, for a piece, is a tensor of another shape."""
+        """UsageError if a state value is neither tensor nor number or, for a piece, is a tensor of another shape.
+
+        Also if its name is not one that checkpoints have.
+        """
         named = _named(self.model, self.stages[unit[0]], unit[1], self.parameters[unit])
         for (entry, parameter, _, whole), state in zip(named, self.state(unit), strict=True):
             for key, value in state.items():
+                if not isinstance(key, str) or not key or "." in key or "@" in key:
+                    what = f"the optimizer keeps state under {key!r}, which checkpoints cannot name"
+                    raise UsageError(f"{what}: take a string without . and @")
                 if not isinstance(value, Tensor | bool | int | float):
                     kind = type(value).__name__
                     raise UsageError(f"the optimizer keeps {key}, a {kind}: checkpoints have tensors and numbers")
@@ -215,11 +224,23 @@ def _unsaved(made: SteppedOptimizer) -> dict[str, str | None]:
 
 def _hash(value: Any, parameters: Collection[int]) -> str | None:
     """A hash of the numbers, strings and tensors in a value, without the parameters; None: there are none."""
-    if isinstance(value, torch.optim.Optimizer):  # an inner one, which this one steps
-        value = value.state
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) or is_plain(leaf)]
-    leaves = [leaf for leaf in leaves if id(leaf) not in parameters]
+    leaves = [leaf for leaf in _leaves(value) if id(leaf) not in parameters]
     return digest_of(leaves) if leaves else None
+
+
+def _leaves(value: Any, of_objects: bool = True) -> Iterator[Any]:
+    """The numbers, strings, tensors and arrays in a value, and in the attributes of its objects if `of_objects`."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor) or is_plain(leaf):
+            yield leaf
+        elif isinstance(leaf, np.ndarray | np.generic):
+            yield leaf.tolist()
+        elif isinstance(leaf, torch.optim.Optimizer):  # an inner one, which this one steps
+            yield from _leaves(leaf.state)
+        elif isinstance(leaf, Mapping | Set):  # of types that are no pytrees
+            yield from _leaves(list(leaf.values() if isinstance(leaf, Mapping) else leaf), of_objects)
+        elif of_objects and not callable(leaf) and not isinstance(leaf, ModuleType | Logger):
+            yield from _leaves(getattr(leaf, "__dict__", {}), False)
 
 
 def clip_factor(norm: float, limit: float) -> float:

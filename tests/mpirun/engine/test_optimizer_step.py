@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +24,7 @@ from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.limits import MOST_WORKERS
+from schedgen.util.errors import UsageError
 
 
 def test_whether_rates_are_the_same_is_told_of_as_many_ranks_as_there_may_be():
@@ -45,6 +51,15 @@ def test_a_rate_that_is_one_tensor_for_all_optimizers_is_scheduled_once():
             optimizer.set_rate(step)
         assert [optimizer.rate for optimizer in made] == pytest.approx([0.01 * 0.5**step] * 2)
     assert rate == torch.tensor(0.01)
+
+
+def linear(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> tuple[Optimizer, LocalStage, GradBuffer]:
+    """The optimizer of a rank with one matrix, its stage and its gradient."""
+    module = nn.Linear(3, 2, bias=False)
+    stage = LocalStage(module, 0, StageShape((), ("weight",)), Device(), True)
+    recipe = Recipe(lambda named: make([entry.parameter for entry in named]))
+    optimizer = Optimizer(recipe, Model([module], mse_loss), {0: stage})
+    return optimizer, stage, GradBuffer(stage, [0], [torch.zeros(stage.size, dtype=torch.uint8)])
 
 
 class AssigningData(torch.optim.SGD):
@@ -81,16 +96,59 @@ def clearing_by_a_hook(parameters: list[nn.Parameter], lr: float) -> torch.optim
 @pytest.mark.parametrize("make", [torch.optim.SGD, AssigningData, AssigningGradients, Clearing, clearing_by_a_hook])
 def test_an_optimizer_may_assign_where_torch_s_write_in_place(make):
     """The engine has the weights and the gradients in memory of its own."""
-    module = nn.Linear(3, 2, bias=False)
-    model, shape = Model([module], mse_loss), StageShape((), ("weight",))
-    stage = LocalStage(module, 0, shape, Device(), True)
-    optimizer = Optimizer(Recipe(lambda named: make([entry.parameter for entry in named], 0.5)), model, {0: stage})
-    (weight,), expected = stage.views(stage.weights), stage.views(stage.weights)[0].clone()
-    gradient = GradBuffer(stage, [0], [torch.zeros(stage.size, dtype=torch.uint8)])
-    (total,) = stage.views(gradient.total)
+    optimizer, stage, gradient = linear(lambda parameters: make(parameters, 0.5))
+    (weight,), (total,) = stage.views(stage.weights), stage.views(gradient.total)
+    expected = weight.clone()
     for step in range(3):
         total.copy_(torch.randn(2, 3))
         expected -= 0.5 * total
         optimizer.step((0, -1), gradient, step, 0.0)
         assert torch.equal(weight, expected)
-        assert torch.equal(module.weight, expected)
+        assert torch.equal(stage.module.weight, expected)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps something in its attributes and by parameter; a step may change it."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, 0.1)
+        self.array, self.number, self.object = np.zeros(2), np.float32(0), SimpleNamespace(count=0, array=np.zeros(2))
+        self.inner = [torch.optim.SGD(parameters, 0.1, momentum=0.9)]
+        self.set, self.counter = {1, 2}, Counter("ab")
+        self.log, self.numpy, self.own = logging.getLogger("optimizer"), np, set(parameters)
+
+    def step(self, closure: Any = None) -> None:
+        self.log.isEnabledFor(logging.INFO)  # which a logger remembers
+        super().step()
+
+
+def change(key: Any) -> Callable[[Any], None]:
+    """A function that keeps a number by parameter, under this name."""
+    return lambda made: made.state[made.param_groups[0]["params"][0]].update({key: 1})
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "nothing": (lambda made: None, None),
+    "an array": (lambda made: made.array.__iadd__(1), "Keeping has changed its array, which"),
+    "a number of numpy's": (lambda made: setattr(made, "number", made.number + 1), "Keeping has changed its number, "),
+    "an object's number": (lambda made: setattr(made.object, "count", 1), "Keeping has changed its object, which"),
+    "an object's array": (lambda made: made.object.array.__iadd__(1), "Keeping has changed its object, which"),
+    "one of several optimizers": (lambda made: made.inner[0].step(), "Keeping has changed its inner, which"),
+    "a set": (lambda made: made.set.add(3), "Keeping has changed its set, which"),
+    "a counter": (lambda made: made.counter.update("a"), "Keeping has changed its counter, which"),
+    "a name": (change("ema_g"), None),
+    "a name with a dot": (change("ema.g"), "keeps state under 'ema.g', which checkpoints cannot name: take a string"),
+    "a share's name": (change("g@0/2"), "keeps state under 'g@0/2', which checkpoints cannot name"),
+    "a number as a name": (change(0), "keeps state under 0, which checkpoints cannot name"),
+    "no name": (change(""), "keeps state under '', which checkpoints cannot name"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_checkpoints_would_lose_is_refused(case):
+    change, why = CHANGES[case]
+    optimizer, _, gradient = linear(Keeping)
+    optimizer.step((0, -1), gradient, 0, 0.0)
+    change(optimizer.by_unit[0, -1].optimizer)
+    with contextlib.nullcontext() if why is None else pytest.raises(UsageError, match=f"^the optimizer {why}"):
+        optimizer.check_saved()
