@@ -18,6 +18,7 @@ from torch import Tensor
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.entry_names import Entries, untrained_tensors
+from mpirun.checkpoint.run_settings import both_options
 from mpirun.comm.fail_together import Stop, from_rank_0, together
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
@@ -64,19 +65,18 @@ def restore(
     setup: Setup,
     stages: Mapping[int, LocalStage],
     optimizer: Optimizer,
-    name: str,
-    settings: Mapping[str, object],
+    settings: Mapping[str, Any],
     beat: Callable[[], None],
 ) -> set[str]:
     """Restore stages and their optimizer state; returns the entries of the weights that were read.
 
-    `name`, `settings`: of the optimizer, as checkpoints record them; `beat` is called after each stage. UsageError if
-    the checkpoint is of another model or optimizer.
+    `settings`: of this run, as `run_settings` returns them; `beat` is called after each stage. UsageError if the
+    checkpoint is of another model or optimizer.
     """
-    if name != manifest.settings["optimizer"]:
+    if (name := settings["optimizer"]) != manifest.settings["optimizer"]:
         raise UsageError(f"the optimizer is {name}: {manifest.folder} was made with {manifest.settings['optimizer']}")
-    before, now = manifest.settings["options"], settings
-    switched = [key for key, value in now.items() if isinstance(value, bool) and before.get(key, value) != value]
+    before, now = both_options(manifest.settings, settings)
+    switched = [key for key, value in now.items() if _is_switch(value) and before.get(key, value) != value]
     if switched:
         raise UsageError(f"the optimizer has another {switched[0]} than that of {manifest.folder}, so another state")
     weights, kept = (Entries(manifest.folder, manifest.entry_files(kind)) for kind in ("weights", "optimizer"))
@@ -90,6 +90,11 @@ def restore(
         reader.restore_optimizer(kept, of_parameter, optimizer)
         beat()
     return read
+
+
+def _is_switch(value: object) -> bool:
+    """Whether an option is a bool, in some parameter groups at least."""
+    return any(isinstance(one, bool) for one in (value if isinstance(value, list) else [value]))
 
 
 def check_all_read(manifest: Manifest, read: Iterable[Collection[str]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,16 @@ from schedgen.util.errors import one_line
 
 
 def run_settings(
-    header: Header, setup: Setup, optimizer: tuple[str, dict[str, Any]], schedule: str, rank: int
+    header: Header,
+    setup: Setup,
+    optimizer: tuple[str, dict[str, Any]],
+    groups: Iterable[Mapping[str, Any]],
+    schedule: str,
+    rank: int,
 ) -> dict[str, Any]:
     """The manifest's entries besides step and files. The text is hashed on rank 0 only.
 
-    `optimizer`: its name and its settings; `schedule`: its SHA-256.
+    `optimizer`: its name and its settings; `groups`: the options of all parameter groups; `schedule`: its SHA-256.
     """
     name, settings = optimizer
     versions, tensor = header.lowering.get("updates"), header.tensor_parallel.degree
@@ -32,10 +37,30 @@ def run_settings(
             "microbatches": header.microbatches * setup.passes,
         },
         "options": {option: value for option, value in options.items() if value is not None},
+        "groups": _set_in_groups(groups, settings),
         "threads": [torch.get_num_threads()] if setup.device.torch.type == "cpu" else [],  # by run, this one last
         "sums": [f"{'' if setup.canonical else 'no '}canonical" + f" and {tensor} tensor shards" * (tensor > 1)],
         "changed": [],  # settings that changed across resumes, as text
     }
+
+
+def _set_in_groups(groups: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that parameter groups have otherwise than `settings`: the value, or a list if groups differ.
+
+    It depends on no schedule, although the parameters of a group are divided among optimizers.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        for option, value in group.items():
+            found.setdefault(option, {})[repr(value)] = value
+    values = {option: [of[key] for key in sorted(of)] for option, of in found.items()}
+    return {option: of if len(of) > 1 else of[0] for option, of in values.items() if of != [settings.get(option)]}
+
+
+def both_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a checkpoint and the current ones; those of groups only if the checkpoint has recorded them."""
+    old, new = ({**of["options"], **(of["groups"] if "groups" in saved else {})} for of in (saved, current))
+    return old, new
 
 
 def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -47,7 +72,7 @@ def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
         "another text": before["text"] != now["text"],
         counts: before["microbatches"] != now["microbatches"],
     }
-    old, new = saved["options"], current["options"]
+    old, new = both_options(saved, current)
     differs |= {
         f"{_in_words(name, old.get(name))}, not {_in_words(name, new.get(name))}": old.get(name) != new.get(name)
         for name in {**old, **new}

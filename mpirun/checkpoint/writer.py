@@ -55,7 +55,9 @@ class CheckpointWriter:
         self.comm, self.header, self.setup, self.stages, self.optimizer = comm, header, setup, stages, optimizer
         self.beat = beat
         descriptions = [found for found in comm.allgather(optimizer.description()) if found is not None]
-        self.settings = run_settings(header, setup, descriptions[0] if descriptions else ("", {}), schedule, comm.rank)
+        name, settings, _ = descriptions[0] if descriptions else ("", {}, [])
+        groups = [options for *_, of_rank in descriptions for options in of_rank]
+        self.settings = run_settings(header, setup, (name, settings), groups, schedule, comm.rank)
         self.settings["runs"] = [comm.bcast(secrets.token_hex(8))]  # the ids of runs, the oldest first
         written = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
         own = [(entry, stage.index) for stage in written for entry in written_untrained(setup.model, stage)]
@@ -98,8 +100,7 @@ class CheckpointWriter:
     def resume(self, manifest: Manifest) -> None:
         """Restore all that this rank has of the model, and report which settings differ. Collective."""
         comm, setup, stages, optimizer = self.comm, self.setup, self.stages, self.optimizer
-        name, options = self.settings["optimizer"], self.settings["options"]
-        own = together(comm, lambda: restore(manifest, setup, stages, optimizer, name, options, self.beat))
+        own = together(comm, lambda: restore(manifest, setup, stages, optimizer, self.settings, self.beat))
         read = comm.gather(own)
         on_rank_0(comm, lambda: check_all_read(manifest, read or ()))
         self.last = manifest.step

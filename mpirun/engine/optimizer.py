@@ -56,16 +56,23 @@ class Optimizer:
         self.points_to: dict[Unit, tuple[LocalStage, list[Tensor], list[Tensor]]] = {}
         self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
 
-    def description(self) -> tuple[str, dict[str, Any]] | None:
-        """The name of the optimizer and its settings, as checkpoints record them; None if this rank has none."""
+    def description(self) -> tuple[str, dict[str, Any], list[dict[str, Any]]] | None:
+        """The name of the optimizer, its settings, and the options that its groups have; None if this rank has none.
+
+        As checkpoints record them; without a learning rate that differs from step to step.
+        """
+        scheduled = "lr" if self.recipe.rate or self.recipe.scheduler else ""
+        groups = [
+            {key: value for key, value in options.items() if key != scheduled}
+            for made in self.by_unit.values()
+            for options in made.options
+        ]
         for made in self.by_unit.values():
             optimizer = made.optimizer
-            plain = {key: value for key, value in optimizer.defaults.items() if is_plain(value)}
-            if self.recipe.rate or self.recipe.scheduler:
-                plain.pop("lr", None)  # it differs from step to step
+            plain = {key: x for key, x in optimizer.defaults.items() if is_plain(x) and key != scheduled}
             settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
-            name = self.recipe.name or class_name(type(optimizer))
-            return name, {**settings, **self.recipe.settings}
+            name, distinct = self.recipe.name or class_name(type(optimizer)), {repr(group): group for group in groups}
+            return name, {**settings, **self.recipe.settings}, list(distinct.values())
         return None
 
     def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:

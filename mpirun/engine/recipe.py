@@ -104,6 +104,7 @@ class SteppedOptimizer:
     def __init__(self, recipe: Recipe, optimizer: torch.optim.Optimizer, seed: int) -> None:
         """`optimizer`: what the recipe's factory made; `seed`: equal on ranks that step copies of its parameters."""
         self.recipe, self.optimizer, self.seed = recipe, optimizer, seed
+        self.options = group_options(optimizer)  # before the scheduler, which may change them from step to step
         self.scheduler = None if recipe.scheduler is None else _scheduler(recipe.scheduler, optimizer)
         self.scheduled = 0  # steps that the scheduler has taken
         # Names of the entries of parameter groups that steps change.

@@ -86,6 +86,7 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
         {"data": {}},
         {"optimizer": None},
         {"options": 1},
+        {"groups": 1},
         {"runs": [1]},
         {"runs": 1},
         {"changed": [1]},

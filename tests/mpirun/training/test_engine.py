@@ -1235,6 +1235,42 @@ for make, scheduler in ((torch.optim.Adafactor, None), (Odd, None), (torch.optim
     assert (done.code, done.err) == (0, "") and done.out.count("resumed after step 2: ") == 3
 
 
+def test_options_of_groups_that_a_resumed_run_changes_are_noted_and_switches_refused(tmp_path, scripts):
+    """But not where a checkpoint does not have them, as older ones."""
+    script = """
+import json
+def train(steps, lr=0.01, **options):
+    def adamw(named):
+        of_rows = {True: options, False: {}}
+        return torch.optim.AdamW([{"params": [x.parameter], **of_rows[len(x.shape) > 1]} for x in named], lr)
+    with engine(optimizer=adamw) as run:
+        run.resume(folder)
+        while run.steps < steps:
+            run.step((x, x))
+        run.save(folder)
+train(1, weight_decay=0.2)
+train(2, weight_decay=0.2)
+train(3, weight_decay=0.3)
+train(4, torch.tensor(0.5), weight_decay=0.3)
+train(5, torch.tensor(0.25), weight_decay=0.3)
+assert refused(lambda: train(6, torch.tensor(0.25), weight_decay=0.3, amsgrad=True)) == 2
+manifest = folder / "step-00000005" / "manifest.json"
+recorded = json.loads(manifest.read_text())
+assert recorded.pop("groups") == {"lr": 0.25, "weight_decay": [0.01, 0.3]}
+manifest.write_text(json.dumps(recorded))
+train(6, torch.tensor(0.125), weight_decay=0.4)
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    notes = [
+        "weight_decay [0.01, 0.2], not weight_decay [0.01, 0.3]",
+        "lr 0.01, not lr 0.5",
+        "lr 0.5, not lr 0.25",
+    ]
+    refused = f"the optimizer has another amsgrad than that of {tmp_path / 'step-00000005'}, so another state"
+    said = [*(f"note: the checkpoint was made with {words}" for words in notes), refused]
+    assert done.err.splitlines() == [f"mpirun: {words}" for words in said]
+
+
 def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, scripts):
     script = """
 with engine(2) as run:
