@@ -61,19 +61,16 @@ class Optimizer:
 
         As checkpoints record them; without a learning rate that differs from step to step.
         """
+        if not self.by_unit:
+            return None
         scheduled = "lr" if self.recipe.rate or self.recipe.scheduler else ""
-        groups = [
-            {key: value for key, value in options.items() if key != scheduled}
-            for made in self.by_unit.values()
-            for options in made.options
-        ]
-        for made in self.by_unit.values():
-            optimizer = made.optimizer
-            plain = {key: x for key, x in optimizer.defaults.items() if is_plain(x) and key != scheduled}
-            settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
-            name, distinct = self.recipe.name or class_name(type(optimizer)), {repr(group): group for group in groups}
-            return name, {**settings, **self.recipe.settings}, list(distinct.values())
-        return None
+        options = [of_group for made in self.by_unit.values() for of_group in made.options]
+        groups = [{key: value for key, value in of_group.items() if key != scheduled} for of_group in options]
+        optimizer = next(iter(self.by_unit.values())).optimizer
+        plain = {key: x for key, x in optimizer.defaults.items() if is_plain(x) and key != scheduled}
+        settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+        name, distinct = self.recipe.name or class_name(type(optimizer)), {repr(group): group for group in groups}
+        return name, {**settings, **self.recipe.settings}, list(distinct.values())
 
     def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
         """Add a pass's gradients to those of earlier passes; in the last pass the sums replace the buffers' totals."""

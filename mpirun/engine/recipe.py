@@ -6,8 +6,10 @@ A factory makes one torch optimizer for the parameters that it is given: on a ra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -255,13 +257,14 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
     def made(x: Tensor, whole: bool) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         nonlocal name
         parameter = like_parameter(piece.parameter, x.clone())
-        optimizer = recipe.make([NamedParameter(piece.name, parameter, piece.shape, whole)]).optimizer
+        with contextlib.redirect_stdout(io.StringIO()):  # a factory that prints would do so for every parameter
+            optimizer = recipe.make([NamedParameter(piece.name, parameter, piece.shape, whole)]).optimizer
         name = f"the optimizer {type(optimizer).__name__}"
         return parameter, optimizer
 
     def options(x: Tensor, whole: bool) -> dict[str, Any]:
         (found,) = group_options(made(x, whole)[1])
-        return {key: value for key, value in found.items() if key != "lr" or recipe.rate is None}
+        return found if recipe.rate is None else {**found, "lr": None}
 
     def stepped(x: Tensor, whole: bool, gradients: Sequence[Tensor], rate: float) -> Tensor:
         parameter, optimizer = made(x, whole)

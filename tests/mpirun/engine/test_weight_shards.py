@@ -236,6 +236,7 @@ def grouped(**options: Any) -> Any:
     by = options.pop("by")
 
     def factory(named: Any) -> torch.optim.Optimizer:
+        print("makes groups")
         groups = [{"params": [x.parameter for x in named if not by(x)]}]
         groups.append({"params": [x.parameter for x in named if by(x)], **options})
         return torch.optim.SGD(groups, 0.1, momentum=0.9)
@@ -261,10 +262,12 @@ PIECEWISE: dict[str, tuple[Any, float | None, str | None]] = {
 
 
 @pytest.mark.parametrize("case", PIECEWISE)
-def test_an_optimizer_steps_pieces_as_the_whole_or_is_refused(case):
+def test_an_optimizer_steps_pieces_as_the_whole_or_is_refused(case, capsys):
+    """And nothing that its factory prints is seen."""
     factory, rate, why = PIECEWISE[case]
     recipe, tried = Recipe(factory, None if rate is None else lambda step: rate), set[str]()
     with contextlib.nullcontext() if why is None else pytest.raises(UsageError, match=f"^the optimizer {why}"):
         for name in ("a", "b"):
             piece = NamedParameter(name, torch.nn.Parameter(torch.zeros(8)), torch.Size((4, 4)), False)
             check_steps_pieces(recipe, piece, None, tried)
+    assert not capsys.readouterr().out
