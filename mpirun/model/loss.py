@@ -22,6 +22,10 @@ Found = TypeVar("Found")
 STEP_NUMBERS = frozenset({"grad_norm", "loss", "lr", "seconds", "step", "tokens"})
 
 
+class BuffersConverted(UsageError):
+    """A call of the loss has replaced buffers of its own by equal ones, as a first call may: `self.w.to(output)`."""
+
+
 def check_loss(function: object) -> None:
     """UsageError if a loss has parameters of its own, which nothing would train."""
     named = function.named_parameters() if isinstance(function, nn.Module) else ()
@@ -35,12 +39,19 @@ def check_loss(function: object) -> None:
 @contextlib.contextmanager
 def watched(function: object) -> Iterator[ForwardWatch]:
     """Watch the trial of a loss; UsageError if it changes buffers of its own."""
+    before = dict(function.named_buffers()) if isinstance(function, nn.Module) else {}
     watch = ForwardWatch(nn.ModuleList([function] if isinstance(function, nn.Module) else []), [WHOLE_STAGE])
     with watch:
         yield watch
     changed = [name.partition(".")[2] for name in watch.changed_buffers()]
     if changed:
-        raise UsageError(
+        after = dict(function.named_buffers()) if isinstance(function, nn.Module) else {}
+        converted = all(
+            name in before and name in after and not watch.has_written_to(before[name])
+            and torch.equal(before[name].to(after[name]), after[name])
+            for name in changed
+        )  # fmt: skip
+        raise (BuffersConverted if converted else UsageError)(
             f"each call of the loss changes its buffers {clip(', '.join(changed))}, which no checkpoint would have: "
             "put them into the last stage, or the loss into eval mode"
         )
@@ -111,8 +122,14 @@ def loss_and_metrics(
 def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[], Outputs]) -> Found:
     """The result of `loss` on `zeros` or, if it fails on them (an output may be a scale), on the outputs of `real`.
 
-    UsageError if it fails on these, too.
+    UsageError if it fails on these, too, or if a second call converts its buffers again.
     """
+    with contextlib.suppress(BuffersConverted):
+        return _try_loss(loss, zeros, real)
+    return _try_loss(loss, zeros, real)
+
+
+def _try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[], Outputs]) -> Found:
     try:
         return loss(zeros)
     except UsageError:

@@ -167,8 +167,11 @@ def _joined(of_ranks: Sequence[Mapping[int, tuple[int, Any]]]) -> Any:
 
 
 def _has_samples_elsewhere(x: torch.Tensor, size: int) -> bool:
-    """Whether a tensor of `size` samples has neither one nor, as flattened ones have, several rows for each of them."""
-    return len(x) != size and (size in x.shape[1:] or len(x) % max(1, size) > 0)
+    """Whether a tensor of `size` samples has neither one nor, as flattened ones have, several rows for each of them.
+
+    In one of two dimensions that is a multiple of `size` long, the rows are those of samples: the other has classes.
+    """
+    return len(x) != size and (size in x.shape[1:-1] or len(x) % max(1, size) > 0)
 
 
 def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], outcome: Outcome) -> None:

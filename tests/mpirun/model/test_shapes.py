@@ -215,6 +215,22 @@ def test_a_loss_may_read_its_buffers():
     assert shapes_of(nn.Linear(6, 6), loss=Normed(6, affine=False).eval())[0].loss is not None
 
 
+class Weighted(nn.Module):
+    """A loss whose first call converts its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(6, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.weight = self.weight.to(output)
+        return mse_loss(output * self.weight, target)
+
+
+def test_a_loss_may_convert_its_buffers_once():
+    assert shapes_of(nn.Linear(6, 6), loss=Weighted())[0].loss is not None
+
+
 def test_a_loss_of_trainable_parameters_is_refused():
     head, frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
     for loss in (lambda output, target: mse_loss(head(output), target), lambda output, _: head.weight.norm()):
