@@ -262,9 +262,11 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
         name = f"the optimizer {type(optimizer).__name__}"
         return parameter, optimizer
 
-    def options(x: Tensor, whole: bool) -> dict[str, Any]:
-        (found,) = group_options(made(x, whole)[1])
-        return found if recipe.rate is None else {**found, "lr": None}
+    def options(x: Tensor, whole: bool) -> tuple[dict[str, Any], list[str]]:
+        """All, and those that have to be equal: a factory may add others, which its optimizer does not read."""
+        optimizer = made(x, whole)[1]
+        (found,) = group_options(optimizer)
+        return found, [key for key in optimizer.defaults if key != "lr" or recipe.rate is None]
 
     def stepped(x: Tensor, whole: bool, gradients: Sequence[Tensor], rate: float) -> Tensor:
         parameter, optimizer = made(x, whole)
@@ -278,10 +280,10 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
     differing: list[str] = []
     same = True
     try:
-        own = options(start, True)
+        own, equal = options(start, True)
         for half in halves(start):
-            other = options(half, False)
-            differing += [key for key in {**own, **other} if own.get(key) != other.get(key)]
+            other, _ = options(half, False)
+            differing += [key for key in equal if own.get(key) != other.get(key)]
         kind = repr((dim, len(piece.shape) > 1, {**own, "lr": None}))
         for scale, rate in () if differing or kind in tried else PROBED_SCALES:
             scaled = [gradient * scale for gradient in gradients]

@@ -52,7 +52,7 @@ def watched(function: object) -> Iterator[ForwardWatch]:
             for name in changed
         )  # fmt: skip
         raise (BuffersConverted if converted else UsageError)(
-            f"each call of the loss changes its buffers {clip(', '.join(changed))}, which no checkpoint would have: "
+            f"a call of the loss changes its buffers {clip(', '.join(changed))}, which no checkpoint would have: "
             "put them into the last stage, or the loss into eval mode"
         )
 

@@ -169,7 +169,7 @@ def _joined(of_ranks: Sequence[Mapping[int, tuple[int, Any]]]) -> Any:
 def _has_samples_elsewhere(x: torch.Tensor, size: int) -> bool:
     """Whether a tensor of `size` samples has neither one nor, as flattened ones have, several rows for each of them.
 
-    In one of two dimensions that is a multiple of `size` long, the rows are those of samples: the other has classes.
+    The last dimension does not count: it may be of classes, as many as there are samples.
     """
     return len(x) != size and (size in x.shape[1:-1] or len(x) % max(1, size) > 0)
 

@@ -130,7 +130,7 @@ class RunningMean(nn.Module):
         (lambda output, target: (output.sum(), {}), "that of the whole minibatch has no metrics beside it"),
         (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
         (lambda output, target: (SCALE * output).sum(), r"the loss depends on a parameter of shape \(1,\) that needs"),
-        (RunningMean(), "each call of the loss changes its buffers mean, which no checkpoint would have"),
+        (RunningMean(), "a call of the loss changes its buffers mean, which no checkpoint would have"),
         (lambda output, target: output.nothing(), "the loss fails on the shapes it gets: AttributeError"),
     ],
 )

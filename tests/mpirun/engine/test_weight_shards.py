@@ -255,6 +255,7 @@ PIECEWISE: dict[str, tuple[Any, float | None, str | None]] = {
     "which a run sets": (grouped(lr=0.5, **HAS_ROWS), 0.1, None),
     "their decay": (grouped(weight_decay=1e-6, **HAS_ROWS), 0.1, "SGD has another weight_decay for pieces of a than "),
     "that of all with rows": (grouped(weight_decay=0.1, lr=0.5, by=lambda x: len(x.shape) > 1), None, None),
+    "entries that are not read": (grouped(elements=0, **HAS_ROWS), None, None),
     "a later parameter": (alone(TrustRatio), None, "TrustRatio steps pieces of b otherwise than the whole"),
     "clipping": (alone(ClipsEach), None, "ClipsEach steps pieces of a otherwise than the whole"),
     "small gradients": (alone(StepsTheSmall), None, "StepsTheSmall steps pieces of a otherwise than the whole"),
