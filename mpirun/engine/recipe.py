@@ -244,7 +244,7 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
     if dim is not None:
         sizes[dim.dim] = 2 * dim.blocks
     generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(sizes, generator=generator).to(piece.parameter.dtype) for _ in range(3))
+    start, *gradients = (torch.randn(sizes, generator=generator).to(piece.parameter) for _ in range(3))
     why, option = "several ranks own its stage's weights", "--shards"
     if dim is not None:
         why, option = "its stage has tensor shards", "--tensor"
