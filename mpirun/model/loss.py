@@ -39,20 +39,20 @@ def check_loss(function: object) -> None:
 @contextlib.contextmanager
 def watched(function: object) -> Iterator[ForwardWatch]:
     """Watch the trial of a loss; UsageError if it changes buffers of its own."""
-    before = dict(function.named_buffers()) if isinstance(function, nn.Module) else {}
-    watch = ForwardWatch(nn.ModuleList([function] if isinstance(function, nn.Module) else []), [WHOLE_STAGE])
+    owner = nn.ModuleList([function] if isinstance(function, nn.Module) else [])
+    before, watch = dict(owner.named_buffers()), ForwardWatch(owner, [WHOLE_STAGE])
     with watch:
         yield watch
-    changed = [name.partition(".")[2] for name in watch.changed_buffers()]
-    if changed:
-        after = dict(function.named_buffers()) if isinstance(function, nn.Module) else {}
+    if changed := watch.changed_buffers():
+        after = dict(owner.named_buffers())
         converted = all(
             name in before and name in after and not watch.has_written_to(before[name])
             and torch.equal(before[name].to(after[name]), after[name])
             for name in changed
         )  # fmt: skip
+        names = ", ".join(name.partition(".")[2] for name in changed)
         raise (BuffersConverted if converted else UsageError)(
-            f"a call of the loss changes its buffers {clip(', '.join(changed))}, which no checkpoint would have: "
+            f"a call of the loss changes its buffers {clip(names)}, which no checkpoint would have: "
             "put them into the last stage, or the loss into eval mode"
         )
 
