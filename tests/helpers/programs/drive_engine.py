@@ -78,7 +78,7 @@ def weights(run: Engine) -> str:
     session = run.session
     assert session is not None
     own = {
-        f"{stage.index} {part}": hashlib.sha256(bytes(flat.view(torch.uint8).numpy())).hexdigest()
+        f"{stage.index} {part}": hashlib.sha256(bytes(flat.view(torch.uint8).cpu().numpy())).hexdigest()
         for stage in session.interpreter.optimizer.stages.values()
         for part, flat in stage.owned.items()
     }
