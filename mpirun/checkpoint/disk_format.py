@@ -199,7 +199,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         settings = json.loads(path.read_bytes())
         if settings.pop("checkpoint") != VERSION:
-            raise RefusedFile(f"{path}: of another version")
+            raise RefusedFile(f"{path}: its format version is not {VERSION}, which this mpirun reads")
         files = [CheckpointFile(**file) for file in settings.pop("parts")]
         numbers = [settings["step"], settings["seed"], *(file.bytes for file in files)]
         sound = all(type(number) is int and number >= 0 for number in numbers) and max(numbers[:2]) < 2**31

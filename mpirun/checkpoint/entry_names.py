@@ -108,4 +108,4 @@ class Entries:
                 raise ValueError
             return dim.join(shares)
         except (ValueError, IndexError, RuntimeError):
-            raise UsageError(f"{self.folder}: {name} is in shares that do not fit the model's") from None
+            raise UsageError(f"{self.folder}: the shares of {name} cannot be joined as the model divides it") from None

@@ -42,7 +42,7 @@ class FolderLock:
         except BlockingIOError:
             holder = os.read(self.file, 200).decode(errors="replace").strip()
             os.close(self.file)
-            who = holder or "which has not said its name"
+            who = holder or "its lock file does not name it yet"
             mine = holder.endswith(self.place)
             close = ", which is this script: close its earlier Engine" if mine else ""
             raise UsageError(f"saving to {folder}: another run saves there: {who}{close}") from None

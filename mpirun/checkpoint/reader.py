@@ -44,7 +44,7 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
                 print(f"mpirun: {stop}: skipped", file=sys.stderr, flush=True)
     if not folders and save and Path(save).resolve() == directory.resolve():
         return None
-    reason = "no checkpoint is whole" if folders else "there is no checkpoint"
+    reason = "no checkpoint there is complete" if folders else "there is no checkpoint"
     raise Stop(f"resuming from {directory}: {reason}", 1)
 
 
@@ -78,7 +78,9 @@ def restore(
     before, now = both_options(manifest.settings, settings)
     switched = [key for key, value in now.items() if _is_switch(value) and before.get(key, value) != value]
     if switched:
-        raise UsageError(f"the optimizer has another {switched[0]} than that of {manifest.folder}, so another state")
+        raise UsageError(
+            f"the optimizer has another {switched[0]} than that of {manifest.folder}, whose state does not fit"
+        )
     weights, kept = (Entries(manifest.folder, manifest.entry_files(kind)) for kind in ("weights", "optimizer"))
     of_parameter: dict[str, list[str]] = {}  # entries of the optimizer
     for entry in kept.names:
@@ -101,7 +103,7 @@ def check_all_read(manifest: Manifest, read: Iterable[Collection[str]]) -> None:
     """UsageError if a checkpoint has weights that no rank has read; `read`: by rank, what `restore` returned."""
     left = set(Entries(manifest.folder, manifest.entry_files("weights")).names).difference(*read)
     if left:
-        what = f"{len(left)} of its entries, as {min(left)}"
+        what = f"{len(left)} of its entries, such as {min(left)}"
         raise UsageError(f"{manifest.folder}: no stage has {what}: is it of a larger model?")
 
 

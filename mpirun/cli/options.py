@@ -214,7 +214,7 @@ def _values(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: 
         if values.get(name) == "":  # such as from an unset variable of the shell
             parser.error(f"--{name}: the {'folder' if name in ('save', 'resume') else 'file'} has no name")
     if values.get("momentum") and values["optimizer"] != "sgd":
-        parser.error("--momentum is of --optimizer sgd")
+        parser.error("--momentum needs --optimizer sgd")
     return values
 
 
@@ -224,9 +224,9 @@ def _check_company(parser: Parser, values: dict[str, Any]) -> None:
         if values[name] is None:
             values[name] = default
         elif values[asked] is None:
-            parser.error(f"--{name.replace('_', '-')} is of --{asked}")
+            parser.error(f"--{name.replace('_', '-')} needs --{asked}")
     if values["tolerance"] is not None and not values["verify"]:
-        parser.error("--tolerance is of --verify")
+        parser.error("--tolerance needs --verify")
 
 
 def _check_files(comm: MPI.Comm, read: Sequence[str | None], written: Sequence[str | None]) -> None:
@@ -239,7 +239,7 @@ def _check_files(comm: MPI.Comm, read: Sequence[str | None], written: Sequence[s
             raise UsageError(f"{error.filename}: {error.strerror}") from None
         names = [name for name in written if name]
         if len({os.path.realpath(name) for name in names}) < len(names):
-            raise UsageError(f"{names[0]} would be written twice: give each its own name")
+            raise UsageError(f"two outputs would be written to {names[0]}: give each its own name")
 
     on_rank_0(comm, check)
 

@@ -119,8 +119,8 @@ class Profile:
             note(self.comm, "other programs disturbed the links: long messages took no longer than short ones, and "
                  "beta is 0")  # fmt: skip
         if self.setup.crowded:
-            note(self.comm, "there are more ranks on a host than cores: jobs are as slow as when all compute, and plan "
-                 "cannot know that a rank which waits lends its core")  # fmt: skip
+            note(self.comm, "there are more ranks on a host than cores: jobs are timed while all ranks compute, and "
+                 "plan cannot know that a waiting rank leaves its core to others")  # fmt: skip
         profile = {**seconds, "alpha": alpha, "beta": beta, **sizes}
         on_rank_0(self.comm, lambda: _write(self.options.output, profile))
         return 0

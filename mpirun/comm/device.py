@@ -210,7 +210,7 @@ class Cuda(Device):
         how = "MPI takes GPU tensors as they are" if self.direct else "messages go through pinned host memory"
         settings = [os.environ.get(name, "") for name in ALLOCATOR_SETTINGS]
         if self.direct and any("expandable_segments:True" in setting for setting in settings):
-            how += ", though expandable_segments:True may keep it from reading another process's"
+            how += ", though expandable_segments:True may keep it from reading another process's memory"
         return f"device: {torch.cuda.get_device_name(self.torch)}{self.shared}; {how}"
 
     def mark(self) -> Mark | None:
@@ -265,7 +265,7 @@ class Cuda(Device):
         """If the trial fails, messages go through host memory with `auto`; UsageError with `direct`."""
         if self.direct and not messages_arrive(comm, self.torch):
             if self.messages == "direct":
-                raise UsageError("gpu messages direct: MPI does not move GPU memory, but something else or nothing")
+                raise UsageError("gpu messages direct: MPI did not deliver GPU memory intact: take gpu messages host")
             self.direct = False
 
     def reserved(self) -> int:
@@ -330,5 +330,5 @@ def choose_device(comm: MPI.Intracomm, name: str, messages: str, words: bool = F
             note(comm, f"torch finds a GPU for some ranks, but none for rank {rank} on {host}: all take CPUs")
         return Device()
     if words and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise UsageError("stream words: this MPI lets one thread in only, and another has to write the words")
+        raise UsageError("stream words: this MPI lacks MPI_THREAD_MULTIPLE, and a second thread has to write the words")
     return Cuda(comm, messages, words)

@@ -112,7 +112,7 @@ class CudaStreamOperations:
             self._write, self._wait = (self._function(driver, f"cuStream{what}Value32") for what in ("Write", "Wait"))
             self._device, self._attribute = driver.cuCtxGetDevice, driver.cuDeviceGetAttribute
         except (OSError, AttributeError) as error:
-            raise UsageError(f"stream words: CUDA's driver has no words of streams: {error}") from None
+            raise UsageError(f"stream words: CUDA's driver lacks stream memory operations: {error}") from None
         self._until: int | None = None  # the flags of a wait, once the GPU was asked
 
     @staticmethod

@@ -50,7 +50,7 @@ def sample_count(tree: Any, dims: Dims = 0) -> int:
             continue
         where = f"the minibatch{pytree.keystr(path)}"
         if not -leaf.ndim <= dim < leaf.ndim:
-            raise UsageError(f"{where} has {leaf.ndim} dimensions, so none is {dim}")
+            raise UsageError(f"{where} has {leaf.ndim} dimensions, so there is no dimension {dim}")
         size = leaf.shape[dim]
         if first is None:
             first = size, where

@@ -29,8 +29,8 @@ from mpirun.data.sampling import Dealt
 from schedgen.util.errors import UsageError
 
 DREW = (
-    "random numbers were drawn while a thread made samples: if samples draw them, though the first ones did not, this "
-    "run cannot be repeated: with workers=1 a process makes them"
+    "random numbers were drawn while a thread made samples: if the samples drew them, as the first ones did not, this "
+    "run cannot be repeated: use workers=1, so that a process makes the samples"
 )
 
 
@@ -157,7 +157,7 @@ class Loader(ABC):
             if rest:
                 raise UsageError(
                     f"the data of the checkpoint is at step {state['step']} of {state['microbatches']} microbatches, "
-                    f"which is not the begin of a step of {self.microbatches}"
+                    f"which is in the middle of a step of {self.microbatches}"
                 )
         self.epoch, self.step = state["epoch"], step
         if self.sample_count is not None and step >= len(self):  # where steps are larger, or the last is dropped now

@@ -70,7 +70,7 @@ class StreamLoader(Loader):
             self.epoch, self.step = epoch + 1, 0
             yield from self._batches()
             return
-        raise UsageError(f"the dataset ended before step {first} of epoch {epoch}, where it should go on")
+        raise UsageError(f"the dataset ended before step {first} of epoch {epoch}, where the run should continue")
 
 
 class _Steps(IterableDataset[Any]):

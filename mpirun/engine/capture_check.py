@@ -68,7 +68,7 @@ class CaptureCheck(TorchDispatchMode):
         if views and any(result.alias_info is not None for result in returns):  # a view: it touches no values
             return None
         if any(x.numel() and not self.device.has(x) for x in tensors if x.dim() or not attends):
-            return f"{func} is computed on the host, or of its memory"
+            return f"{func} is computed on the host, or from host memory"
         return None
 
     def _text(self, x: Any) -> str:

@@ -47,7 +47,7 @@ def expanded_model(unsharded_model: Model, header: Header) -> Model:
         stages = tuple(sorted({stage for stage, _ in tie}))
         if len(stages) > 1 and stages not in header.tied and not header.is_forward:
             if model.ties_shards(tie):
-                raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
+                raise UsageError(f"the schedule does not tie stages {stages}, shards of one stage: compile it again")
             wanted = ",".join(str(header.model_stage(stage)) for stage in stages)
             raise UsageError(f"the model ties parameters of stages {wanted}: {how_to_compile(header)}")
     return model
@@ -73,7 +73,7 @@ def expand_model(model: Model, count: int) -> Model:
 def _shards(model: Model, stage: int, entry: StageEntry, count: int) -> list[StageEntry]:
     """The entries that build the shards of a stage."""
     if isinstance(entry, nn.Module):
-        raise UsageError(f"stage {stage} of the model has shards, but it is a module, not what builds one")
+        raise UsageError(f"stage {stage} of the model has shards: give a function that builds it, not a module")
     if any(tied_stage == stage for tie in model.tied for tied_stage, _ in tie):
         raise UsageError(f"stage {stage} of the model has shards, but shares parameters with others")
     shards = [Shard(t, count) for t in range(count)]

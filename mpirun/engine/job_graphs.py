@@ -72,7 +72,9 @@ class JobGraphs:
 
     def refusals(self) -> list[str]:
         """A line for each stage that is not captured."""
-        return [f"graphs: stage {stage} is computed without: {why}" for stage, why in sorted(self.refused.items())]
+        return [
+            f"graphs: stage {stage} is computed without a graph: {why}" for stage, why in sorted(self.refused.items())
+        ]
 
     def begin_microbatch(self, i: Instruction, fits: bool) -> None:
         """Begin a forward: unless it `fits`, all jobs of its stage and microbatch in this pass compute normally."""
@@ -89,7 +91,7 @@ class JobGraphs:
         if i.stage not in self.said:
             self.said.add(i.stage)
             sentence = f"rank {self.rank}: a microbatch of stage {i.stage} has other shapes or weights than its graph"
-            print(f"mpirun: note: graphs: {sentence}: computed without", file=sys.stderr, flush=True)
+            print(f"mpirun: note: graphs: {sentence}: computed without a graph", file=sys.stderr, flush=True)
 
 
 class Job:
@@ -120,7 +122,7 @@ class Job:
         if (self.i.stage, self.i.mb) in graphs.as_always:
             return self.compute(*inputs)
         if not fits:
-            raise RuntimeError("graphs: this job is given what does not fit its graph, though its forward was not")
+            raise RuntimeError("graphs: the inputs of this job do not fit its graph, though those of its forward did")
         if graphs.passes == CAPTURED:
             self.forms = [form]
             return self._capture(leaves, spec)
@@ -145,7 +147,7 @@ class Job:
         why = check.why or (f"the batch has a {odd[0]}, which is no tensor" if odd else None)
         before = graphs.seen.setdefault((id(self.rng), i.op, str(form)), check.operations)
         if why is None and before != check.operations:
-            why = "it does other operations from one time to the next"
+            why = "its operations change from one time to the next"
         if why is not None:
             graphs.refused.setdefault(i.stage, f"{self.name}: {why}")
         return outputs

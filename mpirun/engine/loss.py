@@ -38,7 +38,7 @@ def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> T
 def check_minibatch_loss(header: Header, passes: int) -> None:
     """UsageError unless the outputs of all microbatches of a step meet on one rank, in one pass, before any update."""
     if not header.has_flush:
-        raise UsageError("the model's loss is of the whole minibatch, and this schedule updates before that is through")
+        raise UsageError("the model's loss is of the whole minibatch, and this schedule updates weights before its end")
     if passes > 1:
         raise UsageError(
             "accumulate: the model's loss is of the whole minibatch, so a step is one pass through the list"
@@ -110,7 +110,7 @@ class MinibatchLoss:
             joined = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
             loss = self.model.loss(loss_input(joined), self._joined_target(targets))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError("the loss should be one number: that of the whole minibatch has no metrics beside it")
+            raise UsageError("the loss should be one number: a loss of the whole minibatch has no metrics beside it")
         if not loss.requires_grad:
             raise UsageError("the loss has no gradient: it depends on no parameter")
         check_graph(loss)

@@ -121,7 +121,7 @@ class Optimizer:
                 if shape and shape != own and not whole:
                     raise UsageError(
                         f"the optimizer keeps {key}, of shape {shape}, for a part of {entry}, of shape {own}: "
-                        "for parts checkpoints have tensors of their shape and numbers"
+                        "for such a part checkpoints have only numbers and tensors of its shape"
                     )
 
     def restore(self, unit: Unit, state: Sequence[dict[str, Any]]) -> None:

@@ -68,7 +68,7 @@ def check_for_run(program: Program, name: str, ranks: int) -> None:
     workers = program.header.workers
     if workers != ranks:
         alone = ranks == 1
-        hint = " (start it by mpiexec; if that was done, it belongs to another MPI than mpi4py does)" if alone else ""
+        hint = " (start it by mpiexec; if you did, mpiexec belongs to another MPI than mpi4py)" if alone else ""
         raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {ranks}{hint}")
     if program.header.is_forward:
         raise UsageError(f"{name} has forwards alone: nothing can be trained by it")

@@ -248,7 +248,7 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
     why, option = "several ranks own its stage's weights", "--shards"
     if dim is not None:
         why, option = "its stage has tensor shards", "--tensor"
-    refused = f"steps pieces of {piece.name} otherwise than the whole, and {why}: compile without {option}"
+    refused = f"steps pieces of {piece.name} differently from the whole, and {why}: compile without {option}"
     name = "the optimizer"
 
     def halves(x: Tensor) -> Sequence[Tensor]:

@@ -48,8 +48,8 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
     if (difference := first_difference(comm, own)) is not None:
         values, one, other = difference
         raise Stop(
-            f"ranks {one} and {other} begin with different values of stage {values.stage}, {values.what}: what makes "
-            "them should draw the same numbers on every rank, as by torch.manual_seed before it",
+            f"ranks {one} and {other} begin with different values of stage {values.stage}, {values.what}: the code "
+            "that makes them should draw the same numbers on every rank, as after torch.manual_seed",
         )
 
 

@@ -198,7 +198,7 @@ class LocalStage:
                     return self._outputs(arguments([x.detach() for x in values], leaves), loss, specs), None
             except RuntimeError as error:
                 if NEEDS_GRADIENTS in str(error):
-                    error.args = (f"{error}; forwards that are done again are at first {ASK_FOR_GRADIENTS}",)
+                    error.args = (f"{error}; forwards that are recomputed run at first {ASK_FOR_GRADIENTS}",)
                 raise
         inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
         outputs, edges = [], []

@@ -118,7 +118,7 @@ def _of_same_shape(weights: Weights, missing: Mapping[str, tuple[int, ...] | Non
     if not pairs:
         return []
     what = f"no stage uses {listed(pairs.values())}, of the same shape as the missing {listed(pairs)}"
-    return [f"{weights}: {what}: what is the same under another name should be renamed in the files"]
+    return [f"{weights}: {what}: if these are the same parameters, rename them in the files"]
 
 
 def _whole_shape(tensor: Tensor, dim: ShardedDim | None, shard: Shard) -> tuple[int, ...]:

@@ -229,5 +229,7 @@ def _difference(model: ModelGraph, header: Header) -> str | None:
     for p, c in sorted(of_schedule - of_model):
         return f"in the schedule stage {c} reads stage {p}, but in the model it does not"
     for stage in sorted(set(model.per_consumer) - set(header.graph.per_consumer)):
-        return f"only in the model what stage {stage} gives is different for those that read it"
+        return (
+            f"stage {stage} of the model gives each of its readers another output, but in the schedule all get the same"
+        )
     return None  # a schedule may send a message to each consumer where one for all would do

@@ -142,7 +142,7 @@ def _checked_ties(model: Model, stages: int) -> list[list[tuple[int, str]]]:
     for tie in model.tied:
         _check_list("a tie", tie)
         if not tie:
-            raise UsageError("a tie has no places")
+            raise UsageError("a tie is empty: it should list pairs (stage, name)")
         for place in tie:
             pair = isinstance(place, Sequence) and len(place) == 2
             if not pair or not isinstance(place[0], Integral) or not isinstance(place[1], str):

@@ -191,8 +191,8 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
         )
     if produced[source.output].is_complex():
         raise UsageError(
-            f"stage {stage} reads complex numbers, output {source.output} of stage {source.stage}, which are not sent: "
-            "send torch.view_as_real of them"
+            f"stage {stage} reads complex numbers, output {source.output} of stage {source.stage}, which cannot be "
+            "sent: return torch.view_as_real of them"
         )
     return produced[source.output]
 
@@ -212,7 +212,7 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
         returned = module(*inputs)
     except (Exception, SystemExit) as error:
         without = not torch.is_grad_enabled() and NEEDS_GRADIENTS in str(error)
-        hint = f"; evaluations are {ASK_FOR_GRADIENTS}"
+        hint = f"; evaluations run {ASK_FOR_GRADIENTS}"
         raise _Failed(f"stage {stage} fails on the shapes it gets: {raised(error)}{hint if without else ''}") from None
     outputs = [returned] if isinstance(returned, Tensor) else returned
     what = f"a {type(returned).__name__}"
@@ -220,7 +220,7 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
         others = [type(x).__name__ for x in outputs if not isinstance(x, Tensor)]
         if outputs and not others:
             return outputs
-        what += f" with a {others[0]} in it" if others else " of none"
+        what += f" with a {others[0]} in it" if others else " that is empty"
     raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {what}")
 
 
@@ -242,7 +242,7 @@ def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:
     name = f"stage {shape.model_stage} of the model"
     if shape.random_layers:
         raise UsageError(
-            f"{name} has shards, but draws random numbers, as dropout does: that belongs into a stage that is whole"
+            f"{name} has shards, but draws random numbers, as dropout does: put this layer into a whole stage"
         )
     if len(shape.outputs) > 1:
         raise UsageError(f"{name} has shards: it should return one tensor")

@@ -166,7 +166,7 @@ class Engine:
             )
             self._shapes, self._weights_directory, recipe = together(self.comm, lambda: (
                 Shapes(self.comm, buckets),
-                None if weights is None else directory_of("weights, which a module may have itself", weights),
+                None if weights is None else directory_of("weights, if the module does not have them itself", weights),
                 make_recipe(optimizer, lr, scheduler, clip),
             ))  # fmt: skip
             if export is not None:

@@ -153,7 +153,7 @@ def _joined(of_ranks: Sequence[Mapping[int, tuple[int, Any]]]) -> Any:
     ):
         raise UsageError("predict: outputs of several shapes cannot be joined: take each of them with each=")
     if len(ordered) > 1 and any(isinstance(part, torch.Tensor) and not part.dim() for part, *_ in leaves):
-        raise UsageError("predict: outputs of no dimension cannot be joined: take each of them with each=")
+        raise UsageError("predict: outputs without dimensions cannot be joined: take each of them with each=")
     for size, part in [pair for parts in leaves for pair in zip(sizes, parts, strict=True) if len(ordered) > 1]:
         if isinstance(part, torch.Tensor) and _has_samples_elsewhere(part, size):
             raise UsageError(

@@ -61,7 +61,9 @@ class Prepared:
             self.build(batch, shape)
         if shape not in self.of_shape:
             if not self.session.header.has_flush:
-                raise Stop("with weight versions there is one shape: evaluate first what has that of the steps")
+                raise Stop(
+                    "with weight versions there is one shape: the first batch evaluated should have that of the steps"
+                )
             example = self._example(batch)
             with print_notes(self.session.comm):
                 setup = set_up(

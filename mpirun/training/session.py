@@ -229,7 +229,7 @@ class Session:
         if (difference := first_difference(self.comm, self.interpreter.microbatches.take_digests())) is not None:
             number, one, other = difference
             raise Stop(
-                f"ranks {one} and {other} have got different data for microbatch {number} of step {step + 1}: it "
+                f"ranks {one} and {other} have got different data for microbatch {number} of step {step + 1}: data "
                 "should depend on the step and the microbatch alone, and be drawn with the generator that is given",
                 1,
             )

@@ -48,7 +48,7 @@ class Shapes:
         shape = shapes[0]
         if len(shapes) > 1:
             words = " and ".join(map(_words, shapes))
-            raise Stop(f"the microbatches of {name} have shapes {words}: those of one step must have one")
+            raise Stop(f"the microbatches of {name} have shapes {words}: all of one step must have the same")
         size = next((leaf[1] for leaf in shape if leaf is not None and len(leaf) > 1), None) if self.buckets else None
         if self.buckets and size not in self.buckets:
             raise Stop(f"{_has(name, shape)}, not one of buckets={self.buckets}")

@@ -75,7 +75,7 @@ def gather_statistics(
             seen.setdefault(i.stage, []).append(i.mb)
     own_names = {stage: [name for of, name in buffers if of == stage] for stage in seen}
     all_seen, all_resumed, names = map(_merged, zip(*comm.allgather((seen, resumed, own_names)), strict=True))
-    why = "its microbatches do not come in their order"
+    why = "its microbatches are not computed in order"
     left_out = {stage: why for stage, order in all_seen.items() if order != sorted(order)}
     return Statistics(all_seen, all_resumed, names, left_out)
 

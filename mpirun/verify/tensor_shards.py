@@ -82,7 +82,7 @@ def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
                 parameters.setdefault(key, sharded.join([values[shard, name] for shard in tensor.siblings(stage)]))
             elif tensor_bytes(parameters.setdefault(key, value)) != tensor_bytes(value):
                 shard = stage % tensor.degree
-                differing.append(f"{name} of stage {key[0]} is another in shard {shard} than in the first that has it")
+                differing.append(f"{name} of stage {key[0]} differs in shard {shard} from the first shard that has it")
         return parameters
 
     gradients = [joined(step) for step in record.gradients]

@@ -85,7 +85,7 @@ class Verification:
         tolerance = default_tolerance(self.setup) if tolerance is None else tolerance
         limit = 0.0 if self.setup.canonical else tolerance
         if len(ours.gradients) != len(theirs.gradients):
-            print("verify: failed: other steps than in one process changed nothing", flush=True)
+            print("verify: failed: the steps that changed nothing are not those of one process", flush=True)
             return 1
         left_out = directionless(theirs) if limit and self._divides_by_gradients() else None
         differences = compare(ours, theirs, limit, left_out)

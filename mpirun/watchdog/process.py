@@ -63,7 +63,7 @@ class WatchdogProcess:
             self.server.setblocking(False)
             self.selector.register(self.server, selectors.EVENT_READ, "server")
         elif plan["addresses"] and not self.hosts.connect(self.host, plan["addresses"], plan["port"]):
-            _speak(f"the watchdog on {self.host} cannot reach the one beside rank 0: hangs are explained by host only")
+            _speak(f"the watchdog on {self.host} cannot reach the one beside rank 0: hangs are explained host by host")
         self.compared = time.monotonic()
         self.ending: float | None = None  # when the ranks that are left are killed
         self.stop = self.spoken = self.cut_off = False

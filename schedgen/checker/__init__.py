@@ -65,7 +65,7 @@ def check_compiled(program: Program) -> None:
     if limit is not None and (held := int(analyse(program).memory.saved.max())) > limit:
         raise UsageError(
             f"--memory-limit {limit}: a worker holds {held} saved forwards, "
-            "since backwards that run elsewhere than their forwards are not held back"
+            "since the limit does not delay backwards that run on another worker than their forwards"
         )
 
 
@@ -77,6 +77,6 @@ def _check_updates(program: Program) -> None:
         if error.rule not in (4, 6):
             raise
         raise UsageError(
-            f"--updates {program.header.weight_versions.updates}: in this order sums of different stages wait for one "
-            "another: a worker that shares a stage with others should have no other stage, or the same order as they"
+            f"--updates {program.header.weight_versions.updates}: in this order all-reduces of different stages "
+            "wait for one another: workers that share a stage should have no other stage, or the same order of jobs"
         ) from None

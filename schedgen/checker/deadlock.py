@@ -28,7 +28,7 @@ def rule_4(proof: Proof, waits: Waits) -> None:
     if circle:
         others = "; ".join(f"line {proof.where(row)}" for row in circle[1:SHOWN])
         others += f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
-        proof.refuse(4, circle[0], f"waits for ever, in a circle with {others}")
+        proof.refuse(4, circle[0], f"waits forever, in a cycle with {others}")
 
 
 @kernel

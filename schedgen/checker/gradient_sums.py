@@ -48,7 +48,7 @@ def rule_5(proof: Proof) -> None:
         (sends, owner[sends.rank, sends.number], "an owner keeps its sum and does not send it"),
         (sends, sends.rows < of(last_send, sends), "this sum is sent twice"),
         (sends, sends.rows < of(last_part, sends), "this sum is not complete here"),
-        (sums, ~several[sums.number], "this stage has one owner"),
+        (sums, ~several[sums.number], "this stage has one owner, so there is nothing to sum"),
         (sums, proof.peer[sums.rows] != group_of[sums.number], "this is not the group of the stage's owners"),
         (sums, sums.rows < of(last_sum, sums), "this sum is reduced twice"),
         (sums, sums.rows < of(last_part, sums), "this sum is not complete here"),
@@ -60,7 +60,7 @@ def rule_5(proof: Proof) -> None:
     for missing, words in (
         (owner & (last_step < 0), "STEP of w.{} is missing" if header.weight_shards else "STEP of stage {} is missing"),
         (owner & several & (last_sum < 0), "ALLREDUCE of dw.{} is missing"),
-        (~owner & (last_part >= 0) & (last_send < 0), "dw.{} never leaves for an owner"),
+        (~owner & (last_part >= 0) & (last_send < 0), "dw.{} is never sent to an owner"),
     ):
         for rank, unit in np.argwhere(missing)[:1].tolist():
             proof.refuse_rank(5, rank, words.format(_said(proof, unit)))
@@ -93,17 +93,17 @@ def norms(proof: Proof, last_sum: Ints, last_step: Ints) -> Numbers:
     norm = np.full(len(everyone), -1, np.int64)
     for row in proof.rows_of(Op.NORM).tolist():
         if norm[proof.rank[row]] >= 0 or not right[proof.peer[row]]:
-            proof.refuse(5, row, "every rank enters one NORM, of all ranks")
+            proof.refuse(5, row, "every rank must enter exactly one NORM, of all ranks")
         norm[proof.rank[row]] = row
     for rank in np.flatnonzero(norm < 0)[:1]:
         proof.refuse_rank(5, int(rank), "NORM is missing")
     forwards = proof.rows_of(Op.FWD)
     late = forwards[forwards > norm[proof.rank[forwards]]]
-    proof.refuse_any(5, late, "this forward, and its loss, stand behind NORM")
+    proof.refuse_any(5, late, "this forward, and so its loss, comes after NORM")
     for rank, unit in np.argwhere(last_sum > norm[:, None])[:1].tolist():
-        proof.refuse(5, int(last_sum[rank, unit]), f"this adds to dw.{_said(proof, unit)} behind NORM")
+        proof.refuse(5, int(last_sum[rank, unit]), f"this adds to dw.{_said(proof, unit)} after NORM")
     for rank, unit in np.argwhere((last_step >= 0) & (last_step < norm[:, None]))[:1]:
-        proof.refuse(5, int(last_step[rank, unit]), "this STEP stands before NORM")
+        proof.refuse(5, int(last_step[rank, unit]), "this STEP comes before NORM")
     return norm
 
 
@@ -122,7 +122,7 @@ def _sums_of_ties(proof: Proof, last_sum: Ints, norm: Numbers) -> None:
             for wrong, words in (
                 (not right[int(proof.peer[row])], "this is not the group of the tie's owners"),
                 (row < complete, "the sums of the tie's stages are not complete here"),
-                (row > norm[rank], f"this adds to t.{k} behind NORM"),
+                (row > norm[rank], f"this adds to t.{k} after NORM"),
             ):
                 if wrong:
                     proof.refuse(5, row, words)

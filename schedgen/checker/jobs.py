@@ -13,7 +13,7 @@ def rule_1(proof: Proof) -> None:
     compute = proof.header.compute
     if proof.header.is_forward:
         trains = ~np.isin(proof.op, FORWARD_OPS) | ~np.isin(proof.kind, FORWARD_KINDS)
-        proof.refuse_any(1, np.flatnonzero(trains), "a list of forwards trains nothing")
+        proof.refuse_any(1, np.flatnonzero(trains), "this instruction trains, but the file is a list of forwards")
         _once(proof, (Op.FWD,), compute[F], every=True)
         return
     split = len(compute) == 3
@@ -41,7 +41,7 @@ def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
     jobs = np.count_nonzero(there)
     if jobs < len(rows):
         again = np.delete(rows, np.unique(job, return_index=True)[1])
-        proof.refuse(1, int(again.min()), "this job is there twice")
+        proof.refuse(1, int(again.min()), "this job is listed twice")
     if every and jobs < worker.size:
         s, b = divmod(int(np.argmin(there)), proof.header.microbatches)
         proof.refuse_rank(1, int(worker[s, b]), f"{ops[0].name} of stage {s}, microbatch {b} is missing")
@@ -54,4 +54,4 @@ def _redone_behind_forward(proof: Proof) -> None:
     forward[proof.stage[forwards], proof.mb[forwards]] = forwards
     row = forward[proof.stage[redone], proof.mb[redone]]
     late = row[(row > redone) & (proof.rank[row] == proof.rank[redone])]
-    proof.refuse_any(1, late, "this forward stands behind its RECOMPUTE")
+    proof.refuse_any(1, late, "this forward comes after its RECOMPUTE")

@@ -33,7 +33,7 @@ def rule_10(proof: Proof) -> None:
     """Refuse a part of a sum that is never summed, is summed by the wrong ranks, or is used before its sum."""
     header = proof.header
     if not header.tensor_parallel:
-        proof.refuse_any(10, proof.program.exchanges(), "stages have no shards here")
+        proof.refuse_any(10, proof.program.exchanges(), "stages have no tensor shards in this file")
         return
     split = header.tensor_parallel.split
     _check_summed(proof, Buffer.X, F, np.flatnonzero(split), np.full(split.sum(), -1), np.flatnonzero(split))
@@ -56,8 +56,8 @@ def _check_summed(proof: Proof, buffer: Buffer, d: int, stage: Numbers, consumer
     rank = header.compute[d][giver]  # of every part and microbatch
     sums = proof.touches(buffer, Effect.CHANGE)
     part, mb = part_of[sums.number // header.microbatches], sums.number % header.microbatches
-    proof.refuse_any(10, sums.rows[part < 0], "the job that gives this is not split: it is no part of a sum")
-    proof.refuse_any(10, sums.rows[rank[part, mb] != sums.rank], "this rank does not give it")
+    proof.refuse_any(10, sums.rows[part < 0], "the stage that computes this is not split: it is no part of a sum")
+    proof.refuse_any(10, sums.rows[rank[part, mb] != sums.rank], "this rank does not compute it")
     shards = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # the ranks of all shards
     groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups], np.int64).reshape(-1, T)
     right = (groups[proof.peer[sums.rows]] == shards[giver[part] // T, :, mb]).all(axis=1)

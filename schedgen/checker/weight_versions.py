@@ -67,10 +67,10 @@ def rule_9(proof: Proof) -> None:
         for s, b in np.argwhere(wrong)[:1]:
             rank = int(header.compute[d, s, b])
             name = header.directions[d]
-            proof.refuse_rank(9, rank, f"{name}({s}, {b}) is away from its weights or from its forward")
+            proof.refuse_rank(9, rank, f"{name}({s}, {b}) is not on the worker of its weights and of its forward")
     moves = proof.rows_of(*SENDERS, *RECEIVERS, Op.ADD)
     moves = moves[np.isin(proof.kind[moves], (Kind.W, Kind.DW))]
-    proof.refuse_any(9, moves, "weights that have versions do not travel, nor do their gradients")
+    proof.refuse_any(9, moves, "weights that have versions are never sent, nor are their gradients")
     steps = Steps(proof)
     _rounds(proof, steps)
     _versions(proof, steps)
@@ -86,7 +86,7 @@ def _rounds(proof: Proof, steps: Steps) -> None:
         proof.refuse(5, int(backwards[i]), f"this gradient belongs to the step to version {update[i] + 1}")
     sums, several = proof.rows_of(Op.ALLREDUCE), np.array(proof.header.several_owners)
     proof.refuse_any(5, sums[steps.pairs(proof, sums) < 0], "this rank does not own the stage")
-    proof.refuse_any(5, sums[~several[proof.stage[sums]]], "this stage has one owner")
+    proof.refuse_any(5, sums[~several[proof.stage[sums]]], "this stage has one owner, so there is nothing to sum")
     for row in sums.tolist():
         if proof.header.groups[proof.peer[row]] != proof.header.owners[proof.stage[row]]:
             proof.refuse(5, row, "this is not the group of the stage's owners")
@@ -118,12 +118,12 @@ def _freed(proof: Proof, steps: Steps, adds: Numbers) -> None:
     weights, frees = (frees[proof.kind[frees] == kind] for kind in (Kind.W, Kind.DW))
     pair = steps.pairs(proof, weights)
     newest = (pair >= 0) & (proof.peer[weights] == steps.counts[pair])
-    proof.refuse_any(7, weights[newest], "no step follows: these weights stay")
+    proof.refuse_any(7, weights[newest], "these are the newest weights, which are never freed")
     frees = frees[steps.pairs(proof, frees) >= 0]
     frees = frees[np.argsort(steps.pairs(proof, frees), kind="stable")]
     pair = steps.pairs(proof, frees)
     place = np.arange(len(frees)) - np.searchsorted(pair, pair)
-    proof.refuse_any(5, frees[steps.before(pair, frees) <= place], "this sum has not been stepped with")
+    proof.refuse_any(5, frees[steps.before(pair, frees) <= place], "no STEP has used this sum yet")
     keys = pair * (steps.length + 1) + frees
     pair = steps.pairs(proof, adds)
     freed = np.searchsorted(keys, pair * (steps.length + 1) + adds) - np.searchsorted(keys, pair * (steps.length + 1))
@@ -142,10 +142,10 @@ def _versions(proof: Proof, steps: Steps) -> None:
         first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
         # By microbatch: how many microbatches are in the version that is the newest where it enters.
         entered = (newest[first] * steps.rounds[first, None]).min(axis=0)
-        right, which = entered // steps.rounds[:, None], "that of the microbatch's entry"
+        right, which = entered // steps.rounds[:, None], "the one with which the microbatch entered"
     elif header.weight_versions.updates == TWO_BUFFERS:
         delayed = header.weight_versions.delayed(np.arange(header.microbatches))
-        right, which = np.broadcast_to(delayed, newest.shape), "that of the update before the last"
+        right, which = np.broadcast_to(delayed, newest.shape), "the one that the update before the last made"
     others = proof.rows_of(*(op for op in COMPUTE if op != Op.FWD))
     for rows, words in ((forwards, "version {} is " + which), (others, "its forward uses version {}")):
         version = right[proof.stage[rows], proof.mb[rows]]

@@ -114,7 +114,7 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
 def _substages(graph: ModelGraph, stages: int, name: str) -> int:
     """How many of the model's stages each stage of the scheme stands for; UsageError if that is not a whole number."""
     if stages != graph.stages and graph.edges not in (None, chain(graph.stages)):
-        raise UsageError(f"{name} has {graph.stages} stages, which are no chain, so a scheme cannot have {stages}")
+        raise UsageError(f"{name} has {graph.stages} stages that are no chain, so a scheme needs as many, not {stages}")
     if graph.stages % stages:
         raise UsageError(f"{name} has {graph.stages} stages, which is no multiple of the scheme's {stages}")
     return graph.stages // stages
@@ -135,7 +135,7 @@ def _write_checked(program: Program, output: str, cost: Mapping[str, float] | No
     with open_output(output) as out:
         write(program, out)
     if cost and has_both(cost) and program.mixes_backwards:
-        note("the file keeps I and W, not B: whole backwards count as I + W unless a command gets the same --cost")
+        note("the file keeps the costs of I and W, not that of B: commands without this --cost take I + W for B")
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -192,7 +192,7 @@ def _partition(options: PlanOptions, layers: Layers, levels: Hierarchy) -> tuple
     """Where to cut the model, as numbers and as lines; a note if only some cuts are tried, or none fits."""
     downsets = all_downsets(layers)
     if not downsets.complete:
-        most = "more ways to cut the layers than can be tried: only those along one order are"
+        most = "there are too many ways to cut the layers: only cuts along one order of them are tried"
         note(f"{display_name(options.profile)}: {most}")
     try:
         numbers = tables.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
@@ -239,7 +239,7 @@ def run_search(options: SearchOptions) -> int:
     if not is_standard_output(options.output):
         print(tables.search_table(best, options.objective, seconds, options.json))
     if not (best.optimal or is_installed()):
-        note("OR-Tools proves more, for small problems: pip install ortools")
+        note("OR-Tools can prove more orders of small problems optimal: pip install ortools")
     return 0
 
 

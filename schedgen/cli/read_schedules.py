@@ -63,7 +63,7 @@ def run_seal(options: SealOptions) -> int:
     try:
         text = read_bytes(options.file).decode()
     except UnicodeDecodeError as error:
-        raise RefusedFile(f"{display_name(options.file)}: not text: byte {error.start}") from None
+        raise RefusedFile(f"{display_name(options.file)}: not UTF-8 text: byte {error.start}") from None
     program = parse(text, display_name(options.file))
     with open_output(options.file) as out:
         write(program, out)
@@ -210,12 +210,12 @@ def run_export(options: ExportOptions) -> int:
             raise UsageError(f"torch's CSV has no costs: leave --{options.given[0]} out")
         files = [("", as_torch_csv(program).encode())]
         if lost := lost_in_csv(program):
-            note(f"torch's CSV has jobs alone, nothing of {' or '.join(lost)}")
+            note(f"torch's CSV has jobs alone: it loses {' and '.join(lost)}")
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]
     elif options.output == "-":
-        raise UsageError("Chakra traces are several files, so -o is how their names begin, and not -")
+        raise UsageError("Chakra traces are several files: -o is the beginning of their names and cannot be -")
     else:
         files = chakra_traces(program, cost, machine, unit)
     for end, data in files:

@@ -62,7 +62,7 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         raise UsageError(f"there are no updates '{updates}': they are one of {', '.join(UPDATES)}")
     if mode == "strict" and (scheme.cap is not None or options.memory_limit is not None):
         what = "--memory-limit" if scheme.cap is None else "cap"
-        raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
+        raise UsageError(f"{what} needs --mode greedy: a strict n leaves nothing to hold back")
     if options.forward:
         _check_forward(options)
     stages = sizes.stages * options.substages
@@ -101,12 +101,15 @@ def _check_forward(options: Options) -> None:
 
 def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> None:
     if options.substages > 1:
-        raise UsageError("--shards divides the weights of a stage, and parts divide a stage itself: give one of them")
+        raise UsageError(
+            f"--shards: each stage of the scheme is {options.substages} stages of the model, whose weights are not "
+            "divided: give as many --stages as the model has, or leave --shards out"
+        )
     if scheme.by_shard:
-        raise UsageError("--shards divides the weights of a stage: w takes the shard t of a stage, and no part k")
+        raise UsageError("--shards: w takes the tensor shard t of a stage, not the part k of its weights")
     if options.tied or updates != FLUSH or options.tensor > 1:
-        what = f"--updates {updates}: an owner steps them"
-        what = "ties: stages that share parameters have them" if options.tied else what
+        what = f"--updates {updates}: an owner steps the weights of a stage"
+        what = "ties: stages that share parameters have their weights" if options.tied else what
         what = "--tensor: each shard of a stage has its weights" if options.tensor > 1 else what
         raise UsageError(f"--shards does not go with {what} as a whole")
 

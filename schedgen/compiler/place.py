@@ -146,7 +146,7 @@ def _part_owners(weights: Ints, counts: Sequence[int], takes_part: bool, workers
     for s, count in enumerate(counts):
         if (weights[s] != weights[s, :1, :1]).any():
             raise UsageError(
-                f"--shards: several workers own all weights of stage {s}; each part has one owner, as in fsdp"
+                f"--shards: w names several owners of the weights of stage {s}; each part needs one owner, as in fsdp"
             )
         first = weights[s, 0, 0]
         owners.append(tuple(first[:count].tolist() if takes_part else ((first + np.arange(count)) % workers).tolist()))

@@ -59,7 +59,8 @@ def _shards(placed: PlacedScheme) -> PlacedScheme:
     for stage in placed.graph.per_consumer:
         if split[stage]:
             raise UsageError(
-                f"stage {stage} gives several stages different outputs, so it cannot be split: add {stage} to whole"
+                f"stage {stage} gives several stages different outputs, so it cannot be split: add {stage} to whole in "
+                "the graph"
             )
     ties = [tuple(stage * T + t for stage in tie) for tie in placed.tied for t in range(T)]
     ties += [tuple(stage * T + t for t in range(T)) for stage in np.flatnonzero(split).tolist()]

@@ -155,7 +155,7 @@ def _header_text(lines: _Lines) -> list[str]:
     first = next(lines)
     version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
     if version is None:
-        reason = "its lines end in more than a line feed" if first.endswith("\r") else "its first line is wrong"
+        reason = "its lines end in CR LF, not LF" if first.endswith("\r") else "its first line is wrong"
         raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": 1,')
     if int(version[1]) > VERSION:
         raise lines.refuse(f"format version {version[1]} is newer than this schedgen reads ({VERSION})")

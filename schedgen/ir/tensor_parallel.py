@@ -51,5 +51,5 @@ def check_shards_apart(compute: Ints, degree: int, directions: Sequence[str]) ->
     for d, s, t, b in np.argwhere(placed[:, :, 1:] == placed[:, :, :-1])[:1].tolist():
         raise UsageError(
             f"w puts two shards of {directions[d]}({s}, {b}) on worker {placed[d, s, t, b]}: "
-            f"the {degree} shards of a stage are on as many workers"
+            f"the {degree} shards of a stage need {degree} workers"
         )

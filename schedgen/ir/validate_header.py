@@ -54,7 +54,7 @@ def read_limits(raw: Mapping[str, Any]) -> Limits:
         if by_stage and all(_is_whole(number, 1, LARGEST) for number in value):
             continue
         if type(value) is not int and not _is_printable(value):
-            raise Wrong("scheme", "scheme: values must be numbers, printable strings or lists of a number a stage")
+            raise Wrong("scheme", "scheme: values must be numbers, printable strings or lists of one number per stage")
     _check_layers(raw, stages)
     groups, tied, lowering = raw.get("groups"), raw.get("tied"), raw.get("lowering")
     if not isinstance(groups, list):
@@ -93,7 +93,7 @@ def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:
         raise Wrong("shards", f"shards must name an owner in 0..{workers - 1} of every part of every stage")
     counts = tuple(len(ranks) for ranks in value)
     if max(counts) == 1:
-        raise Wrong("shards", "shards must divide a stage, or not be there")
+        raise Wrong("shards", "shards must divide a stage, or be left out")
     return counts
 
 
@@ -107,7 +107,7 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
     tensor_parallel = _tensor_parallel(raw, limits)
     edges = _edges(raw.get("edges"), limits, tensor_parallel.degree)
     if len(edges) * limits.microbatches > _room(jobs, shape):  # each has a gradient a microbatch, with a FREE
-        raise Wrong("edges", f"edges ask for more gradients than {jobs} instructions can be for")
+        raise Wrong("edges", f"edges ask for more gradients than {jobs} instructions can compute")
     header = Header(
         scheme=raw["scheme"],
         mode=order["mode"],
@@ -164,10 +164,10 @@ def _check_sizes(shape: tuple[int, int, int], limits: Limits, jobs: int) -> None
     if shape[0] > 1:  # every rank enters NORM; in a list of forwards alone a rank's list may be empty
         least = max(least, limits.workers)
     if least > jobs or limits.workers * limits.stages > MOST_PAIRS:
-        raise Wrong("scheme", f"the sizes ask for more jobs or workers than {jobs} instructions can be for")
+        raise Wrong("scheme", f"the sizes ask for more jobs or workers than {jobs} instructions can serve")
     parts = sum(limits.parts)
     if limits.workers * parts > MOST_PAIRS or parts > _room(jobs, shape):  # every part has a STEP
-        raise Wrong("shards", f"shards ask for more parts than {jobs} instructions can be for")
+        raise Wrong("shards", f"shards ask for more parts than {jobs} instructions can serve")
 
 
 def _tensor_parallel(raw: Mapping[str, Any], limits: Limits) -> TensorParallel:
@@ -195,7 +195,7 @@ def _check_shards(header: Header, jobs: int) -> None:
     if header.part_uses() > MOST_USES * jobs:
         raise Wrong("shards", f"shards ask for more parts of weights than {jobs} instructions can use")
     if header.part_owners and (header.stepped_together or not header.has_flush):
-        raise Wrong("shards", "shards: weights that are tied, have versions, or are of shards, have no parts")
+        raise Wrong("shards", "shards: weights that are tied, have versions or belong to tensor shards are not divided")
 
 
 def _check_forward(header: Header) -> None:
@@ -207,7 +207,7 @@ def _check_forward(header: Header) -> None:
     if header.memory_limit is not None:
         raise Wrong("lowering", "lowering: a list of forwards saves nothing, so it has no memory_limit")
     if len(header.weights) > 1 and owners_of(header.weights) == owners_of(header.weights[:1]):
-        raise Wrong("weights", "weights: of a list of forwards the direction F says it, for it names all owners")
+        raise Wrong("weights", "weights: a list of forwards should have the direction F alone, as F names all owners")
 
 
 def _check_tensor_parallel(header: Header) -> None:
@@ -216,7 +216,7 @@ def _check_tensor_parallel(header: Header) -> None:
     except UsageError as error:
         raise Wrong("compute", str(error)) from None
     if header.tensor_parallel.split[list(header.graph.per_consumer)].any():
-        raise Wrong("apart", "apart: what a split stage gives is one sum")
+        raise Wrong("apart", "apart: the output of a split stage is one sum, the same for all consumers")
 
 
 def _lowering(value: object, limits: Limits) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _lowering(value: object, limits: Limits) -> dict[str, Any]:
         needed = ", ".join(key for key in _LOWERING if key not in _OPTIONAL_LOWERING)
         raise Wrong("lowering", f"lowering must have {needed}, and may have {', '.join(_OPTIONAL_LOWERING)}")
     if value.get("updates", STASH) not in (STASH, VERTICAL, TWO_BUFFERS):
-        raise Wrong("lowering", "lowering: updates must be stash, vertical or 2bw, or not be there")
+        raise Wrong("lowering", "lowering: updates must be stash, vertical or 2bw, or be left out")
     if ("accumulated" in value) != (value.get("updates") == TWO_BUFFERS):
         raise Wrong("lowering", "lowering: accumulated belongs to updates 2bw, and to no others")
     for key, least in _LEAST.items():
@@ -289,7 +289,7 @@ def _groups(value: object, limits: Limits) -> tuple[tuple[int, ...], ...]:
     groups = _lists("groups", value, "ranks", limits.workers)
     for ranks, count in Counter(groups).items():
         if count > 1:
-            raise Wrong("groups", f"groups must be different, but {clip(str(list(ranks)))} is there {count} times")
+            raise Wrong("groups", f"groups must be different, but {clip(str(list(ranks)))} is listed {count} times")
     return groups
 
 

@@ -61,11 +61,11 @@ def _buffer(op: Op, value: object, limits: Limits) -> tuple[int, int, int, int, 
     if kind == Kind.T and numbers[0] >= limits.ties:
         raise ValueError(f"{value}: tied has no entry {numbers[0]}")
     if (match[3] is not None) != (kind == Kind.W and limits.versions > 0):
-        raise ValueError(f"{value}: {'weights have a version here' if match[3] is None else 'it has no version'}")
+        raise ValueError(f"{value}: {'its version is missing' if match[3] is None else 'it has no version'}")
     version = -1
     if match[3] is not None:
         if op != Op.FREE:
-            raise ValueError(f"{op.name} takes no buffer {value}: weights that have versions do not travel")
+            raise ValueError(f"{op.name} takes no buffer {value}: weights that have versions are never sent")
         version = _number(int(match[3]), f"{value}: version", limits.versions)
     bounded = numbers if kind != Kind.T else []
     for what, number, limit in zip(
@@ -76,7 +76,9 @@ def _buffer(op: Op, value: object, limits: Limits) -> tuple[int, int, int, int, 
     stage, mb, via = [*numbers, -1, -1][:3]
     divided = kind in (Kind.W, Kind.DW) and limits.divided(stage)
     if (match[4] is not None) != divided:
-        raise ValueError(f"{value}: {'the weights of this stage have parts' if divided else 'it has no parts'}")
+        raise ValueError(
+            f"{value}: {'the weights of this stage are divided: name a part' if divided else 'it has no parts'}"
+        )
     if match[4] is not None:
         via = _number(int(match[4]), f"{value}: shard", limits.parts[stage])
     return int(kind), stage, mb, via, version

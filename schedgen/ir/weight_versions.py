@@ -14,10 +14,10 @@ FLUSH, STASH, VERTICAL, TWO_BUFFERS = "flush", "stash", "vertical", "2bw"
 
 # When weights change, and which of their versions a job uses.
 UPDATES = {
-    FLUSH: "once a list, when all microbatches are through: there is one version",
-    STASH: "behind every microbatch's backward; a forward uses the newest version there is, its backward the same",
-    VERTICAL: "as stash, but all stages use the version that was the newest when the microbatch entered the first",
-    TWO_BUFFERS: "behind every m microbatches; all stages use the version that the m before the last ones made",
+    FLUSH: "once a step, after all microbatches: there is one version",
+    STASH: "after every microbatch's backward; a forward uses the newest version, its backward the same one",
+    VERTICAL: "as stash, but all stages use the version that was newest when the microbatch entered the first stage",
+    TWO_BUFFERS: "after every m microbatches; all stages use the version that the update before the last one made",
 }
 
 

@@ -111,13 +111,13 @@ def _parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
     if not 1 <= count <= MOST_LAYERS:
         raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_LAYERS}")
     if graph is None and isinstance(values, dict) and "apart" in values:
-        raise RefusedFile(f"{name}: apart is of outputs per consumer: give the stages' --graph, too")
+        raise RefusedFile(f"{name}: it has apart, sizes of outputs per consumer: give the stages' --graph, too")
     if graph is not None:
         _check_graph(graph, count, name)
     edges = chain(count) if graph is None or graph.edges is None else graph.edges
     times, machine = read_profile(text, name, count, len(edges), counted="its first list is of")
     if len(times.keys() - {REDO}) < 2:
-        raise RefusedFile(f"{name}: a plan is for backwards, too: give B, or I and W, beside F")
+        raise RefusedFile(f"{name}: a plan needs backwards: give B, or I and W, beside F")
     by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}
     for direction, amount in by_direction(machine.overhead).items():
         if direction in by_layer and (by_stage(amount, count) > by_layer[direction]).any():
@@ -135,7 +135,7 @@ def _check_graph(graph: ModelGraph, count: int, name: str) -> None:
     if graph.edges is not None and (missing := set(chain(count)) - set(graph.edges)):
         producer, consumer = min(missing)
         raise UsageError(
-            f"in the graph stage {consumer} does not read stage {producer}, the one before: no plan for it"
+            f"plan needs a graph whose stages all read the one before: stage {consumer} does not read stage {producer}"
         )
 
 
@@ -149,7 +149,7 @@ def _parse_pipedream(text: str, name: str) -> Layers:
             elif line.strip():
                 layer, description, numbers = _parse_layer(line.rstrip())
                 if layer in nodes:
-                    raise ValueError(f"{clip(layer)} is there twice")
+                    raise ValueError(f"{clip(layer)} is listed twice")
                 nodes[layer] = description, numbers
             for entries, limit, plural in ((nodes, MOST_LAYERS, "layers"), (edges, MOST_EDGES, "edges")):
                 if len(entries) > limit:
@@ -158,7 +158,7 @@ def _parse_pipedream(text: str, name: str) -> Layers:
             raise RefusedFile(f"{name}:{number}: {error}") from None
     order = _topological_order(nodes, edges)
     if order is None:
-        raise RefusedFile(f"{name}: its edges go in a circle")
+        raise RefusedFile(f"{name}: its edges form a cycle")
     index = {layer: k for k, layer in enumerate(order)}
     producers, consumers = {a for a, _ in edges}, {b for _, b in edges}
     table = np.zeros((len(order), len(_FIELDS)))

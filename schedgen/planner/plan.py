@@ -138,7 +138,7 @@ def pipedream(layers: Layers, levels: Hierarchy, microbatches: int, memory: floa
     best = partition(order, levels, memory)
     most = max(best.replicas)
     if microbatches < most:
-        raise UsageError(f"--microbatches {microbatches}: the partition has a stage of {most} replicas")
+        raise UsageError(f"--microbatches {microbatches} is too few: the partition has a stage of {most} replicas")
     sizes = Sizes(len(best.stages), microbatches, replicas=best.replicas)
     costs = stage_costs(layers, order, best.ends, levels.slowest)
     if costs.tied:

@@ -72,7 +72,7 @@ def partition_as_text(numbers: dict[str, Any]) -> Iterator[str]:
         )
     yield from aligned(rows, 2)
     slowest = numbers["bottleneck"]["stage"]
-    cause = "itself" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
+    cause = "its own time" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
     yield ""
     yield f"{'stage time':18}{numbers['stage_time']:.6g} s a minibatch; the bottleneck is stage {slowest}: {cause}"
     noam = numbers["noam"]

@@ -91,7 +91,9 @@ def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory_limit:
             program, limited = _compiled(name, sizes._replace(groups=groups), cost, memory_limit)
             row = _numbers(program, name, groups, sizes, f" --memory-limit {memory_limit}" if limited else "", cost)
             if memory_limit is not None and row.peak_activations > memory_limit:
-                raise UsageError(f"it holds {row.peak_activations} activations")
+                raise UsageError(
+                    f"it holds {row.peak_activations} activations, more than --memory-limit {memory_limit}"
+                )
         except UsageError as error:
             left_out.append(LeftOut(_label(name, groups), str(error).removeprefix(f"{name} ")))
             continue

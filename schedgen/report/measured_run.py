@@ -86,7 +86,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     compute = program.is_one_of(*COMPUTE)
     latency = (start + length)[:, compute].max(axis=1) - begin[:, 0]
     if latency.min() <= 0:
-        raise RefusedFile("the jobs of the trace take too little time to be told from none")
+        raise RefusedFile("the jobs of the trace take no measurable time")
 
     def by_rank(amount: Times) -> Times:
         return np.bincount(table.rank, amount.mean(axis=0), minlength=workers).astype(np.float64)

@@ -88,14 +88,14 @@ n: a building block repeated every 6 jobs and squeezed, W jobs in the gaps, stri
     "chimera": BuiltIn(chimera),
     "hanayo": BuiltIn(hanayo),
     "pipedream-flush": BuiltIn(one_f_one_b, {}, """\
-PipeDream's order with a flush: 1F1B by the name it has there.
+PipeDream-Flush: another name of 1F1B, from the paper on PipeDream-2BW.
 w(s, b, d) = (s mod W, s mod W)   [Narayanan et al. 2021, "Memory-efficient pipeline-parallel training"; W <= S]
 n(s, b, F) = s + 2b, n(s, b, B) = 2S - 1 - s + 2b, strict"""),
     "1f1b-rr": BuiltIn(round_robin),
     "pipedream": BuiltIn(round_robin, {"updates": "stash"}, """\
 PipeDream: 1F1B-RR without a flush; every backward is followed by a step, which makes a new version of the weights.
 w(s, b, d) = (P(s) + b mod r(s), the same), and n is that of 1f1b-rr, too   [PipeDream, sections 3.2 and 3.3]
-weights: a forward uses the newest version, its backward the same; with --updates vertical all stages the first's"""),
+weights: a forward uses the newest version, its backward the same; --updates vertical: all stages use the first's"""),
     "pipedream-2bw": BuiltIn(pipedream_2bw),
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Chimera: two pipelines in opposite directions over the same workers, each stage on two of them.
 w(s, b, d) = (h(s, b), h(s, b)), h(s, b) = s for even b, S - 1 - s for odd b   [Li, Hoefler 2021, section 3.1; W = S]
-n: 1F1B in both directions, merged; units of S microbatches one behind the other, strict
+n: 1F1B in both directions, merged; units of S microbatches one after another, strict
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
     is_unsplit[tuple(np.array(unsplit, np.int64).reshape(-1, 2).T)] = True
     stem = Path(name).stem
     if not stem.isprintable():
-        raise RefusedFile(f"{clip(name)}: a scheme is called as its file is, and that is not printable")
+        raise RefusedFile(f"{clip(name)}: a scheme is named after its file, and this name is not printable")
 
     scheme = Scheme(
         stem, ranks, lambda s, b, d: (worker[d, s, b],) * 2, lambda s, b, d: n[d, s, b], stem, "strict", split,
@@ -106,4 +106,4 @@ def _check_complete(key: Numbers, S: int, batches: int, directions: int, name: s
     node, b = divmod(number, batches)
     job = f"{DIRECTIONS[directions][node // S]} of stage {node % S} and microbatch {b}"
     sizes = f"{S} stages and {batches} microbatches"
-    raise RefusedFile(f"{name}: {job} is there twice" if len(twice) else f"{name}: {sizes}, but no {job}")
+    raise RefusedFile(f"{name}: {job} is listed twice" if len(twice) else f"{name}: {sizes}, but no {job}")

@@ -1,6 +1,6 @@
 """Hanayo: the pipeline goes down and up the workers in waves; w waves make the bubble w times smaller, without copies.
 w(s, b, d) = (h(s), h(s)), h(s) = min(k, 2W - 1 - k), k = s mod 2W   [Liu et al. 2023, "Hanayo"; S = 2wW, --chunks 2w]
-n(s, b, F) = s + 4b, n(s, b, B) = S + 2(S-1-s) + 4b, greedy; at equal n the job that is less far on its way
+n(s, b, F) = s + 4b, n(s, b, B) = S + 2(S-1-s) + 4b, greedy; at equal n the job whose microbatch has passed fewer stages
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Interleaved 1F1B: v stages a worker, the pipeline goes round v times; a bubble v times smaller than 1F1B's.
 w(s, b, d) = (s mod W, s mod W)   [Narayanan et al. 2021, "Efficient large-scale training", section 2.2; S = vW]
-n: forwards and backwards in rounds of microbatches, alternating behind a warm-up, strict
+n: forwards and backwards in rounds of microbatches, alternating after a warm-up, strict
 """
 
 from __future__ import annotations

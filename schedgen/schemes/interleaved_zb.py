@@ -1,6 +1,6 @@
 """Interleaved ZB-H1: v stages a worker, the pipeline goes round v times, W jobs fill the bubble. v = 1 is ZB-H1.
 w(s, b, d) = (s mod W, s mod W)   [Qi et al. 2023, "Zero bubble", section 2.3, as torch's ScheduleInterleavedZeroBubble]
-n: forwards, I and W in rounds of microbatches, in turn behind a warm-up; W are r turns behind I on worker r, strict
+n: forwards, I and W in rounds of microbatches, in turn after a warm-up; on worker r a W is r turns after its I, strict
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PipeDream-2BW: 1F1B without a flush and two buffers of weights: an update takes m microbatches and comes one late.
+"""PipeDream-2BW: 1F1B without a flush; updates of m microbatches use weights that are one update old, in two buffers.
 w(s, b, d) = (P(s) + b mod r, the same), and n is that of 1f1b-rr, too   [Narayanan et al. 2021, "2BW", section 3.1]
 weights: all jobs of microbatch b use version max(b div m - 1, 0); m is --group, at least the S r that are in flight
 """
@@ -22,5 +22,5 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
     in_flight = sizes.stages * replicas[0]
     m = sizes.group or in_flight
     if m < in_flight:
-        raise UsageError(f"{name} with --group {m}: {in_flight} microbatches are in flight; an update needs as many")
+        raise UsageError(f"{name} needs --group of at least {in_flight}, the microbatches in flight, not {m}")
     return plain._replace(accumulated=m, parameters={**plain.parameters, "group": m})

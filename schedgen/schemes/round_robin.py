@@ -1,7 +1,7 @@
 """1F1B-RR: stages with replicas, which take microbatches in turn, forward and backward on the same one; with a flush.
 w(s, b, d) = (P(s) + b mod r(s), the same); P(s): how many workers the stages before s have   [PipeDream, section 3.2]
 n(s, b, F) = 2 (b div r(s)), n(s, b, B) = 2 (b div r(s)) + 2 N(s) - 1, strict; where all r(s) are 1 that is 1F1B
-N(s) = ceil((W - P(s)) / r(s)): so many microbatches of a replica are in flight; of the first stage it is the NOAM
+N(s) = ceil((W - P(s)) / r(s)): microbatches that a replica of s has in flight; for the first stage it is the NOAM
 """
 
 from __future__ import annotations

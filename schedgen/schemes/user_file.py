@@ -21,7 +21,7 @@ from schedgen.util.errors import UsageError, raised
 def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     """The scheme that a file defines, named after the file; UsageError says what is wrong with it."""
     if not path.stem.isprintable():
-        raise UsageError(f"{path}: a scheme is called as its file is, and that is not printable")
+        raise UsageError(f"{path}: a scheme is named after its file, and this name is not printable")
     module = _executed(path)
     if not callable(getattr(module, "w", None)):
         raise UsageError(f"{path} defines no function w(s, b, d)")

@@ -1,7 +1,7 @@
 """ZB-V: two stages a worker, down and up again, split backward, at 1F1B's memory.
 Where F = I = W, no bubble between a worker's first and last job.
 w(s, b, d) = (h(s), h(s)), h(s) = min(s, 2W - 1 - s)   [Qi et al. 2023, "Zero bubble", section 6; S = 2W]
-n: a list a worker, strict; of up to 3W/2 microbatches, V-Half's building block squeezed at the same memory
+n: a list for each worker, strict; at most 3W/2 microbatches: V-Half's building block, squeezed at the same memory
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from schedgen.simulator.timeline import REDUCTION, SEND_CAUSE, Timeline
 SHARES = ("busy", "warm-up", "dependency", "cool-down", "transfer", "send", "sum", "step", "overhead")
 MEANING = (
     "its jobs",
-    "before its first job: what that needs has not been sent",
+    "before its first job: what this job needs has not been sent",
     "between its jobs: what the next one needs has not been sent",
     "after its last job: what it waits for has not been sent, or only others have work left",
-    "what it waits for has been sent and is not there yet",
-    "a buffer cannot be freed or stepped until a message of its own has left",
-    "all ranks of a sum, or all at NORM, have come, and sums are under way",
+    "what it waits for has been sent and has not arrived yet",
+    "a buffer cannot be freed or stepped until a message sent from it has left",
+    "all ranks of a sum, or all at NORM, have arrived, and sums are under way",
     "optimizer steps",
     "neither computing nor waiting: other instructions of a measured run",
 )

@@ -100,4 +100,4 @@ def refuse_overwriting(read: Iterable[str | None], written: Iterable[str | None]
     """UsageError if a file that is read would be written, too; None is no file. OSError as for `os.stat`."""
     for name, other in itertools.product(filter(None, written), filter(None, read)):
         if is_same_file(name, other):
-            raise UsageError(f"{name} would be written over, but it is read: give what is written another name")
+            raise UsageError(f"{name} would be overwritten, but it is read, too: give the output another name")

@@ -70,8 +70,8 @@ def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
             since_begin = stays and value._version != versions.get(_memory(value), then[0])
             if since_begin or then != [value._version, copy._version]:
                 raise UsageError(
-                    f"cannot be traced: makes the buffer {name} one with another, and changes it in place: "
-                    "assign a clone of the other"
+                    f"cannot be traced: makes the buffer {name} share memory with another, and changes it in "
+                    "place: assign a clone of the other"
                 )
         for (part, name), buffer in before.items():
             part._buffers[name] = buffer.copy_(part.get_buffer(name))

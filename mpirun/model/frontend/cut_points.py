@@ -160,7 +160,7 @@ def _node_costs(dependencies: Dependencies, module: nn.Module, costs: Mapping[st
         if name not in names:
             raise unknown_name("costs: the submodule", name, names)
         if not isinstance(cost, Real) or not 0 <= cost < math.inf:
-            raise UsageError(f"costs: that of {name!r} should be a number that is not negative, not {cost!r}")
+            raise UsageError(f"costs: the cost of {name!r} should be a number that is not negative, not {cost!r}")
     for k, node in enumerate(body):
         priced = [name for name in module_names(node) if name in costs]
         if priced:

@@ -80,8 +80,8 @@ def export_error(module: nn.Module, error: BaseException) -> UsageError:
         return UsageError(f"{where}: {why} a Sequential")
     if any(FOREIGN in str(link) for link in chain):
         return UsageError(
-            f"{where}: cannot be traced: uses a tensor that no operation of this trace makes, as one that a cache "
-            "keeps from an earlier trace; make it a buffer"
+            f"{where}: cannot be traced: uses a tensor that no operation of this trace makes, such as one that a "
+            "cache keeps from an earlier trace; make it a buffer"
         )
     return UsageError(f"{where}: cannot be traced: {raised(error)[:300]}")
 

@@ -223,11 +223,13 @@ def _refusing_untraced() -> Iterator[None]:
 
     def inferred(region: torch.inference_mode) -> None:
         if region.mode == torch.is_grad_enabled() and called_by_user(sys._getframe(1)):
-            refuse("inference_mode, other than no_grad,")()
+            refuse("inference_mode, unlike no_grad,")()
         infer(region)
 
     with (
-        mock.patch.object(torch.autograd.Function, "apply", refuse("a torch.autograd.Function, as of a checkpoint,")),
+        mock.patch.object(
+            torch.autograd.Function, "apply", refuse("a torch.autograd.Function, as of a reentrant checkpoint,")
+        ),
         mock.patch.object(Tensor, "register_hook", refuse("a hook on a tensor")),
         mock.patch.object(torch.autocast, "__enter__", entered),
         mock.patch.object(torch.autocast, "__exit__", left),

@@ -114,9 +114,11 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
     if not isinstance(example, Mapping):
         return example if isinstance(example, tuple) else (example,), dict(example_kwargs or {})
     if example_kwargs:
-        raise UsageError("the example is a mapping, which is kwargs, and there are example_kwargs: give one of them")
+        raise UsageError("an example that is a mapping gives the kwargs, and so do example_kwargs: give one of them")
     if not all(isinstance(name, str) for name in example):
-        raise UsageError("the example is a mapping, which is kwargs: a dict that is one argument is written ({...},)")
+        raise UsageError(
+            "an example that is a mapping gives the kwargs, by name: write ({...},) for a dict that is one argument"
+        )
     return (), dict(example)
 
 

@@ -88,7 +88,7 @@ class Cut(NamedTuple):
         def join(stages: Sequence[StageEntry], numbers: Sequence[int]) -> Mapping[str, Any]:
             if stages is not entries or cut_at is None:
                 raise UsageError(
-                    "the schedule joins stages of the model, but others stand in the place of those it cut"
+                    "the schedule joins stages of the model, but the model's stages are no longer those that split made"
                 )
             joined = cut_at(numbers)
             return {"stages": joined._entries(), "tied": joined.tied, "reads": joined.reads}

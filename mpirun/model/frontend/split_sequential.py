@@ -39,7 +39,7 @@ def split_sequential(
         )
     if type(module).forward is not nn.Sequential.forward:
         raise UsageError(
-            f"{line_of_forward(module)}: more than the children one after the other; split takes any module"
+            f"{line_of_forward(module)}: does more than call the children one after the other; split takes any module"
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
@@ -89,7 +89,7 @@ def _named_starts(names: Sequence[str], points: Sequence[str | int]) -> list[int
             continue
         if start <= starts[-1]:
             raise UsageError(
-                f"stages begin at children in their order, but {name!r} is not behind {names[starts[-1]]!r}"
+                f"stages begin at children in their order, but {name!r} does not come after {names[starts[-1]]!r}"
             )
         starts.append(start)
     return starts

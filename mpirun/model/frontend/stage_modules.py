@@ -87,8 +87,8 @@ class StageBuilder:
                 continue
             if any_inside(lambda inner: inner.target is aten.as_strided.default, node, self.exported.state):
                 raise UsageError(
-                    f"{line_of_node(node)}: as_strided of what an earlier stage has made, whose strides are others "
-                    "here; make it contiguous first, or cut elsewhere"
+                    f"{line_of_node(node)}: as_strided of what an earlier stage has made, whose strides differ here; "
+                    "make it contiguous first, or cut elsewhere"
                 )
             if node in self.dependencies.views and node.target is not aten.contiguous.default:
                 turned.add(node)

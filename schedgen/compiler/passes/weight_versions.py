@@ -77,7 +77,7 @@ def check_placement(header: Header) -> None:
         )
     if header.stepped_together:
         what = f"{header.stepped_together} step together"
-        raise UsageError(f"--updates {header.weight_versions.updates}: {what}, which is --updates flush")
+        raise UsageError(f"--updates {header.weight_versions.updates}: {what}, which needs --updates flush")
 
 
 def _with_versions(program: Program, version: Numbers) -> Program:
@@ -118,7 +118,7 @@ def _updates(header: Header, rank: int, stage: int, backward: Numbers, ended: Nu
         k = int(np.argmax(last > steps))
         raise UsageError(
             f"--updates {header.weight_versions.updates}: worker {rank} does a backward of stage {stage} that belongs "
-            f"to update {k + 1} behind one of a later update: backwards of a stage go in the order of the microbatches"
+            f"to update {k + 1} after one of a later update: backwards of a stage must follow the order of microbatches"
         )
     return Updates(sums, steps)
 
@@ -135,8 +135,8 @@ def _entered(header: Header, newest: Numbers) -> Numbers:
     entered: Numbers = np.minimum(microbatches // sizes[:, None], -(-header.microbatches // sizes)[:, None])
     for s, b in np.argwhere(entered > newest)[:1].tolist():
         raise UsageError(
-            f"--updates {header.weight_versions.updates}: microbatch {b} enters with version {entered[s, b]} and comes "
-            f"to stage {s} before that is made there: stages must update from the last to the first"
+            f"--updates {header.weight_versions.updates}: microbatch {b} enters with version {entered[s, b]} but "
+            f"reaches stage {s} before the stage has made it: stages must update from the last to the first"
         )
     return entered
 
@@ -150,7 +150,7 @@ def _delayed(header: Header, newest: Numbers) -> Numbers:
     used: Numbers = np.broadcast_to(versions.delayed(np.arange(header.microbatches)), newest.shape)
     for s, b in np.argwhere(used > newest)[:1].tolist():
         raise UsageError(
-            f"--updates {versions.updates}: microbatch {b} comes to stage {s} before version {used[s, b]} is made: "
-            f"more microbatches are in flight than the {versions.accumulated} of an update"
+            f"--updates {versions.updates}: microbatch {b} reaches stage {s} before the stage has made version "
+            f"{used[s, b]}: more microbatches are in flight than the {versions.accumulated} of an update"
         )
     return used

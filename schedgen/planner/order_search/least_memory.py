@@ -26,8 +26,8 @@ def least_memory(question: Question, budget: int = BUDGET) -> FoundOrder:
     """
     if has_both(question.cost) and question.scheme.unsplit_backward is not None:
         raise UsageError(
-            f"--objective memory has all backwards whole or all split, and {question.scheme.name} has both: "
-            "leave B out of the costs, and it is I + W"
+            f"--objective memory needs all backwards whole or all split, and {question.scheme.name} has both: "
+            "leave B out of the costs, so that a whole backward takes I + W"
         )
     only_halves, question = has_both(question.cost), with_own_costs(question)
     own = compile_own(question)

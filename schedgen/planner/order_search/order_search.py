@@ -54,7 +54,9 @@ def search_order(
     question = with_own_costs(question)
     placed = placed_jobs(question)
     if (placed.weights != placed.compute).any() or (placed.compute != placed.compute[0]).any():
-        raise UsageError(f"{scheme.name} moves weights or backwards: search orders jobs that run beside the weights")
+        raise UsageError(
+            f"{scheme.name} moves weights or backwards: search only orders jobs that run where their weights are"
+        )
     problem = problem_of(placed, question)
     rounds = _Rounds(question, problem)
     for start in starts(question, problem, placed):
@@ -76,7 +78,7 @@ def search_order(
             rounds.add_orders([serial_order(problem)])
         best = rounds.best()
     if best is None:
-        raise NoOrder("the search found no order within the memory limit: give it more of one, or of --budget")
+        raise NoOrder("the search found no order within the memory limit: raise the limit or --budget")
     return FoundOrder(best.run.program, best.value, min(bound, best.value), rounds.work / 10**6, best.source)
 
 

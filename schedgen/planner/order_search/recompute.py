@@ -65,8 +65,7 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
                 best = FoundOrder(program, judged.value)
     if best is None:
         raise UsageError(
-            "the search found no order within the memory limit, even with forwards redone: "
-            "give it more of one, or of --budget"
+            "the search found no order within the memory limit, even with forwards redone: raise the limit or --budget"
         )
     return best._replace(bound=min(least, best.value), work=work + tries.work)
 

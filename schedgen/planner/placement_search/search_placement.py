@@ -58,9 +58,7 @@ def search_placement(question: Question, budget: float = BUDGET) -> FoundOrder:
             if other.bound < search.value * (1 - 1e-9) and not reached(search.value, bound):
                 search.add(search.ordered(other), share)
     if search.best is None:
-        raise NoOrder(
-            "no placement was found with an order within the memory limit: give it more of one, or of --budget"
-        )
+        raise NoOrder("no placement was found with an order within the memory limit: raise the limit or --budget")
     value, program = search.value, search.best.program
     program = replace(program, header=replace(program.header, scheme={**program.header.scheme, "name": scheme.name}))
     source = "search" if search.best.source == scheme.name else search.best.source

@@ -208,7 +208,7 @@ def test_the_first_of_several_runs_by_one_command_begins_at_the_beginning(damage
 @pytest.mark.parametrize(
     ("name", "code", "sentence"),
     [
-        ("none whole", 1, r"resuming from \S.*: no checkpoint is whole"),
+        ("none whole", 1, r"resuming from \S.*: no checkpoint there is complete"),
         ("empty", 1, r"resuming from \S.*: there is no checkpoint"),
         ("of another model", 2, r"\S.*: has no \S+: is it of another model\?"),
         (

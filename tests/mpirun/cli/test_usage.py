@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 MLP = "mpirun.examples.mlp:tiny"
-OVER = " would be written over, but it is read: give what is written another name"
+OVER = " would be overwritten, but it is read, too: give the output another name"
 SEE = " (see python -m mpirun --help)"
 
 
@@ -147,11 +147,11 @@ MISTAKES = {
     "no number": option("--steps", "x", sentence="argument --steps: 'x' is not a whole number of at least 0"),
     "not positive": option("--lr", "0", sentence="argument --lr: '0' is not a positive number"),
     "no pass": option("--accumulate", "0", sentence="argument --accumulate: '0' is not a whole number of at least 1"),
-    "momentum of adamw": option("--momentum", "0.9", sentence="--momentum is of --optimizer sgd"),
-    "how often, of nothing": option("--every", "1", sentence="--every is of --save"),
-    "how many, of nothing": option("--keep", "3", sentence="--keep is of --save"),
-    "so many steps, of nothing": option("--trace-steps", "2", sentence="--trace-steps is of --trace"),
-    "a limit of nothing": option("--tolerance", "1", sentence="--tolerance is of --verify"),
+    "momentum of adamw": option("--momentum", "0.9", sentence="--momentum needs --optimizer sgd"),
+    "how often, of nothing": option("--every", "1", sentence="--every needs --save"),
+    "how many, of nothing": option("--keep", "3", sentence="--keep needs --save"),
+    "so many steps, of nothing": option("--trace-steps", "2", sentence="--trace-steps needs --trace"),
+    "a limit of nothing": option("--tolerance", "1", sentence="--tolerance needs --verify"),
     "a trace over the schedule": over_input("--trace", "schedule"),
     "metrics over the schedule": over_input("--metrics", "schedule"),
     "metrics over the text": over_input("--metrics", "text"),
@@ -171,7 +171,7 @@ MISTAKES = {
             files.folder / "." / "a",
         ],
         2,
-        lambda files: f"{files.folder / 'a'} would be written twice: give each its own name",
+        lambda files: f"two outputs would be written to {files.folder / 'a'}: give each its own name",
     ),
     "metrics in a loop of links": unwritable("--metrics", looping, "Too many levels of symbolic links"),
     "metrics with a name that is too long": unwritable(

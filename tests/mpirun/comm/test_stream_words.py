@@ -195,5 +195,5 @@ def test_every_word_has_memory_of_its_own(driver):
 
 
 def test_a_driver_without_words_is_refused():
-    with pytest.raises(UsageError, match="stream words: CUDA's driver has no words of streams"):
+    with pytest.raises(UsageError, match="stream words: CUDA's driver lacks stream memory operations"):
         CudaStreamOperations("libc.so.6")

@@ -509,7 +509,9 @@ def test_a_stream_from_its_begin():
         loader(Stream(9)).microbatch(0, 0, 0)
     shorter = loader(Stream(9))
     shorter.restore({**shorter.state(), "step": 3})
-    with pytest.raises(UsageError, match=r"^the dataset ended before step 3 of epoch 0, where it should go on$"):
+    with pytest.raises(
+        UsageError, match=r"^the dataset ended before step 3 of epoch 0, where the run should continue$"
+    ):
         list(shorter)
 
 

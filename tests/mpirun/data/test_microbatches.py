@@ -67,8 +67,8 @@ def test_a_dimension_for_a_whole_part() -> None:
     [
         (ROWS, 0, 0, "0 microbatches: there should be one at least"),
         (ROWS, 11, 0, "the minibatch has 10 samples, too few for 11 microbatches"),
-        (ROWS, 2, 2, "the minibatch has 2 dimensions, so none is 2"),
-        ((ROWS, torch.tensor(1)), 2, 0, r"the minibatch\[1\] has 0 dimensions, so none is 0"),
+        (ROWS, 2, 2, "the minibatch has 2 dimensions, so there is no dimension 2"),
+        ((ROWS, torch.tensor(1)), 2, 0, r"the minibatch\[1\] has 0 dimensions, so there is no dimension 0"),
         (
             {"x": ROWS, "y": ROWS.T},
             2,
@@ -127,7 +127,7 @@ class RunningMean(nn.Module):
     [
         (lambda output, target: output, "the loss should be one number"),
         (lambda output, target: 5.0, "the loss should be one number"),
-        (lambda output, target: (output.sum(), {}), "that of the whole minibatch has no metrics beside it"),
+        (lambda output, target: (output.sum(), {}), "a loss of the whole minibatch has no metrics beside it"),
         (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
         (lambda output, target: (SCALE * output).sum(), r"the loss depends on a parameter of shape \(1,\) that needs"),
         (RunningMean(), "a call of the loss changes its buffers mean, which no checkpoint would have"),

@@ -97,15 +97,15 @@ def test_models_of_all_kinds_are_replayed(modelled, model):
 # Models in which one or two of four stages do what no graph can replay.
 REFUSED = {
     "models_for_graphs:counts_forwards_and_reads_values": [
-        "1 is computed without: FWD: it does other operations from one time to the next",
-        "3 is computed without: FWD: aten._local_scalar_dense.default makes the host wait for values",
+        "1 is computed without a graph: FWD: its operations change from one time to the next",
+        "3 is computed without a graph: FWD: aten._local_scalar_dense.default makes the host wait for values",
     ],
     "models_for_graphs:remembers_and_counts_values": [
-        "1 is computed without: FWD: it does other operations from one time to the next",
-        "3 is computed without: FWD: aten.nonzero.default makes the host wait for values",
+        "1 is computed without a graph: FWD: its operations change from one time to the next",
+        "3 is computed without a graph: FWD: aten.nonzero.default makes the host wait for values",
     ],
     "models_for_tests:dropping_by_host": [
-        "1 is computed without: FWD: aten.rand.default is computed on the host, or of its memory"
+        "1 is computed without a graph: FWD: aten.rand.default is computed on the host, or from host memory"
     ],
 }
 
@@ -238,7 +238,7 @@ def test_attention_is_captured_though_its_seed_is_the_hosts():
     with CaptureCheck(Meta(), None) as other:
         aten.add(q, seed)
     assert forward.why is backward.why is None
-    assert other.why == "aten.add.Tensor is computed on the host, or of its memory"
+    assert other.why == "aten.add.Tensor is computed on the host, or from host memory"
 
 
 def test_a_cpu_has_no_graphs(mistakes, compiled, text):

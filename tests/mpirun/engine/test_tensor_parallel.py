@@ -223,7 +223,10 @@ MISTAKES = {
     GPT: (8, "the model is whole in stages 0,7, the schedule in 7: compile it with --graph FILE"),
     "models_for_tests:drops_in_shards": (2, "stage 0 of the model has shards, but draws random numbers"),
     "models_for_tests:splits_the_last": (2, "shards stage 1, but only stages before the last can have shards"),
-    "models_for_tests:splits_a_module": (2, "stage 0 of the model has shards, but it is a module, not what builds one"),
+    "models_for_tests:splits_a_module": (
+        2,
+        "stage 0 of the model has shards: give a function that builds it, not a module",
+    ),
     "models_for_tests:splits_unevenly": (2, "17 inputs of a linear layer do not divide into 4 shards"),
     "models_for_tests:splits_what_is_tied": (2, "stage 0 of the model has shards, but shares parameters with others"),
     "models_for_tests:splits_for_a_minibatch_loss": (2, "is of the whole minibatch, and the schedule has shards of"),
@@ -258,9 +261,8 @@ def test_an_optimizer_is_told_of_shares_and_refused_where_it_steps_these_otherwi
     (done,) = scripts(2, [[SHARES, file]])
     shares = [("up.weight", (24, 16), (48, 16), False), ("up.bias", (24,), (48,), False)]
     shares += [("down.weight", (12, 24), (12, 48), False), ("down.bias", (12,), (12,), True)]
-    why = (
-        "steps pieces of up.weight otherwise than the whole, and its stage has tensor shards: compile without --tensor"
-    )
+    why = "steps pieces of up.weight differently from the whole, and its stage has tensor shards: "
+    why += "compile without --tensor"
     assert (done.code, done.out, done.err) == (2, f"{shares}\n", f"mpirun: the optimizer Adafactor {why}\n")
 
 

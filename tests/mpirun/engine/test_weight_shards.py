@@ -197,7 +197,9 @@ def test_what_an_optimizer_keeps_for_a_part_has_its_shape_or_is_not_saved(divide
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.by_unit[unit].step(0)
-    part = re.escape(f"of shape (1,), for a part of stage0.weight, of shape {tuple(parameters[0].shape)}: for parts ")
+    part = re.escape(
+        f"of shape (1,), for a part of stage0.weight, of shape {tuple(parameters[0].shape)}: for such a part "
+    )
     refused = pytest.raises(UsageError, match=f"^the optimizer keeps calls, {part}")
     with contextlib.nullcontext() if divided == "not" else refused:
         optimizer.check_saved()
@@ -256,9 +258,9 @@ PIECEWISE: dict[str, tuple[Any, float | None, str | None]] = {
     "their decay": (grouped(weight_decay=1e-6, **HAS_ROWS), 0.1, "SGD has another weight_decay for pieces of a than "),
     "that of all with rows": (grouped(weight_decay=0.1, lr=0.5, by=lambda x: len(x.shape) > 1), None, None),
     "entries that are not read": (grouped(elements=0, **HAS_ROWS), None, None),
-    "a later parameter": (alone(TrustRatio), None, "TrustRatio steps pieces of b otherwise than the whole"),
-    "clipping": (alone(ClipsEach), None, "ClipsEach steps pieces of a otherwise than the whole"),
-    "small gradients": (alone(StepsTheSmall), None, "StepsTheSmall steps pieces of a otherwise than the whole"),
+    "a later parameter": (alone(TrustRatio), None, "TrustRatio steps pieces of b differently from the whole"),
+    "clipping": (alone(ClipsEach), None, "ClipsEach steps pieces of a differently from the whole"),
+    "small gradients": (alone(StepsTheSmall), None, "StepsTheSmall steps pieces of a differently from the whole"),
 }
 
 

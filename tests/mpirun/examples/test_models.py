@@ -183,7 +183,7 @@ def test_more_stages_than_layers_is_one_clear_error(name):
         ("sharded", ["x"], "the model shards stage 'x', but only stages before the last can have shards"),
         ("sharded", [1], "the model shards stage 1, but only stages before the last can have shards"),
         ("tied", "ab", "tied should be a list, not str"),
-        ("tied", [[]], "a tie has no places"),
+        ("tied", [[]], "a tie is empty: it should list pairs (stage, name)"),
         ("tied", [[(0, 1)]], "a tie is of pairs (stage, name), not (0, 1)"),
         ("tied", [[(2, "weight")]], "the model ties weight of stage 2, but there are 2 stages"),
         ("tied", [[(0, "a"), (1, "b")], [(0, "a"), (1, "c")]], "the model ties a of stage 0 twice"),
@@ -313,7 +313,7 @@ def test_stages_that_stand_in_the_place_of_those_that_were_cut_are_joined_by_no_
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
     model = split(net, torch.zeros(2, 4), stages=4).model(nn.functional.mse_loss)
     assert len(join_stages(model, [1, 2, 1]).stages) == 3
-    with pytest.raises(UsageError, match="others stand in the place of those it cut"):
+    with pytest.raises(UsageError, match="the model's stages are no longer those that split made"):
         join_stages(model._replace(stages=[nn.Sequential(stage) for stage in model.stages]), [1, 2, 1])
     with pytest.raises(UsageError, match="the schedule joins 3 stages of the model, but it has 4"):
         join_stages(model, [1, 2])

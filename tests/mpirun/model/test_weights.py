@@ -263,8 +263,8 @@ def test_what_may_have_another_name_is_said(tmp_path: Path) -> None:
         check_weights(model._replace(weights=Pretrained(tmp_path)))
     assert [str(one.message).partition(": ")[2] for one in said] == [
         "has no layer1.weight: trained from the values that the model is built with",
-        "no stage uses old.weight, of the same shape as the missing layer1.weight: what is the same under another name "
-        "should be renamed in the files",
+        "no stage uses old.weight, of the same shape as the missing layer1.weight: if these are the same parameters, "
+        "rename them in the files",
         "no stage uses layer3.bias, old.weight",
     ]
 

@@ -205,12 +205,12 @@ SENTENCES = {
     "left out": "the optimizer leaves out stage0.linear.weight: freeze what is not to be trained",
     "no optimizer": "should return a torch.optim.Optimizer, not int",
     "closure": "LBFGS computes gradients inside step(), which no schedule allows: use another one",
-    "weights": "weights, which a module may have itself: give the name of a directory, not a OrderedDict",
+    "weights": "weights, if the module does not have them itself: give the name of a directory, not a OrderedDict",
     "batches": "batches should be a whole number, not -1",
     "no loader": "a int gives no batches: take what loader(...) returns",
     "no loader on some ranks": "a int gives no batches: take what loader(...) returns",
     "plateau": "a ReduceLROnPlateau does not tell the learning rate by the step",
-    "pieces": "the optimizer Alone steps pieces of stage0.linear.weight otherwise than the whole, and several",
+    "pieces": "the optimizer Alone steps pieces of stage0.linear.weight differently from the whole, and several",
     "muon": "compile without --shards",
     "metric": "the metric shape should be a tensor of one number",
     "different data": "ranks 0 and 3 have got different data for microbatch 0 of step 1",
@@ -225,7 +225,7 @@ SENTENCES = {
     "another optimizer": "the optimizer is torch.optim.sgd.SGD: ",
     "other data": "has microbatch_size 2, but the loader 1",
     "two shapes": "the microbatches of step 2 have shape (2, 8), not (4, 8) as the first: declare sizes with buckets=",
-    "ragged": "of step 1 have shapes (2, 6, 8) and (2, 9, 8): those of one step must have one",
+    "ragged": "of step 1 have shapes (2, 6, 8) and (2, 9, 8): all of one step must have the same",
     "undeclared": "the microbatches of step 2 have shape (2, 9, 8), not one of buckets=(6, 8)",
     "no size": "the microbatches of step 1 have shape (2,), not one of buckets=(6,)",
     "buckets": "buckets should be sizes, whole numbers of at least 1, not (0,)",
@@ -1185,8 +1185,8 @@ with mpirun.Engine(scheme, modules, loss=torch.nn.functional.mse_loss, microbatc
 """
     (done,) = scripts(2, [[script, scheme, drawn]])
     sentence = (
-        f"mpirun: ranks 0 and 1 begin with different values of stage 0, {what}: what makes them should draw the same "
-        "numbers on every rank, as by torch.manual_seed before it\n"
+        f"mpirun: ranks 0 and 1 begin with different values of stage 0, {what}: the code that makes them should draw "
+        "the same numbers on every rank, as after torch.manual_seed\n"
     )
     assert (done.code, done.err) == ((0, "") if what is None else (2, sentence))
 
@@ -1266,7 +1266,7 @@ train(6, torch.tensor(0.125), weight_decay=0.4)
         "lr 0.01, not lr 0.5",
         "lr 0.5, not lr 0.25",
     ]
-    refused = f"the optimizer has another amsgrad than that of {tmp_path / 'step-00000005'}, so another state"
+    refused = f"the optimizer has another amsgrad than that of {tmp_path / 'step-00000005'}, whose state does not fit"
     said = [*(f"note: the checkpoint was made with {words}" for words in notes), refused]
     assert done.err.splitlines() == [f"mpirun: {words}" for words in said]
 
@@ -1281,7 +1281,7 @@ with engine() as run:
     run.step((x, x))
 """
     (done,) = scripts(1, [[SAVING + script, tmp_path]])
-    what = "no stage has 2 of its entries, as stage1.bias: is it of a larger model?"
+    what = "no stage has 2 of its entries, such as stage1.bias: is it of a larger model?"
     assert (done.code, done.err) == (2, f"mpirun: {tmp_path / 'saved' / 'step-00000001'}: {what}\n")
 
 
@@ -1476,7 +1476,7 @@ def test_padding_that_cannot_be_taken_off_is_refused(scripts):
     output, target, number = (
         [has.format(*of) + give] for of in (("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"))
     )
-    numbers = ["mpirun: predict: outputs of no dimension cannot be joined: take each of them with each="]
+    numbers = ["mpirun: predict: outputs without dimensions cannot be joined: take each of them with each="]
     turned = [
         "mpirun: predict: outputs are joined along dimension 0, but that of 2 samples has shape (3, 2, 4): give "
         "outputs with the samples in dimension 0, or take each of them with each="
@@ -1733,8 +1733,8 @@ def test_a_forward_may_ask_for_gradients(launch, scripts, compiled):
     assert refused.startswith(
         "mpirun: stage 1 fails on the shapes it gets: RuntimeError: element 0 of tensors does not"
     )
-    assert refused.endswith(f"evaluations are {hint}")
-    assert f"does not have a grad_fn; forwards that are done again are at first {hint}" in at_once.err
+    assert refused.endswith(f"evaluations run {hint}")
+    assert f"does not have a grad_fn; forwards that are recomputed run at first {hint}" in at_once.err
 
 
 CHANGED_DATA = """

@@ -20,7 +20,7 @@ ASTRAY = both(edit(0, send("dw.1", 1), to=2), drop(1, **recv("dw.1", 0)), drop(1
 
 DAMAGES = [
     # Rule 1
-    ("FWD twice", "gpipe", twice(0, **job("FWD", 0, 3)), 1, "this job is there twice"),
+    ("FWD twice", "gpipe", twice(0, **job("FWD", 0, 3)), 1, "this job is listed twice"),
     ("FWD removed", "gpipe", drop(0, **job("FWD", 0, 3)), 1, "FWD of stage 0, microbatch 3 is missing"),
     ("BWD removed", "lpp", drop(2, **job("BWD", 0, 3)), 1, "BWD of stage 0, microbatch 3 is missing"),
     ("FWD on another rank", "ddp", move(0, job("FWD", 0, 4), to=1, before=job("FWD", 0, 5)), 1, "on worker 0"),
@@ -49,12 +49,12 @@ DAMAGES = [
         5,
         "this rank does not own the stage",
     ),
-    ("STEP before NORM", "gpipe", swap(0, NORM, STEP_0), 5, "this STEP stands before NORM"),
+    ("STEP before NORM", "gpipe", swap(0, NORM, STEP_0), 5, "this STEP comes before NORM"),
     ("STEP before the last BWD", "gpipe", move(0, STEP_0, before=job("BWD", 0, 7)), 5, "this sum is not complete here"),
     ("no NORM at all", "gpipe", everywhere(lambda rank: drop(rank, "NORM")), 5, "NORM is missing"),
-    ("NORM twice", "gpipe", everywhere(lambda rank: twice(rank, "NORM")), 5, "every rank enters one NORM"),
+    ("NORM twice", "gpipe", everywhere(lambda rank: twice(rank, "NORM")), 5, "every rank must enter exactly one NORM"),
     ("NORMs of groups", "lpp", everywhere(lambda rank: edit(rank, NORM, group=1 + rank % 2)), 5, "NORM, of all ranks"),
-    ("ADD behind NORM", "fsdp", move(0, NORM, before=recv("dw.0", 3, "ADD")), 5, "adds to dw.0 behind NORM"),
+    ("ADD after NORM", "fsdp", move(0, NORM, before=recv("dw.0", 3, "ADD")), 5, "adds to dw.0 after NORM"),
     (
         "a weight gradient for a non-owner that has sent its own",
         "fsdp",
@@ -78,7 +78,7 @@ DAMAGES = [
         "fsdp",
         both(drop(0, **send("dw.1", 1)), drop(1, **recv("dw.1", 0)), drop(1, **recv("dw.1", 0, "ADD"))),
         5,
-        "dw.1 never leaves for an owner",
+        "dw.1 is never sent to an owner",
     ),
     (
         "a weight gradient sent to two",
@@ -132,7 +132,7 @@ DAMAGES = [
             *(put(rank, free("dw.0"), after=NORM) for rank in (1, 2, 3)),
         ),
         5,
-        "this stage has one owner",
+        "this stage has one owner, so there is nothing to sum",
     ),
     (
         "ALLREDUCE among more than the owners",
@@ -147,13 +147,13 @@ DAMAGES = [
     ),
     # Rule 6
     ("no NORM on one rank", "gpipe", drop(2, "NORM"), 6, "rank 2 of group 0 does not enter this"),
-    ("no ALLREDUCE on one rank", "ddp", drop(2, "ALLREDUCE", buf="dw.0"), 6, "here rank 0 enters"),
+    ("no ALLREDUCE on one rank", "ddp", drop(2, "ALLREDUCE", buf="dw.0"), 6, "in place of this, rank 0 enters"),
     (
         "ALLREDUCEs swapped on one rank",
         "ddp",
         swap(1, I(op="ALLREDUCE", buf="dw.3"), I(op="ALLREDUCE", buf="dw.2")),
         6,
-        "here rank 0 enters",
+        "in place of this, rank 0 enters",
     ),
     (
         "ALLREDUCE of others",
@@ -182,7 +182,7 @@ DAMAGES = [
         "1f1b",
         move(0, recv("g.0.1", 1), after=send("x.0.4", 1)),
         4,
-        "waits for ever, in a circle with line",
+        "waits forever, in a cycle with line",
     ),
 ]
 
@@ -218,13 +218,13 @@ def test_a_weight_gradient_may_travel_through_another_worker(golden, judge):
 # FWD computes the loss: if the backward recomputes the forward, nothing but the loss needs the last stage's FWD.
 
 
-@pytest.mark.parametrize(("behind", "words"), [("RECOMPUTE", "behind its RECOMPUTE"), ("BWD", "behind its RECOMPUTE")])
+@pytest.mark.parametrize(("behind", "words"), [("RECOMPUTE", "after its RECOMPUTE"), ("BWD", "after its RECOMPUTE")])
 def test_a_forward_behind_what_redoes_it_is_refused(behind, words, run, judge, refused):
     file = json.loads(run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--recompute", 1, "-o", "-").out)
     assert judge(file)[0].code == 0
     for what in (free("x.1.1"), job("FWD", 1, 1)):
         move(1, what, after=job(behind, 1, 1))(file["programs"])
-    assert f"this forward stands {words} (rule 1: {RULES[1]})" in refused(judge(file)[0], 1)
+    assert f"this forward comes {words} (rule 1: {RULES[1]})" in refused(judge(file)[0], 1)
 
 
 def test_a_loss_behind_norm_is_refused(run, judge, refused, tmp_path):
@@ -234,7 +234,7 @@ def test_a_loss_behind_norm_is_refused(run, judge, refused, tmp_path):
     assert judge(file)[0].code == 0
     for what in (free("x.0.0"), job("FWD", 0, 0)):
         move(0, what, after=NORM)(file["programs"])
-    assert f"this forward, and its loss, stand behind NORM (rule 5: {RULES[5]})" in refused(judge(file)[0], 1)
+    assert f"this forward, and so its loss, comes after NORM (rule 5: {RULES[5]})" in refused(judge(file)[0], 1)
 
 
 # What the header claims, and what it does not have to prove.
@@ -261,7 +261,7 @@ def test_the_memory_limit_stands_in_the_header_and_is_held(run, judge, refused, 
 @pytest.mark.parametrize(
     ("key", "change", "words"),
     [
-        ("groups", lambda groups: groups + groups, "groups must be different, but [0, 1, 2, 3] is there 2 times"),
+        ("groups", lambda groups: groups + groups, "groups must be different, but [0, 1, 2, 3] is listed 2 times"),
         ("scheme", lambda scheme: {**scheme, "layers": 7}, "layers must be a list of a number for each stage"),
         ("lowering", lambda lowering: {**lowering, "memory_limit": 0}, "memory_limit must be a whole number of at"),
         ("lowering", lambda lowering: {**lowering, "more": 1}, "and may have memory_limit, updates, accumulated"),

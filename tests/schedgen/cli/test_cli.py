@@ -180,7 +180,7 @@ def test_orders_that_are_fixed_are_refused(run, refused, tmp_path):
     assert "search takes no CSV" in refused(run("search", tmp_path / "a.csv", *sizes), 2)
     (tmp_path / "forwards.json").write_text('{"F": [1, 2]}')
     message = refused(run("plan", tmp_path / "forwards.json", "--workers", 2, "--microbatches", 3), 1)
-    assert "a plan is for backwards, too" in message
+    assert "a plan needs backwards" in message
 
 
 def test_a_split_backward_compiles_and_checks(run, refused, tmp_path):
@@ -404,7 +404,7 @@ def test_no_command_writes_over_a_file_that_it_reads(files, run, refused, graph_
         ("plan", "costs.json", "--workers", 2, "--microbatches", 2, "-o", tmp_path / "costs.json"),
     ):
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-        assert "would be written over, but it is read" in refused(run(*command), 2)
+        assert "would be overwritten, but it is read, too" in refused(run(*command), 2)
         assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
     for _ in range(2):
         assert run("compile", "1f1b", "--stages", 4, "--microbatches", 8, "-o", "1f1b").code == 0

@@ -167,7 +167,7 @@ def test_a_long_circle_is_one_short_sentence():
     receiver[sends] = np.roll(receives, -1)
     none = np.zeros(0, np.int64)
     waits = Waits(np.zeros(2 * ranks + 1, np.int64), none, receiver, np.full(2 * ranks, -1, np.int32), none)
-    with pytest.raises(RefusedFile, match=r"waits for ever, in a circle with line .*; and 296 more") as error:
+    with pytest.raises(RefusedFile, match=r"waits forever, in a cycle with line .*; and 296 more") as error:
         rule_4(Proof(program, "f"), waits)
     assert len(str(error.value)) < 600
 

@@ -202,7 +202,7 @@ def test_sums_of_training_are_refused(op, judge, run):
         listed.append({"op": op, "group": 0} if op == "NORM" else {"op": op, "buf": "dw.0", "group": 0})
     result, _ = judge(file)
     assert result.code == 1
-    assert "a list of forwards trains nothing (rule 1: " in result.err
+    assert "this instruction trains, but the file is a list of forwards (rule 1: " in result.err
 
 
 def test_a_message_too_few_for_shards_is_refused():

@@ -404,9 +404,9 @@ def test_an_exchange_that_is_missing_late_or_there_twice_is_refused(change, rule
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        ({"buf": "x.6.0"}, "the job that gives this is not split"),
-        ({"buf": "g.4.0"}, "the job that gives this is not split"),
-        ({"buf": "x.4.0"}, "this rank does not give it"),
+        ({"buf": "x.6.0"}, "the stage that computes this is not split"),
+        ({"buf": "g.4.0"}, "the stage that computes this is not split"),
+        ({"buf": "x.4.0"}, "this rank does not compute it"),
         ({"group": 0}, "this is not the group of the stage's shards"),
     ],
 )
@@ -437,7 +437,7 @@ def test_a_file_without_shards_has_no_exchange(run, refused, judge, golden):
     part = file["programs"][0]
     at = next(k for k, i in enumerate(part) if i["op"] == "FWD")
     part.insert(at + 1, {"op": "ALLREDUCE", "buf": "x.0.0", "group": 0})
-    assert "stages have no shards here (rule 10: " in refused(judge(file)[0], 1)
+    assert "stages have no tensor shards in this file (rule 10: " in refused(judge(file)[0], 1)
 
 
 # What it costs
@@ -505,13 +505,13 @@ def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
         (
             "def w(s, b, d, t): return t + 0 * s, t + 0 * s",
             ("--tensor", 2, "--shards", 2),
-            "--shards divides the weights",
+            "--shards: w takes the tensor shard t",
         ),
-        ("def w(s, b, d, t): return t + 0 * s, t + 0 * s", ("--shards", 2), "--shards divides the weights"),
+        ("def w(s, b, d, t): return t + 0 * s, t + 0 * s", ("--shards", 2), "--shards: w takes the tensor shard t"),
         (
             "def w(s, b, d): return 0 * s, 0 * s",
             ("--graph", 4, "--shards", "1,2,1,2"),
-            "--shards divides the weights",
+            "--shards: each stage of the scheme is 2 stages of the model",
         ),
         ("def w(s, b, d): return 0 * s, 0 * s", ("--graph", 2**20, "--microbatches", 128), "more than"),
     ],

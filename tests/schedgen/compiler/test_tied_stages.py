@@ -96,7 +96,7 @@ def test_owners_on_one_worker_are_a_group_of_one():
 
 
 def test_stages_that_step_one_by_one_are_not_tied():
-    with pytest.raises(UsageError, match=r"^--updates stash: tied stages step together, which is --updates flush$"):
+    with pytest.raises(UsageError, match=r"^--updates stash: tied stages step together, which needs --updates flush$"):
         compiled("pipedream", [[0, 3]])
 
 
@@ -202,7 +202,7 @@ def test_a_tie_summed_behind_norm_is_refused():
     program = compiled("1f1b", [[0, 3]])
     for row in ties(program).tolist():
         program = moved(program, row, row + 2)
-    assert refused(program, 5) == "this adds to t.0 behind NORM"
+    assert refused(program, 5) == "this adds to t.0 after NORM"
 
 
 def test_a_sum_freed_before_its_tie_is_refused():
@@ -217,14 +217,14 @@ def test_ties_entered_in_different_orders_are_refused():
     first, second = ties(program)[:2].tolist()
     order = np.arange(len(program))
     order[[first, second]] = second, first
-    assert "here rank 0 enters" in refused(taken(program, order), 6)
+    assert "in place of this, rank 0 enters" in refused(taken(program, order), 6)
 
 
 def test_a_sum_of_a_tie_is_not_that_of_the_stage_with_its_number():
     program = compiled("ddp", [[0, 3]])
     kind = program.rows.kind.copy()
     kind[ties(program)[0]] = Kind.DW
-    assert "here rank 0 enters" in refused(Program(program.header, program.rows._replace(kind=kind)), 6)
+    assert "in place of this, rank 0 enters" in refused(Program(program.header, program.rows._replace(kind=kind)), 6)
 
 
 @given(data=st.data())

@@ -198,9 +198,12 @@ def test_w_says_where_parts_are(tmp_path):
     [
         (
             ("ddp", "--workers", "4"),
-            "--shards: several workers own all weights of stage 0; each part has one owner, as in fsdp",
+            "--shards: w names several owners of the weights of stage 0; each part needs one owner, as in fsdp",
         ),
-        (("1f1b", "--updates", "stash"), "--shards does not go with --updates stash: an owner steps them as a whole"),
+        (
+            ("1f1b", "--updates", "stash"),
+            "--shards does not go with --updates stash: an owner steps the weights of a stage as a whole",
+        ),
         (("gpipe", "--shards", "2,2"), "--shards has 2 numbers, but there are 4 stages"),
         (("gpipe", "--shards", "0"), "argument --shards: '0' is not a whole number of at least 1"),
         (("gpipe", "--shards", "99999999"), "4 workers x 399999996 parts of weights are too many"),
@@ -237,7 +240,7 @@ def edited(program, **changes):
         ([[0, 1]], "shards must be a list of 2 lists of ranks"),
         ([[0, 1], []], "shards must name an owner in 0..1 of every part of every stage"),
         ([[0, 2], [1, 0]], "shards must name an owner in 0..1"),
-        ([[0], [1]], "shards must divide a stage, or not be there"),
+        ([[0], [1]], "shards must divide a stage, or be left out"),
         ([[1, 0], [1, 0]], "the first owner of stage 0 is not the worker that weights names"),
         ([[0, 0], [1, 0]], "owners do not agree with weights"),
         ([[0, 1, 1], [1, 0]], None),
@@ -257,7 +260,7 @@ def test_a_header_with_wrong_shards_is_refused(shards, reason):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ('"w.0/0"', '"w.0"', "the weights of this stage have parts"),
+        ('"w.0/0"', '"w.0"', "the weights of this stage are divided: name a part"),
         ('"w.0/0"', '"w.0/2"', r"shard must be a number in 0\.\.1, not 2"),
         ('"x.0.0"', '"x.0.0/0"', "it has no parts"),
         ('"op": "STEP", "stage": 0, "shard": 0', '"op": "STEP", "stage": 0', "STEP takes stage, shard"),

@@ -107,8 +107,8 @@ def test_two_buffers_run_as_long_as_pipedream_and_hold_fewer_versions():
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        (Sizes(4, 12, group=3), "pipedream-2bw with --group 3: 4 microbatches are in flight"),
-        (Sizes(2, 12, replicas=(2, 2), group=3), "4 microbatches are in flight"),
+        (Sizes(4, 12, group=3), "pipedream-2bw needs --group of at least 4, the microbatches in flight, not 3"),
+        (Sizes(2, 12, replicas=(2, 2), group=3), "at least 4, the microbatches in flight"),
         (Sizes(2, 12, replicas=(2, 1)), "equally many replicas of each stage, not 2,1"),
     ],
 )
@@ -121,7 +121,7 @@ def test_an_order_with_more_in_flight_than_an_update_has_is_one_sentence():
     """Depth-first lets more microbatches of lpp in than the 4 of an update."""
     sizes = Sizes(4, 24, 4, groups=2)
     with pytest.raises(
-        UsageError, match=r"^--updates 2bw: microbatch 8 comes to stage 0 before version 1 is made: more"
+        UsageError, match=r"^--updates 2bw: microbatch 8 reaches stage 0 before the stage has made version 1: more"
     ):
         compile(load("lpp", sizes), sizes, Options(updates="2bw"))
 
@@ -295,9 +295,15 @@ DAMAGES = [
         "vertical",
         edit(1, job("FWD", 1, 1), version=1),
         9,
-        "version 0 is that of the microbatch's entry",
+        "version 0 is the one with which the microbatch entered",
     ),
-    ("FWD with an older version", "vertical", edit(1, job("FWD", 1, 3), version=1), 9, "version 2 is that of"),
+    (
+        "FWD with an older version",
+        "vertical",
+        edit(1, job("FWD", 1, 3), version=1),
+        9,
+        "version 2 is the one with which the microbatch entered",
+    ),
     ("BWD with the newest version", "stash", edit(0, job("BWD", 0, 1), version=1), 9, "its forward uses version 0"),
     ("FWD and BWD with another version", "stash", both(
         edit(0, job("FWD", 0, 2), version=0), edit(0, job("BWD", 0, 2), version=0)), 9, "version 1 is the newest here"),
@@ -307,16 +313,22 @@ DAMAGES = [
         "vertical",
         move(0, used("FWD", 0, 3, 2), before=step(0, 2)),
         9,
-        "version 1 is that of the microbatch's entry",
+        "version 1 is the one with which the microbatch entered",
     ),
     (
         "jobs with the newest of two buffers",
         "buffers",
         both(edit(1, job("FWD", 1, 3), version=1), edit(1, job("BWD", 1, 3), version=1)),
         9,
-        "version 0 is that of the update before the last",
+        "version 0 is the one that the update before the last made",
     ),
-    ("FWD with the older of two buffers", "buffers", edit(0, job("FWD", 0, 4), version=0), 9, "version 1 is that of"),
+    (
+        "FWD with the older of two buffers",
+        "buffers",
+        edit(0, job("FWD", 0, 4), version=0),
+        9,
+        "version 1 is the one that the update before the last made",
+    ),
     ("BWD with another of two buffers", "buffers", edit(0, job("BWD", 0, 4), version=2), 9, "its forward uses version"),
     ("STEP before a gradient of its two", "buffers", move(1, step(1, 1), before=job("BWD", 1, 1)), 5, "belongs to the"),
     # Rule 5: updates
@@ -336,9 +348,9 @@ DAMAGES = [
     ("STEP behind the next BWD", "stash", move(0, step(0, 2), after=job("BWD", 0, 2)), 5, "belongs to the step to"),
     ("STEP on no owner", "stash", put(1, step(0, 1), after=step(1, 1)), 5, "this rank does not own the stage"),
     ("BWDs in another order", "stash", swap(0, job("BWD", 0, 1), job("BWD", 0, 2)), 5, "belongs to the step to"),
-    ("NORM before STEP", "stash", move(0, I(op="NORM"), before=step(0, 4)), 5, "behind NORM"),
+    ("NORM before STEP", "stash", move(0, I(op="NORM"), before=step(0, 4)), 5, "after NORM"),
     ("no NORM", "stash", replicas(lambda r: drop(r, "NORM")), 5, "NORM is missing"),
-    ("NORM twice", "stash", replicas(lambda r: twice(r, "NORM")), 5, "every rank enters one NORM"),
+    ("NORM twice", "stash", replicas(lambda r: twice(r, "NORM")), 5, "every rank must enter exactly one NORM"),
     # Rule 5: sums
     ("no ALLREDUCE", "replicas", replicas(lambda r: drop(r, **SUM, last=True)), 5, "of dw.0 is missing"),
     ("no first ALLREDUCE", "replicas", replicas(lambda r: drop(r, **SUM)), 5, "one ALLREDUCE belongs to each"),
@@ -359,20 +371,26 @@ DAMAGES = [
         "this sum is not complete here",
     ),
     ("ALLREDUCE of all", "replicas", edit(0, SUM, group=0), 5, "this is not the group of the stage's owners"),
-    ("ALLREDUCE of one owner", "stash", put(0, SUM | I(group=0), before=step(0, 1)), 5, "this stage has one owner"),
+    (
+        "ALLREDUCE of one owner",
+        "stash",
+        put(0, SUM | I(group=0), before=step(0, 1)),
+        5,
+        "this stage has one owner, so there is nothing to sum",
+    ),
     ("ALLREDUCE of others", "replicas", put(2, SUM, before=step(1, 1)), 5, "this rank does not own the stage"),
     # Rule 5 and 7: lives of sums
     ("no FREE of a sum", "stash", drop(0, **free("dw.0")), 5, "dw.0 still holds the gradient of the step before"),
     ("no FREE of the last sum", "stash", drop(0, **free("dw.0"), last=True), 7, "dw.0 is never freed"),
-    ("FREE of a sum twice", "stash", twice(0, **free("dw.0")), 5, "this sum has not been stepped with"),
+    ("FREE of a sum twice", "stash", twice(0, **free("dw.0")), 5, "no STEP has used this sum yet"),
     ("FREE of a sum too late", "stash", move(0, free("dw.0"), after=job("BWD", 0, 1)), 5, "dw.0 still holds"),
-    ("FREE of a sum before its STEP", "stash", move(0, free("dw.0"), before=step(0, 1)), 5, "not been stepped"),
+    ("FREE of a sum before its STEP", "stash", move(0, free("dw.0"), before=step(0, 1)), 5, "has used this sum yet"),
     (
         "FREE of a part before its sum",
         "replicas",
         put(0, free("dw.0"), before=SUM),
         5,
-        "this sum has not been stepped with",
+        "no STEP has used this sum yet",
     ),
     (
         "FREE of a sum behind the next one",
@@ -387,7 +405,13 @@ DAMAGES = [
     ("FREE of a version too early", "stash", move(0, free("w.0@0"), before=job("BWD", 0, 1)), 7, "w.0@0 is used again"),
     ("FREE of a version twice", "stash", twice(0, **free("w.0@0")), 7, "w.0@0 is used again after its end"),
     ("FREE of the newest", "stash", put(0, free("w.0@2"), before=step(0, 3)), 7, "w.0@2 is used again after its end"),
-    ("FREE of the last", "stash", put(0, free("w.0@4"), after=step(0, 4)), 7, "no step follows: these weights stay"),
+    (
+        "FREE of the last",
+        "stash",
+        put(0, free("w.0@4"), after=step(0, 4)),
+        7,
+        "these are the newest weights, which are never freed",
+    ),
     ("FREE of no version yet", "stash", move(0, free("w.0@2"), before=step(0, 2)), 2, "w.0@2 is not defined"),
     ("FREE of others' version", "stash", put(1, free("w.0@0"), before=step(1, 1)), 2, "w.0@0 is not defined"),
 ]  # fmt: skip
@@ -425,7 +449,7 @@ WRONG = [
     (I(op="FWD", stage=0, mb=0, version=5), "version must be a number in 0..4, not 5"),
     (I(op="FWD", stage=0, mb=0, version=-1), "version must be a number in 0..4, not -1"),
     (I(op="BWD", stage=0, mb=0, version="0"), "version must be a number in 0..4, not '0'"),
-    (free("w.0"), "w.0: weights have a version here"),
+    (free("w.0"), "w.0: its version is missing"),
     (free("w.0@5"), "version must be a number in 0..4, not 5"),
     (free("w.0@"), "no buffer is called"),
     (free("w.0@00"), "no buffer is called"),
@@ -433,8 +457,8 @@ WRONG = [
     (free("w.0@1@1"), "no buffer is called"),
     (free("dw.0@1"), "dw.0@1: it has no version"),
     (free("x.0.0@0"), "x.0.0@0: it has no version"),
-    (send("w.0", 1), "w.0: weights have a version here"),
-    (send("w.0@0", 1), "weights that have versions do not travel"),
+    (send("w.0", 1), "w.0: its version is missing"),
+    (send("w.0@0", 1), "weights that have versions are never sent"),
     (send("x.0.0@0", 1), "x.0.0@0: it has no version"),
     (recv("g.0.0@0", 1), "g.0.0@0: it has no version"),
     (I(op="ALLREDUCE", buf="dw.0@1", group=0), "dw.0@1: it has no version"),
@@ -466,10 +490,10 @@ def test_a_version_in_a_schedule_with_a_flush_is_refused(wrong, golden, run, ref
 @pytest.mark.parametrize(
     ("travels", "words"),
     [
-        (I(op="FETCH_W", stage=1, from_=1), "do not travel"),
-        (send("dw.0", 1), "do not travel"),
-        (recv("dw.1", 1), "do not travel"),
-        (recv("dw.1", 1, "ADD"), "do not travel"),
+        (I(op="FETCH_W", stage=1, from_=1), "are never sent"),
+        (send("dw.0", 1), "are never sent"),
+        (recv("dw.1", 1), "are never sent"),
+        (recv("dw.1", 1, "ADD"), "are never sent"),
     ],
     ids=str,
 )
@@ -514,7 +538,7 @@ def test_updates_of_more_gradients_than_the_list_adds_up_are_refused(base, judge
 
 
 @pytest.mark.parametrize(
-    ("key", "words"), [("tied", "tied stages step together"), ("weights", "is away from its weights")]
+    ("key", "words"), [("tied", "tied stages step together"), ("weights", "is not on the worker of its weights")]
 )
 def test_a_header_that_versions_do_not_go_with_is_refused(key, words, base, judge, refused):
     file = copy(base["stash"])
@@ -629,9 +653,9 @@ IN_A_CIRCLE = "mode = 'strict'\nw = lambda s, b, d: 2 * ((s + b) % 2,)\nn = lamb
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [
-        (OUT_OF_ORDER, "backwards of a stage go in the order of the microbatches"),
+        (OUT_OF_ORDER, "backwards of a stage must follow the order of microbatches"),
         (FIRST_STAGE_FIRST, "stages must update from the last to the first"),
-        (IN_A_CIRCLE, "sums of different stages wait for one another"),
+        (IN_A_CIRCLE, "all-reduces of different stages wait for one another"),
     ],
     ids=["backwards out of order", "first stage first", "in a circle"],
 )

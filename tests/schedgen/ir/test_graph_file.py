@@ -79,7 +79,7 @@ def test_stages_must_be_the_graphs(run, refused, tmp_path):
     (tmp_path / "graph.json").write_text(json.dumps(GRAPH))
     command = ("compile", "1f1b", "--graph", tmp_path / "graph.json", "--microbatches", 4, "-o", "-")
     assert "graph.json has 4" in refused(run(*command, "--stages", 3), 2)
-    assert "graph.json has 4 stages, which are no chain" in refused(run(*command, "--stages", 2), 2)
+    assert "graph.json has 4 stages that are no chain" in refused(run(*command, "--stages", 2), 2)
     (tmp_path / "graph.json").write_text("{")
     assert "not JSON" in refused(run(*command), 1)
     (tmp_path / "graph.json").write_text(json.dumps(GRAPH | {"what": 1}))

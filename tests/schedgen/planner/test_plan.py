@@ -344,9 +344,9 @@ def test_a_schedule_keeps_the_cut_it_was_made_for(run, refused, on_two, tmp_path
     counts = json.loads(text)["scheme"]["layers"]
     assert sum(counts) == 41
     path.write_text(text.replace(json.dumps(counts), json.dumps([0, *counts[1:]])))
-    assert "a number a stage" in refused(run("seal", path), 1)
+    assert "one number per stage" in refused(run("seal", path), 1)
     path.write_text(text.replace(json.dumps(counts), json.dumps(counts[1:])))
-    assert "a number a stage" in refused(run("check", path), 1)
+    assert "one number per stage" in refused(run("check", path), 1)
 
 
 def test_what_cannot_be_planned_is_one_sentence(run, refused):

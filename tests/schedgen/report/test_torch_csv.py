@@ -134,10 +134,10 @@ def test_a_rank_may_have_nothing_to_do(run, tmp_path):
         ("(0F0;0B0)OVERLAP\n", "is not an action"),
         ('"0F0\n', "not CSV"),
         ("0F0\n", "no B of stage 0 and microbatch 0"),
-        ("0F0,0B0,0F0\n", "F of stage 0 and microbatch 0 is there twice"),
-        ("0F0,0B0\n0F0,0B0\n", "F of stage 0 and microbatch 0 is there twice"),
+        ("0F0,0B0,0F0\n", "F of stage 0 and microbatch 0 is listed twice"),
+        ("0F0,0B0\n0F0,0B0\n", "F of stage 0 and microbatch 0 is listed twice"),
         ("0F0,0I0\n", "no W of stage 0 and microbatch 0"),
-        ("0F0,0B0,0W0,0I0\n", "is there twice"),
+        ("0F0,0B0,0W0,0I0\n", "is listed twice"),
         ("0F0,0B0,2F0,2B0\n", "3 stages and 1 microbatches, but no F of stage 1 and microbatch 0"),
         ("999999999F999999999,0B0\n", "but no F of stage 0 and microbatch 0"),
         ("0F0,0B0,\0\n", "is not an action"),
@@ -176,13 +176,13 @@ def test_what_no_action_says_is_named(run, graph_file, refused, tmp_path):
     graph = graph_file(stages=4, edges=[[0, 1], [0, 2], [1, 2], [2, 3]], tied=[[0, 3]])
     sizes = ("--microbatches", 4, "-o", tmp_path / "s.json")
     for options, words in (
-        (("1f1b", "--graph", graph), "the stage graph or ties"),
+        (("1f1b", "--graph", graph), "the stage graph and ties"),
         (("fsdp", "--stages", 4), "weights away from their jobs"),
         (("fsdp", "--stages", 4, "--shards", 2), "weights away from their jobs"),
         (("1f1b", "--stages", 4, "--recompute", "0.1"), "forwards that are redone"),
     ):
         assert run("compile", *options, *sizes).code == 0
         code, out, err = run("export", tmp_path / "s.json", "--to", "csv", "-o", "-")
-        assert (code, err) == (0, f"schedgen: note: torch's CSV has jobs alone, nothing of {words}\n") and "0F0" in out
+        assert (code, err) == (0, f"schedgen: note: torch's CSV has jobs alone: it loses {words}\n") and "0F0" in out
     costs = ("export", tmp_path / "s.json", "--to", "csv", "-o", "-", "--alpha", 0)
     assert "leave --alpha out" in refused(run(*costs), 2)

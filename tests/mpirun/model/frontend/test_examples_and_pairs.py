@@ -39,11 +39,11 @@ def test_examples(example: Any, kwargs: Any, data: Any) -> None:
 @pytest.mark.parametrize(
     ("example", "kwargs", "why"),
     [
-        (INPUT, INPUT, "the example is a mapping, which is kwargs, and there are example_kwargs: give one of them"),
+        (INPUT, INPUT, "an example that is a mapping gives the kwargs, and so do example_kwargs: give one of them"),
         (
             {0: TOKENS},
             None,
-            "the example is a mapping, which is kwargs: a dict that is one argument is written ({...},)",
+            "an example that is a mapping gives the kwargs, by name: write ({...},) for a dict that is one argument",
         ),
     ],
 )

@@ -221,7 +221,7 @@ def test_what_is_computed_may_not_depend_on_the_number_of_samples(name: str) -> 
 @pytest.mark.parametrize(
     ("dims", "why"),
     [
-        (2, "the minibatch.* has 2 dimensions, so none is 2"),
+        (2, "the minibatch.* has 2 dimensions, so there is no dimension 2"),
         ((0, 0), r"dims: \(0, 0\) is not nested as the minibatch"),
         ("x", "dims: 'x' is neither a dimension nor None"),
     ],
@@ -632,20 +632,23 @@ def line_of(name: str) -> str:
         ("Selected", "the shape depends on data"),
         ("Wrong", "cannot be traced: RuntimeError: .*16"),
         ("Rounded", "a torch.autograd.Function, .* cannot be traced: its gradients would be wrong"),
-        ("Checkpointed", "a torch.autograd.Function, as of a checkpoint, cannot be traced"),
+        ("Checkpointed", "a torch.autograd.Function, as of a reentrant checkpoint, cannot be traced"),
         ("Generated", "a Generator is no part of a stage|argument of type: .*Generator"),  # torch 2.10 refuses it, too
         ("Ungraded", "no_grad under autocast cannot be traced: its gradients would be wrong"),
-        ("Inferred", "inference_mode, other than no_grad, cannot be traced: its gradients would be wrong"),
+        ("Inferred", "inference_mode, unlike no_grad, cannot be traced: its gradients would be wrong"),
         ("Hooked", "a hook on a tensor cannot be traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("ViewedInside", "changes in place what an earlier stage has made, and there are views of it"),
-        ("Strided", "as_strided of what an earlier stage has made, whose strides are others here"),
+        ("Strided", "as_strided of what an earlier stage has made, whose strides differ here"),
         ("StridedInside", "as_strided of what an earlier stage has made"),
         ("Counted", "changes the buffer seen, which several stages would use"),
         ("Resized", r"sets the buffer seen, which is .* of shape \(16,\), to torch.float32 of shape \(4, 16\): "),
         ("Begun", r"sets the buffer mean, which is None, to torch.float32 of shape \(16,\): a stage's buffer keeps"),
-        ("Merged", "makes the buffer last one with another, and changes it in place: assign a clone of the other"),
-        ("MergedAfterwards", "makes the buffer last one with another, and changes it in place"),
+        (
+            "Merged",
+            "makes the buffer last share memory with another, and changes it in place: assign a clone of the other",
+        ),
+        ("MergedAfterwards", "makes the buffer last share memory with another, and changes it in place"),
         ("Data", "what is assigned to .data cannot be traced; change the tensor without .data, as by copy_"),
         ("Kept", "1 stage at most, not 2: 4 operations stay together, since the buffer seen is changed in place at "),
         ("First", "would have no computation"),
@@ -675,7 +678,7 @@ def test_what_stages_would_not_call_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + super().forward(x)
 
-    with pytest.raises(UsageError, match=r"in forward: .*more than the children one after the other"):
+    with pytest.raises(UsageError, match=r"in forward: .*does more than call the children one after the other"):
         split_sequential(Residual(nn.Linear(2, 2), nn.ReLU()), 2)
     hooked = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     hooked.register_forward_hook(lambda module, args, output: -output)
@@ -722,7 +725,7 @@ MARKED = {"Viewed", "ViewedInside", "Strided", "StridedInside", "Counted", "Firs
         ({"stages": 2, "costs": [1, 2]}, "costs should be a mapping from names, not list"),
         (
             {"stages": 2, "costs": {"head": math.nan}},
-            "costs: that of 'head' should be a number that is not negative",
+            "costs: the cost of 'head' should be a number that is not negative",
         ),
         ({"stages": 2, "costs": {"blocks": 1}}, "costs: 'blocks' computes nothing"),
         ({"stages": 2, "shared": "send"}, "shared: 'send' is neither"),
@@ -863,7 +866,7 @@ def test_sequential_with_a_child_that_appears_twice() -> None:
         (2, [1, 2], "costs has 2 numbers, but the Sequential 6 children"),
         (2, [1, 2, 3, 4, 5, -1], "not negative"),
         (["9"], None, "the child '9' does not exist"),
-        ([3, 2], None, "'2' is not behind '3'"),
+        ([3, 2], None, "'2' does not come after '3'"),
         ([3], [1] * 6, "but the stages are named"),
     ],
 )
