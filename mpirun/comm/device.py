@@ -319,7 +319,8 @@ def choose_device(comm: MPI.Intracomm, name: str, messages: str, words: bool = F
     found = comm.allgather((torch.cuda.is_available(), MPI.Get_processor_name()))
     without = [(rank, host) for rank, (available, host) in enumerate(found) if not available]
     if name == "cuda" and without:
-        raise UsageError("device cuda: torch finds no GPU on every host")
+        rank, host = without[0]
+        raise UsageError(f"device cuda: torch finds no GPU for rank {rank} on {host}")
     if without or name == "cpu":
         if words:
             raise UsageError("stream words: a CPU has no streams of kernels")

@@ -124,7 +124,9 @@ def _check_options(model: Model, options: StepOptions, header: Header, device: D
         for option in [option for option, used in refused.items() if used]:
             raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")
         if options.on_nan == "skip":
-            raise UsageError("no step can be skipped: this schedule has updated stages before all losses are known")
+            raise UsageError(
+                "on_nan skip: this schedule updates stages before all losses are known, so no step can be skipped"
+            )
     check_shards(model, header)
     if model.loss_of == "minibatch":
         check_minibatch_loss(header, options.passes)

@@ -114,7 +114,7 @@ def place_jobs(
     if takes_part:
         for job in np.flatnonzero(compute != compute[..., :1])[:1]:
             raise UsageError(
-                f"w computes a job on one worker, whatever the part k of the weights: {at_job(compute, job)}"
+                f"w must compute a job on one worker, whatever the part k of the weights: {at_job(compute, job)}"
             )
         compute = compute[..., 0]
     named = max(int(weights.max()), int(compute.max())) + 1 if scheme.workers is None else scheme.workers

@@ -52,8 +52,8 @@ def read_graph(text: str, name: str) -> ModelGraph:
     lists = [*_lists(edges), *_lists(tied), per_consumer, replicated]
     if not all(isinstance(entry, list) and all(type(stage) is int for stage in entry) for entry in lists):
         raise UsageError(f"{name}: edges and tied should be lists of lists of stages, apart and whole lists of stages")
-    if not all(0 <= stage < stages for entry in lists for stage in entry):
-        raise UsageError(f"{name}: it names a stage that is not in 0..{stages - 1}")
+    if unknown := [stage for entry in lists for stage in entry if not 0 <= stage < stages]:
+        raise UsageError(f"{name}: it names stage {clip(str(unknown[0]))}, which is not in 0..{stages - 1}")
     if not isinstance(layers, list) or not all(type(count) is int and 1 <= count < MOST_LAYERS for count in layers):
         raise UsageError(f"{name}: layers should be a list of whole numbers of at least 1")
     if len(layers) not in (0, stages):

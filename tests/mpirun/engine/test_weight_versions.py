@@ -216,7 +216,7 @@ def test_what_needs_the_whole_gradient_is_refused(mistakes, compiled, text):
     assert [run.err for run in ended] == [
         f"mpirun: clip {reason}\n",
         f"mpirun: accumulate {reason}\n",
-        "mpirun: no step can be skipped: this schedule has updated stages before all losses are known\n",
+        "mpirun: on_nan skip: this schedule updates stages before all losses are known, so no step can be skipped\n",
     ]
     assert [run.code for run in ended] == [2, 2, 2]
 
