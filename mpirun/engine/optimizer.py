@@ -169,22 +169,20 @@ class Optimizer:
         index, part = unit
         stage = self.stages[index] if version is None else version
         made, parameters = self.by_unit[unit], self.parameters[unit]
-        assigns = made.may_assign
         if unit not in self.points_to or self.points_to[unit][0] is not stage:
-            assigns, weights = True, stage.weights if part < 0 else stage.owned[part]
+            weights = stage.weights if part < 0 else stage.owned[part]
             self.points_to[unit] = stage, stage.views_of_part(part, weights), stage.views_of_part(part, gradient.total)
             for parameter, view in zip(parameters, self.points_to[unit][1], strict=True):
                 parameter.data = view
         _, views, grads = self.points_to[unit]
-        if assigns:  # the last step may have
-            for parameter, grad in zip(parameters, grads, strict=True):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if parameter.grad is not grad:  # an optimizer or a hook may assign to `grad` and `data`
                 parameter.grad = grad
         made.step(step, stage.device.seed, update)
-        if assigns:
-            for parameter, view in zip(parameters, views, strict=True):
-                if parameter.data_ptr() != view.data_ptr():  # messages and jobs read the weights from the view
-                    view.copy_(parameter.data)
-                    parameter.data = view
+        for parameter, view in zip(parameters, views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():  # messages and jobs read the weights from the view
+                view.copy_(parameter.data)
+                parameter.data = view
 
 
 def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:

@@ -121,12 +121,6 @@ class SteppedOptimizer:
         seed((self.seed + step * SPREAD + update) % 2**63)
         self.optimizer.step()
 
-    @property
-    def may_assign(self) -> bool:
-        """Whether step() may assign to a parameter's `data` or `grad`: torch's optimizers only write in place."""
-        hooks = (vars(self.optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
-        return not self.optimizer.step.__module__.startswith("torch.optim.") or any(hooks)
-
     def set_rate(self, step: int) -> None:
         """Set the learning rate of `step`."""
         if self.recipe.rate is not None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpirun.comm.device import Device
 from mpirun.engine.grad_buffers import GradBuffer
@@ -87,24 +88,55 @@ class Clearing(torch.optim.SGD):
         self.zero_grad()
 
 
+class AssigningWhereGroupsAreRead(torch.optim.SGD):
+    """As AssigningGradients, in a method that torch's step() calls."""
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        for parameter in group["params"]:
+            parameter.grad = parameter.grad * 1
+        return super()._init_group(group, *lists)
+
+
 def clearing_by_a_hook(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     made = torch.optim.SGD(parameters, lr)
     made.register_step_post_hook(lambda optimizer, *arguments: optimizer.zero_grad())
     return made
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, AssigningData, AssigningGradients, Clearing, clearing_by_a_hook])
-def test_an_optimizer_may_assign_where_torch_s_write_in_place(make):
-    """The engine has the weights and the gradients in memory of its own."""
+MAKES = [
+    torch.optim.SGD, AssigningData, AssigningGradients, AssigningWhereGroupsAreRead, Clearing, clearing_by_a_hook,
+]  # fmt: skip
+
+
+def steps_as_in_place(make: Callable[[list[nn.Parameter], float], torch.optim.Optimizer], factor: float) -> None:
+    """SGD on gradients that a hook multiplies by `factor` should step the weights in the memory of the engine."""
     optimizer, stage, gradient = linear(lambda parameters: make(parameters, 0.5))
     (weight,), (total,) = stage.views(stage.weights), stage.views(gradient.total)
     expected = weight.clone()
     for step in range(3):
         total.copy_(torch.randn(2, 3))
-        expected -= 0.5 * total
+        expected -= 0.5 * factor * total
         optimizer.step((0, -1), gradient, step, 0.0)
         assert torch.equal(weight, expected)
         assert torch.equal(stage.module.weight, expected)
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_an_optimizer_may_assign_where_torch_s_write_in_place(make):
+    """The engine has the weights and the gradients in memory of its own."""
+    steps_as_in_place(make, 1)
+
+
+def test_a_hook_of_all_optimizers_may_assign_gradients():
+    def double(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = parameter.grad * 2
+
+    hook = register_optimizer_step_pre_hook(double)
+    try:
+        steps_as_in_place(torch.optim.SGD, 2)
+    finally:
+        hook.remove()
 
 
 class Keeping(torch.optim.SGD):
