@@ -79,7 +79,7 @@ def set_up(
     options: StepOptions,
     host: Host,
     text: Tensor | None = None,
-    prepare: Callable[[nn.Module], object] | None = None,
+    prepare: Callable[[int, nn.Module], object] | None = None,
 ) -> Setup:
     """The setup for a schedule. Collective; Stop if the model does not fit the schedule or the options.
 

@@ -1,8 +1,11 @@
-"""What a stage's forward does besides computing outputs: draw random numbers, and write to tensors that it is given."""
+"""What a stage's forward does besides computing outputs: draw random numbers, and write to tensors that it is given.
+
+And whether its eval() reads its parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -74,6 +77,21 @@ class ForwardWatch(TorchDispatchMode):
         """The module's parameters that have been replaced or removed, or whose memory has been replaced."""
         after = dict(self.module.named_parameters())
         return [n for n, (x, place) in self.parameters.items() if after.get(n) is not x or _place(x) != place]
+
+
+class ReadWatch(TorchDispatchMode):
+    """While it is active, records in `read` whether an operation has one of these tensors, or a view of one."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """`tensors`: those to watch."""
+        super().__init__()
+        self.held, self.read = [memory(x) for x in tensors], False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; record whether it has a watched tensor."""
+        kwargs, watched = kwargs or {}, {x._cdata for x in self.held}
+        self.read |= any(isinstance(x, Tensor) and memory(x)._cdata in watched for x in tree_leaves((args, kwargs)))
+        return func(*args, **kwargs)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:

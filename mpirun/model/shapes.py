@@ -43,7 +43,7 @@ ASK_FOR_GRADIENTS = "without gradients: a forward may ask for them with torch.en
 class Trial:
     """Runs all stages on one microbatch, one after the other.
 
-    `prepare`: is called with every stage's module before its forward; None: modules stay in train mode, as built.
+    `prepare`: is called with every stage and its module before its forward; None: modules stay in train mode, as built.
     """
 
     model: Model
@@ -51,7 +51,7 @@ class Trial:
     batch: Microbatch
     autocast_dtype: torch.dtype | None = None
     device: torch.device = CPU
-    prepare: Callable[[nn.Module], object] | None = None
+    prepare: Callable[[int, nn.Module], object] | None = None
     fake: FakeTensorMode = field(default_factory=fake_mode)
     real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
@@ -134,7 +134,7 @@ class Trial:
         module = _real_stage(model, stage) if fake is None else stage_without_values(model, stage, fake)
         parameters = _parameter_shape(module)
         if self.prepare is not None:
-            self.prepare(module)
+            self.prepare(stage, module)
         with fake or nullcontext(), torch.set_grad_enabled(self.prepare is None):
             sources = self.reads[stage]
             if model.reads is None:

@@ -1069,9 +1069,7 @@ for net, model in ((plain, list(plain)), (branches, mpirun.split(branches, x[:4]
     assert done.code == 0, done.err
 
 
-def test_modules_with_a_train_of_their_own_are_told_when_an_evaluation_ends(scripts):
-    """As layers that add an adapter to their weight in eval mode; one that was in eval mode before stays in it."""
-    script = """
+ADAPTED = """
 import mpirun, torch
 from torch import nn
 from torch.nn.functional import linear, mse_loss
@@ -1088,6 +1086,12 @@ class Adapted(nn.Linear):
         return super().train(mode)
     def forward(self, x):
         return super().forward(x) + (0 if self.merged else linear(x, self.added))
+"""
+
+
+def test_modules_with_a_train_of_their_own_are_told_when_an_evaluation_ends(scripts):
+    """As layers that add an adapter to their weight in eval mode; one that was in eval mode before stays in it."""
+    script = """
 def losses(evaluates):
     torch.manual_seed(0)
     x, net = torch.randn(4, 4), nn.Sequential(Adapted(), Adapted(), nn.Dropout())
@@ -1099,8 +1103,28 @@ def losses(evaluates):
                 run.evaluate([(x, x)])
 torch.testing.assert_close(list(losses(True)), list(losses(False)))
 """
-    (done,) = scripts(1, [[script]])
+    (done,) = scripts(1, [[ADAPTED + script]])
     assert done.code == 0, done.err
+
+
+def test_an_eval_that_computes_with_weights_that_are_fetched_later_is_refused(scripts):
+    """It would add the adapter of an earlier step. Where ranks have the weights, adapters may be merged."""
+    script = """
+for scheme in ("ddp", "fsdp"):
+    torch.manual_seed(0)
+    x, stages = torch.randn(4, 4), [Adapted(), Adapted()]
+    expected = (stages[1](stages[0](x))).detach()
+    with mpirun.Engine(scheme, stages, microbatches=2, loss=mse_loss, lr=0.0, timeout=60) as run:
+        run.step((x, x))
+        predicted = run.predict([(x, x)])
+        if run.rank == 0:
+            torch.testing.assert_close(predicted, expected)
+"""
+    (done,) = scripts(2, [[ADAPTED + script]])
+    assert done.code == 2 and done.err.splitlines() == [
+        "mpirun: eval() of stage 0 computes with its trained weights, as layers that merge an adapter do, but ranks "
+        "fetch them only afterwards: leave adapters unmerged, or take a schedule that fetches no weights, such as ddp"
+    ]
 
 
 SHARED_BUFFERS = """
