@@ -38,7 +38,8 @@ class NamedParameter(NamedTuple):
     """A trained parameter that a rank owns, or a piece of one, as an optimizer's factory is given it.
 
     name       in the whole model, as checkpoints call it
-    parameter  what the optimizer steps: the whole parameter, a piece of it, shape (n,), or a tensor shard's share of it
+    parameter  what the optimizer steps: the whole parameter, a piece of it, shape (n,), or () if the parameter has no
+               dimensions, or a tensor shard's share of it
     shape      of the whole parameter
     whole      False: `parameter` is a piece, because several ranks own parts of the stage's weights, or the share of a
                tensor shard, divided along one dimension
@@ -246,6 +247,8 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
     name = "the optimizer"
 
     def halves(x: Tensor) -> Sequence[Tensor]:
+        if not x.dim():
+            return [x]
         return x.reshape(-1).tensor_split(2) if dim is None else [dim.share(x, Shard(t, 2)) for t in range(2)]
 
     def made(x: Tensor, whole: bool) -> tuple[nn.Parameter, torch.optim.Optimizer]:

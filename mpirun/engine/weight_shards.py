@@ -25,14 +25,15 @@ class Piece(NamedTuple):
     length: int  # in elements
     offset: int  # in the part, in bytes
     dtype: torch.dtype
+    size: Sequence[int]  # (length,), or () if the parameter has no dimensions
 
     def of_parameter(self, parameter: Tensor) -> Tensor:
-        """This piece of a tensor with the parameter's shape; shape (length,)."""
-        return parameter.reshape(-1)[self.begin : self.begin + self.length]
+        """This piece of a tensor with the parameter's shape; its shape is `size`."""
+        return parameter.reshape(-1)[self.begin : self.begin + self.length].view(self.size)
 
     def of_part(self, part: Tensor) -> Tensor:
-        """This piece of a flat tensor that is laid out like the part; shape (length,)."""
-        return part[self.offset : self.offset + self.length * self.dtype.itemsize].view(self.dtype)
+        """This piece of a flat tensor that is laid out like the part; its shape is `size`."""
+        return part[self.offset : self.offset + self.length * self.dtype.itemsize].view(self.dtype).view(self.size)
 
 
 def sections(layout: Layout) -> list[Section]:
@@ -56,7 +57,8 @@ def pieces(layout: Layout, span: slice) -> Iterator[Piece]:
         begin, end, width = max(place.begin, span.start), min(place.end, span.stop), place.dtype.itemsize
         if begin < end:
             first, length = (begin - place.begin) // width, (end - begin) // width
-            yield Piece(parameter, first, length, begin - span.start, place.dtype)
+            size = (length,) if place.size else ()
+            yield Piece(parameter, first, length, begin - span.start, place.dtype, size)
 
 
 def first_fetches(instructions: Sequence[Instruction]) -> set[int]:

@@ -1259,6 +1259,39 @@ for make, scheduler in ((torch.optim.Adafactor, None), (Odd, None), (torch.optim
     assert (done.code, done.err) == (0, "") and done.out.count("resumed after step 2: ") == 3
 
 
+def test_what_is_kept_for_a_parameter_without_dimensions_is_resumed_where_weights_are_divided(
+    tmp_path, compiled, scripts
+):
+    script = """
+import sys, mpirun, torch
+from torch import nn
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+    def forward(self, x):
+        return super().forward(x) * self.scale
+def sgd(named):
+    return torch.optim.SGD([x.parameter for x in named], 0.1, momentum=0.9)
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+found = []
+for name, parts in (("whole", (4,)), ("parts", (2, 4))):
+    for steps in parts:
+        torch.manual_seed(0)
+        with mpirun.Engine(sys.argv[1], [Scaled(), Scaled()], loss=nn.functional.mse_loss, optimizer=sgd) as run:
+            run.resume(f"{sys.argv[2]}/{name}")
+            while run.steps < steps:
+                run.step((x, x))
+            run.save(f"{sys.argv[2]}/{name}")
+            predicted = run.predict([(x, x)])
+    found.append(predicted)
+assert run.rank or torch.equal(*found)
+"""
+    schedule = compiled("fsdp", stages=2, microbatches=2, workers=2, shards=2)
+    (done,) = scripts(2, [[script, schedule, tmp_path]])
+    assert (done.code, done.err) == (0, ""), done.err
+
+
 def test_options_of_groups_that_a_resumed_run_changes_are_noted_and_switches_refused(tmp_path, scripts):
     """But not where a checkpoint does not have them, as older ones."""
     script = """
