@@ -10,6 +10,9 @@ Autograd runs all that can be reached from its roots, and from a node of the pat
 So the second half does not use these nodes as roots. It calls the nodes with branches one by one, during an autograd
 call that needs nothing but the branches, so that they compute nothing else. A second autograd call starts from their
 results, at the first nodes of the branches, and adds to the parameters' gradients.
+
+Where the graph cannot be cut, as that of a compiled stage, the first half runs all of it and keeps the parameters'
+gradients, which the second half adds. A compiled graph may not be kept for a second run.
 """
 
 from __future__ import annotations
@@ -36,10 +39,14 @@ class Branch(NamedTuple):
 
 
 class WeightHalf(NamedTuple):
-    """What the second half needs: branches or, where the graph cannot be cut, its roots and their gradients."""
+    """What the second half needs: branches or, where the graph cannot be cut, the parameters' gradients.
+
+    If the stage has no inputs, the second half is the whole backward.
+    """
 
     branches: list[tuple[Branch, list[Tensor | None]]]  # with the gradients that arrived at its node; empty: none did
-    uncut: tuple[Sequence[GradientEdge], Sequence[Tensor]] | None
+    found: Sequence[Tensor | None] = ()  # by parameter
+    whole: tuple[Sequence[GradientEdge], Sequence[Tensor]] | None = None  # the roots and their gradients
 
 
 def input_half(
@@ -50,10 +57,12 @@ def input_half(
 ) -> tuple[Sequence[Tensor | None], WeightHalf]:
     """The gradients of `inputs`, which are leaves, from those of the roots; and what `weight_half` continues with."""
     if not inputs:
-        return [], WeightHalf([], (roots, gradients))
+        return [], WeightHalf([], whole=(roots, gradients))
     branches = _branches([root.node for root in roots], inputs, parameters)
-    half = WeightHalf([], (roots, gradients) if branches is None else None)
-    for branch in reversed(branches or ()):
+    if branches is None:
+        return _uncut(roots, gradients, inputs, parameters)
+    half = WeightHalf([])
+    for branch in reversed(branches):
         arrived: list[Tensor | None] = []
         # If autograd returned these gradients, hooks on tensors would be left out.
         branch.node.register_prehook(arrived.extend)
@@ -63,9 +72,12 @@ def input_half(
 
 def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> None:
     """Add the gradients of `parameters` to their `grad`."""
-    if half.uncut is not None:
-        _add_gradients(*half.uncut, parameters)
+    if half.whole is not None:
+        _add_gradients(*half.whole, parameters)
         return
+    for parameter, gradient in zip(parameters, half.found, strict=False):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     reached = deque(pair for pair in half.branches if any(gradient is not None for gradient in pair[1]))
     half.branches.clear()
     begins = [edge for branch, _ in reached for edge in branch.begins]
@@ -83,6 +95,24 @@ def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> None:
     hook.remove()
     pairs = [(edge, gradient) for edge, gradient in zip(begins, found, strict=True) if gradient is not None]
     _add_gradients([edge for edge, _ in pairs], [gradient for _, gradient in pairs], to)
+
+
+def _uncut(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[nn.Parameter],
+) -> tuple[Sequence[Tensor | None], WeightHalf]:
+    """As `input_half`, by one backward of the whole graph; `grad` of inputs and parameters stays as it is."""
+    leaves = [*inputs, *parameters]
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    _run(roots, gradients, leaves, keep_graph=False, add=True)
+    found = [leaf.grad for leaf in leaves]
+    for leaf, grad in zip(leaves, before, strict=True):
+        leaf.grad = grad
+    return found[: len(inputs)], WeightHalf([], found[len(inputs) :])
 
 
 def _add_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], to: Sequence[nn.Parameter]) -> None:

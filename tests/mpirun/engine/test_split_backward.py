@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from mpirun.engine.split_backward import input_half, weight_half
 
 
 class Scale(torch.autograd.Function):
-    """x * scale, which counts its backwards."""
+    """x * scale, which records of each backward whether autograd keeps the graph."""
 
-    backwards = 0
+    kept: ClassVar[list[bool]] = []
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -25,7 +25,7 @@ class Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        Scale.backwards += 1
+        Scale.kept.append(torch._C._autograd._get_current_graph_task_keep_graph())
         x, scale = ctx.saved_tensors
         return gradient * scale, (gradient * x).sum(0)
 
@@ -97,7 +97,11 @@ class WithBroadcast(Layer):
 
 
 class Twice(Layer):
-    """A parameter used twice: the graph cannot be cut."""
+    """A parameter used twice, with a hook: the graph cannot be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale.register_hook(lambda gradient: 3 * gradient)
 
     def between(self, x: Tensor) -> Tensor:
         return (x * self.scale).tanh() * self.scale
@@ -126,10 +130,9 @@ def case(kind: type[Layer]):
 def test_the_halves_are_the_whole_to_the_bit(kind):
     parameters, x, output = case(kind)
     gradient = torch.linspace(-2, 1, output.numel()).view_as(output)
-    output.backward(gradient, retain_graph=True)
-    whole = copy.deepcopy([x.grad, *(parameter.grad for parameter in parameters)])
-    for parameter in parameters:
-        parameter.grad = None
+    output.backward(gradient)
+    whole = [x.grad, *(parameter.grad for parameter in parameters)]
+    parameters, x, output = case(kind)
     (of_input,), half = input_half([get_gradient_edge(output)], [gradient], [x], parameters)
     assert all(parameter.grad is None for parameter in parameters)
     weight_half(half, parameters)
@@ -140,9 +143,18 @@ def test_the_halves_are_the_whole_to_the_bit(kind):
 def test_the_second_half_does_not_go_along_the_path():
     parameters, x, output = case(WithFunctionOfConstant)
     _, half = input_half([get_gradient_edge(output)], [torch.ones_like(output)], [x], parameters)
-    before = Scale.backwards
+    before = len(Scale.kept)
     weight_half(half, parameters)
-    assert Scale.backwards == before
+    assert len(Scale.kept) == before
+
+
+def test_a_graph_that_cannot_be_cut_is_run_once_and_not_kept():
+    """The backward of a compiled stage overwrites what its forward has saved."""
+    parameters, x, output = case(WithFunction)
+    before = len(Scale.kept)
+    _, half = input_half([get_gradient_edge(output)], [torch.ones_like(output)], [x], parameters)
+    weight_half(half, parameters)
+    assert Scale.kept[before:] == [False]
 
 
 def test_what_the_second_half_has_used_is_freed():
