@@ -76,7 +76,8 @@ def restore(
     if (name := settings["optimizer"]) != manifest.settings["optimizer"]:
         raise UsageError(f"the optimizer is {name}: {manifest.folder} was made with {manifest.settings['optimizer']}")
     before, now = both_options(manifest.settings, settings)
-    switched = [key for key, value in now.items() if _is_switch(value) and before.get(key, value) != value]
+    known = set(now).intersection(settings["options"])  # the optimizer need not read other entries of its groups
+    switched = [key for key in sorted(known) if _is_switch(now[key]) and before.get(key, now[key]) != now[key]]
     if switched:
         raise UsageError(
             f"the optimizer has another {switched[0]} than that of {manifest.folder}, whose state does not fit"

@@ -14,7 +14,15 @@ from torch.utils import _pytree as pytree
 
 from mpirun.data.microbatches import digest_of
 from mpirun.engine.grad_buffers import GradBuffer
-from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check_steps_pieces, class_name, is_plain
+from mpirun.engine.recipe import (
+    NO_OPTIONS,
+    NamedParameter,
+    Recipe,
+    SteppedOptimizer,
+    check_steps_pieces,
+    class_name,
+    is_plain,
+)
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
@@ -67,7 +75,8 @@ class Optimizer:
         options = [of_group for made in self.by_unit.values() for of_group in made.options]
         groups = [{key: value for key, value in of_group.items() if key != scheduled} for of_group in options]
         optimizer = next(iter(self.by_unit.values())).optimizer
-        plain = {key: x for key, x in optimizer.defaults.items() if is_plain(x) and key != scheduled}
+        left_out = (*NO_OPTIONS, scheduled)
+        plain = {key: x for key, x in optimizer.defaults.items() if is_plain(x) and key not in left_out}
         settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
         name, distinct = self.recipe.name or class_name(type(optimizer)), {repr(group): group for group in groups}
         return name, {**settings, **self.recipe.settings}, list(distinct.values())

@@ -1259,6 +1259,20 @@ for make, scheduler in ((torch.optim.Adafactor, None), (Odd, None), (torch.optim
     assert (done.code, done.err) == (0, "") and done.out.count("resumed after step 2: ") == 3
 
 
+def test_options_that_choose_kernels_or_that_are_not_read_may_change(tmp_path, scripts):
+    script = """
+for steps, switch in ((1, True), (2, False)):
+    def adam(named):
+        return torch.optim.Adam([{"params": [x.parameter for x in named], "read": switch}], foreach=switch)
+    with engine(optimizer=adam) as run:
+        run.resume(folder)
+        run.step((x, x))
+        run.save(folder)
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    assert (done.code, done.err) == (0, "mpirun: note: the checkpoint was made with read True, not read False\n")
+
+
 def test_what_is_kept_for_a_parameter_without_dimensions_is_resumed_where_weights_are_divided(
     tmp_path, compiled, scripts
 ):
