@@ -18,7 +18,7 @@ from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves,
 from schedgen.ir.instructions import B, F, Flags, Numbers, Times
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, Question, reached
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, places
@@ -44,7 +44,7 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
     best, refusal = None, None
     try:
         best = search_whole_or_split(kept, budget)
-    except UsageError as error:
+    except NoOrder as error:
         refusal = error
     if limits.saved is None and limits.bytes is None:
         if best is None:
@@ -92,7 +92,7 @@ class _Tries:
         for part in LOOSER:
             try:
                 found = search_order(self.plain._replace(limits=self._loosened(part), tied=()), share, only_halves=True)
-            except UsageError:
+            except NoOrder:
                 continue
             self.work += found.work
             yield numbers_of(found.program)

@@ -107,6 +107,18 @@ def test_a_limit_that_nothing_keeps_to_is_one_sentence():
         search_with_recompute(Question(load("gpipe", sizes), sizes, CHAIN, BYTES, Limits(bytes=9e6)), 1)
 
 
+def moves_backwards(s, b, d):
+    return 0 * s, (s + b) % 2
+
+
+@pytest.mark.parametrize("scheme", ["pipedream", "pipedream-2bw", "fsdp", "fslpp", moves_backwards])
+def test_what_the_search_cannot_order_is_refused_with_recomputation_too(scheme):
+    sizes = Sizes(4, 4, 4, groups=2 if scheme == "fslpp" else None)
+    loaded = load("gpipe", sizes)._replace(w=scheme) if callable(scheme) else load(scheme, sizes)
+    with pytest.raises(UsageError, match="fixes its order|moves weights or backwards"):
+        search_with_recompute(Question(loaded, sizes, {"F": 1, "B": 2}, limits=Limits(saved=3)), 1)
+
+
 def test_the_same_call_gives_the_same_schedule():
     sizes = Sizes(8, 8, 4)
     question = Question(load("zb-v", sizes), sizes, UNIT, limits=Limits(saved=4))
