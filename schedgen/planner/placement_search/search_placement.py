@@ -25,7 +25,7 @@ from schedgen.planner.placement_search.families import blocks, families, placed_
 from schedgen.planner.placement_search.near_placements import Judged, NearPlacements, Trial
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets, sets_of
 from schedgen.schemes.scheme import Scheme
-from schedgen.simulator.buffer_sizes import buffer_sizes
+from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.util.jit import compiled_always
 
 NEAR_SHARE = 0.3  # of the work: for placements near the best
@@ -70,7 +70,7 @@ def stage_sets(question: Question) -> StageSets:
     sizes = question.sizes
     owned = np.zeros(sizes.stages)
     if question.limits.bytes is not None:
-        bytes = buffer_sizes(question.machine, sizes.stages)
+        bytes = _bytes_by_stage(question)
         owned = owned + bytes.owned + bytes.weight
         owned[-1] += sizes.microbatches * bytes.activation[-1]  # losses
     apart = placed_on(question.scheme, tuple(range(sizes.stages)))._replace(workers=sizes.stages)
@@ -78,6 +78,11 @@ def stage_sets(question: Question) -> StageSets:
     problem = problem_of(placed, lenient(question))
     nodes, capacity = nodes_of(problem, placed), float(problem.capacity[0])
     return StageSets(nodes, sizes.stages, sizes.microbatches, capacity, owned, problem.own_window)
+
+
+def _bytes_by_stage(question: Question) -> BufferSizes:
+    """The sizes of buffers, without those by edge, which no bound uses."""
+    return buffer_sizes(question.machine._replace(edge_activation=None), question.sizes.stages)
 
 
 class _Search:
@@ -91,7 +96,7 @@ class _Search:
         self.sets = stage_sets(self.shortest)
         self.spare = np.zeros(stages)
         if question.limits.bytes is not None:
-            bytes = buffer_sizes(question.machine, stages)
+            bytes = _bytes_by_stage(question)
             self.spare = MESSAGES * bytes.activation + np.max([self.spare, *bytes.workspace.values()], axis=0)
 
     @property

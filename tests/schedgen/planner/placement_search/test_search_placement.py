@@ -179,6 +179,15 @@ def test_the_command_places_stages_of_a_graph(run, tmp_path):
     assert run("check", out).code == 0 and "; stages on workers 0 1" in run(*words).out
 
 
+def test_a_limit_in_bytes_goes_with_outputs_apart(run, tmp_path):
+    graph, profile = tmp_path / "graph.json", tmp_path / "costs.json"
+    graph.write_text('{"stages": 3, "edges": [[0, 1], [0, 2], [1, 2]], "apart": [0]}')
+    profile.write_text('{"F": [1, 2, 3], "B": [2, 3, 4], "activation": 5, "saved": 9, "apart": [1, 2, 3]}')
+    words = ("search", "free", "--graph", graph, "--microbatches", 2, "--workers", 2, "--budget", 1, "--json")
+    limited, free = (run(*words, "--profile", profile, *limit) for limit in (("--memory", 1000), ()))
+    assert json.loads(limited.out)["value"] == json.loads(free.out)["value"]
+
+
 def test_a_schedule_may_be_called_free(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
