@@ -15,7 +15,7 @@ from schedgen.ir.stage_graph import StageGraph
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Edge, Floats, Layers
 from schedgen.planner.partition import unreplicated
-from schedgen.simulator.machine import Machine, by_direction
+from schedgen.simulator.machine import Machine, by_direction, workspaces
 
 SHORTEST = 1e-5  # the least time of a stage's job, as a share of the longest job's
 
@@ -94,13 +94,14 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
         return sums
 
     workspace: dict[str, Amount] = {}
-    for direction, amount in by_direction(machine.workspace).items():
+    for direction, amount in workspaces(machine).items():
         largest = np.maximum.reduceat(by_stage(amount, count), begins)
         workspace[direction] = np.rint(largest + (2 * widest if direction in "BI" else 0))
     overhead = by_direction(machine.overhead)
     times = {}
     for direction, seconds in layers.times.items():
-        once = by_stage(overhead.get(direction, 0), count)
+        once = by_stage(overhead.get("F" if direction == REDO else direction, 0), count)
+        once = np.minimum(once, seconds)  # R may be less than F's overhead
         times[direction] = total(seconds - once) + np.maximum.reduceat(once, begins)
     shortest = SHORTEST * max(float(seconds.max()) for seconds in times.values())
     return StageCosts(

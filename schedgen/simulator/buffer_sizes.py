@@ -11,7 +11,7 @@ from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Kind, Numbers, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.machine import Machine, by_direction
+from schedgen.simulator.machine import Machine, workspaces
 from schedgen.util.errors import UsageError
 
 
@@ -56,8 +56,7 @@ class BufferSizes(NamedTuple):
 def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
     """The sizes for this many stages and edges, from the machine's amounts.
 
-    If workspace is given by direction, B defaults to the larger of I and W, and I and W default to B. Unless `owned` is
-    given, it is the weights without optimizer state.
+    Unless `owned` is given, it is the weights without optimizer state.
     UsageError if an amount does not fit into 64 bits.
     """
 
@@ -66,12 +65,6 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
             raise UsageError(f"sizes of {amounts.max():g} bytes are too large")
         return amounts.astype(np.int64)
 
-    workspace = {direction: count(amount) for direction, amount in by_direction(machine.workspace).items()}
-    halves = [workspace[direction] for direction in "IW" if direction in workspace]
-    if halves:
-        workspace.setdefault("B", np.max(halves, axis=0))
-    if "B" in workspace:
-        workspace = {"I": workspace["B"], "W": workspace["B"]} | workspace
     weight, by_edge = count(machine.weight), machine.edge_activation
     return BufferSizes(
         activation=count(machine.activation),
@@ -79,7 +72,7 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
         partial=weight,
         saved=count(machine.saved),
         half=count(machine.half),
-        workspace=workspace,
+        workspace={direction: count(amount) for direction, amount in workspaces(machine).items()},
         owned=weight if machine.owned is None else count(machine.owned),
         edge_activation=None if by_edge is None else by_stage(by_edge, edges).astype(np.int64),
     )

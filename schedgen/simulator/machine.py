@@ -99,6 +99,14 @@ def by_direction(amount: Amount | Mapping[str, Amount]) -> Mapping[str, Amount]:
     return amount if isinstance(amount, Mapping) else dict.fromkeys(DIRECTION.values(), amount)
 
 
+def workspaces(machine: Machine) -> dict[str, Amount]:
+    """A machine's workspace of F, B, I and W: B defaults to the larger of I and W, these to B, and others to 0."""
+    given = by_direction(machine.workspace)
+    halves = [given[direction] for direction in "IW" if direction in given]
+    whole = given.get("B", np.max(np.broadcast_arrays(*halves), axis=0) if halves else 0)
+    return {"F": 0, "B": whole, "I": whole, "W": whole} | dict(given)
+
+
 def _profile_of_shards(profile: dict[str, Any], header: Header) -> dict[str, Any]:
     """Expand a profile with lists by stage (apart: by edge) of the model to lists by stage and edge of the schedule.
 

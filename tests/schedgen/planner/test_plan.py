@@ -261,11 +261,30 @@ def test_a_stage_costs_what_its_layers_cost():
     assert {name: sizes.tolist() for name, sizes in cut.machine.workspace.items()} == {
         "F": [2, 3, 4],
         "B": [4 + 2 * 5, 2, 1],
+        "I": [4 + 2 * 5, 2, 1],
+        "W": [4, 2, 1],
     }
     assert {name: sums.tolist() for name, sums in cut.durations(False).items()} == {"F": [2.75, 3, 4], "B": [5, 6, 8]}
     assert {name: sums.tolist() for name, sums in cut.durations(True).items()} == {
         "F": [2.75, 3, 4], "I": [2.5, 3, 4], "W": [2.5, 3, 4],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("workspace", [{}, {"F": 0}, {"W": 0}, {"B": 0}])
+def test_gradients_inside_a_stage_need_room_whatever_workspace_leaves_out(workspace):
+    times = {"F": np.array([1.0, 2]), "B": np.array([2.0, 4])}
+    layers = Layers(("a", "b"), ((0, 1),), times, Machine(activation=100, workspace=workspace))
+    found = stage_costs(layers, prefixes(layers), (2,), bandwidth=4.0).machine.workspace
+    assert {name: sizes.tolist() for name, sizes in found.items()} == {"F": [0], "B": [200], "I": [200], "W": [0]}
+
+
+def test_redoing_as_long_as_a_forward_takes_its_overhead_once():
+    times = {"F": np.array([1.0, 2]), "B": np.array([2.0, 4]), "R": np.array([1.0, 2])}
+    layers = Layers(("a", "b"), ((0, 1),), times, Machine(overhead={"F": 0.5}))
+    cut = stage_costs(layers, prefixes(layers), (2,), bandwidth=4.0)
+    assert cut.times["F"] == cut.times["R"] == 2.5
+    free = layers._replace(times=times | {"R": np.zeros(2)})  # less than the overhead of F
+    assert stage_costs(free, prefixes(free), (2,), bandwidth=4.0).times["R"] == 0
 
 
 def test_stages_are_balanced_with_and_without_their_transfers():

@@ -115,7 +115,7 @@ def moves_backwards(s, b, d):
 def test_what_the_search_cannot_order_is_refused_with_recomputation_too(scheme):
     sizes = Sizes(4, 4, 4, groups=2 if scheme == "fslpp" else None)
     loaded = load("gpipe", sizes)._replace(w=scheme) if callable(scheme) else load(scheme, sizes)
-    with pytest.raises(UsageError, match="fixes its order|moves weights or backwards"):
+    with pytest.raises(UsageError, match=r"fixes its order|moves weights or backwards"):
         search_with_recompute(Question(loaded, sizes, {"F": 1, "B": 2}, limits=Limits(saved=3)), 1)
 
 
