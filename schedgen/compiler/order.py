@@ -19,7 +19,10 @@ from schedgen.ir.instructions import DIRECTIONS, B, Times
 
 
 def order(placed: PlacedScheme) -> Times:
-    """The start time of every job of a refined scheme; UsageError if n, caps or the memory limit block the schedule."""
+    """The start time of every job of a refined scheme, in the unit of `PlacedScheme.exact_cost`.
+
+    UsageError if n, caps or the memory limit block the schedule.
+    """
     graph, (_, stages, batches) = placed.job_graph, placed.compute.shape
     worker, n, length = placed.compute.ravel(), placed.n.ravel(), _lengths(placed)
     if placed.scheme.mode == "greedy":
@@ -32,11 +35,11 @@ def order(placed: PlacedScheme) -> Times:
 
 def _lengths(placed: PlacedScheme) -> Times:
     """The duration of each job: an unsplit I includes its W, and a backward includes the forward that it redoes."""
-    length = np.empty(placed.compute.shape)
-    times = [placed.cost[direction] for direction in DIRECTIONS[len(length)]]
+    length, cost = np.empty(placed.compute.shape), placed.exact_cost
+    times = [cost[direction] for direction in DIRECTIONS[len(length)]]
     length[:] = np.array(times, np.float64)[:, None, None]
     if placed.unsplit_backward.any():
-        length[:, placed.unsplit_backward] = [[placed.cost["F"]], [placed.cost["I"] + placed.cost["W"]], [0.0]]
+        length[:, placed.unsplit_backward] = [[cost["F"]], [cost["I"] + cost["W"]], [0.0]]
     if placed.redone.any():
-        length[B, placed.redone] += redo_duration(placed.cost)
+        length[B, placed.redone] += redo_duration(cost)
     return length.ravel()

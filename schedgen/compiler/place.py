@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from schedgen.compiler.evaluate import at_job, evaluate
 from schedgen.compiler.options import Options, apply_options, part_counts
-from schedgen.ir.cost import REDO, durations
+from schedgen.ir.cost import REDO, durations, whole_numbers
 from schedgen.ir.instructions import B, F, Flags, Ints, Numbers, W
 from schedgen.ir.job_graph import JobGraph, job_graph
 from schedgen.ir.limits import check_jobs, check_workers
@@ -30,7 +31,7 @@ class PlacedScheme:
 
     scheme: Scheme
     options: Options
-    cost: dict[str, float]  # duration of each direction
+    cost: dict[str, float]  # duration of each direction; compilation computes with `exact_cost`
     workers: int
     weights: Ints  # (D, S, B): the worker a job gets its weights from; of divided weights the owner of part 0
     compute: Ints  # (D, S, B): the worker a job runs on; both have a last axis of T shards until they are refined
@@ -43,6 +44,11 @@ class PlacedScheme:
     recompute: Flags  # (S, B): whether the forward keeps nothing and is redone before the backward
     tied: tuple[tuple[int, ...], ...]  # stages that share parameters
     tensor_parallel: TensorParallel
+
+    @cached_property
+    def exact_cost(self) -> Mapping[str, float]:
+        """The costs in a unit in which sums of them are exact, where there is one."""
+        return whole_numbers(self.cost, self.compute.size)
 
     @property
     def job_graph(self) -> JobGraph:

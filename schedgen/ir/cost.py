@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,21 @@ def durations(cost: Mapping[str, Any] | None, directions: int, given: str = "--c
     if "I" not in cost:
         raise UsageError(f"the schedule splits the backward: {given} must give F, I and W")
     return {name: cost[name] for name in DIRECTIONS[3]}
+
+
+def whole_numbers(cost: Mapping[str, float], jobs: int) -> Mapping[str, float]:
+    """The costs as whole numbers in the same proportions, so that sums for this many jobs are exact.
+
+    Then rounding does not decide which of two times is the earlier. Returns the costs themselves if a ratio to F is not
+    that of whole numbers up to a million, or the sums would be too large.
+    """
+    ratios = {name: float(time / cost["F"]) for name, time in cost.items()}
+    fractions = {name: Fraction(ratio).limit_denominator(10**6) for name, ratio in ratios.items()}
+    unit = math.lcm(*(fraction.denominator for fraction in fractions.values()))
+    exact = all(math.isclose(fractions[name], ratio, rel_tol=1e-15) for name, ratio in ratios.items())
+    if not exact or 2 * jobs * unit * max(fractions.values()) >= 2**53:  # the redone forward of a backward counts, too
+        return cost
+    return {name: int(unit * fraction) for name, fraction in fractions.items()}
 
 
 def has_both(cost: Mapping[str, Any]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from schedgen.ir.instructions import COMPUTE, Flags, Ints, Numbers, Op
@@ -25,10 +27,9 @@ def serving_owner(program: Program, rank: int, stage: int) -> int:
     return int(header.weights[d, stage, b])
 
 
-def rows_at_end(program: Program, backward: Numbers) -> Numbers:
-    """By backward (BWD or BWD_W), the last row that starts before the backward ends."""
+def rows_at_end(program: Program, backward: Numbers, cost: Mapping[str, float]) -> Numbers:
+    """By backward (BWD or BWD_W), the last row that starts before the backward ends; `cost`: in the unit of times."""
     assert program.time is not None
-    cost = program.header.cost
     last_job = cost.get("W", cost.get("B", 0))
     unsplit = program.rows.op[backward] == Op.BWD
     ended = program.time[backward] + np.where(unsplit, last_job + cost.get("I", 0), last_job)

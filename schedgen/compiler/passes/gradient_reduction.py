@@ -30,7 +30,7 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     backwards = program.rows_of(Op.BWD, Op.BWD_W)
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
     final[table.stage[backwards], table.rank[backwards]] = backwards  # rows ascend: the last one stays
-    ends = np.where(final < 0, -1, rows_at_end(program, final))
+    ends = np.where(final < 0, -1, rows_at_end(program, final, placed.exact_cost))
     new: list[Fields] = []
     last_adds: list[int] = []  # owners' last ADDs, still to be moved behind the owner's next job
     sums: list[tuple[int, int, slice]] = []  # by ALLREDUCE: index, row that completes owners' own sums, last ADDs

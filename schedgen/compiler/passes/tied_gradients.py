@@ -14,14 +14,14 @@ from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, rows
 
 
-def tied_gradients(program: Program, _: PlacedScheme) -> Program:
+def tied_gradients(program: Program, placed: PlacedScheme) -> Program:
     """The program with the ALLREDUCEs of all ties, after the reduction of weight gradients."""
     header, table = program.header, program.rows
     if not header.tied:
         return program
     complete = np.full(header.stages, -1, np.int64)  # by stage, the row after which all owners have its gradient
     backwards = program.rows_of(Op.BWD, Op.BWD_W)
-    np.maximum.at(complete, table.stage[backwards], rows_at_end(program, backwards))
+    np.maximum.at(complete, table.stage[backwards], rows_at_end(program, backwards, placed.exact_cost))
     sums = np.flatnonzero(program.is_one_of(Op.ADD, Op.ALLREDUCE) & (table.kind == Kind.DW))
     np.maximum.at(complete, table.stage[sums], sums)
     # Ascending: every rank enters its ties in the order of their numbers.

@@ -99,7 +99,7 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
     freed = [(copy.rank, copy.stage, part, copy.end) for copy in copies for part, _ in sources[copy.rank, copy.stage]]
     rank_, stage_, part_, end = _columns(freed, 4)
     frees = rows(Op.FREE, rank_, kind=Kind.W, stage=stage_, part=part_)
-    fetches = _fetches(program, copies, sources, jobs, options.fan_out)
+    fetches = _fetches(program, copies, sources, jobs, placed)
     rank_, stage_, part_, server, after, depth = _columns(fetches, 6)
     if header.part_owners:  # after one row: copies from an owner, the nearest first, and then relayed ones
         order = np.lexsort(((server - rank_) % header.workers, depth, after))
@@ -156,17 +156,17 @@ def _copies(program: Program, rank: int, foreign: Numbers, jobs: Numbers, option
 
 def _fetches(
     program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]],
-    jobs: list[Numbers], fan_out: int,
+    jobs: list[Numbers], placed: PlacedScheme,
 ) -> list[tuple[int, ...]]:  # fmt: skip
     """The fetches: (rank and stage of a copy, part, sender of the part, row after which it is sent, number of relays).
 
     The sender is the owner or, if it has sent `fan_out` live copies, the oldest copy that can send in time, if any.
     `jobs`: by rank.
     """
-    time = program.time
+    time, cost, fan_out = program.time, placed.exact_cost, placed.options.fan_out
     assert time is not None
-    length = np.array([program.header.cost.get(DIRECTION.get(op, ""), 0.0) for op in Op])
-    length[Op.RECOMPUTE] = redo_duration(program.header.cost)
+    length = np.array([cost.get(DIRECTION.get(op, ""), 0.0) for op in Op])
+    length[Op.RECOMPUTE] = redo_duration(cost)
     begins = [time[own].tolist() for own in jobs]
     ends = [(time[own] + length[program.rows.op[own]]).tolist() for own in jobs]
     job_rows = [own.tolist() for own in jobs]

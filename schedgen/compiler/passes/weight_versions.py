@@ -34,12 +34,12 @@ class Updates(NamedTuple):
     steps: Numbers  # the row after which the owner steps
 
 
-def weight_versions(program: Program, _: PlacedScheme) -> Program:
+def weight_versions(program: Program, placed: PlacedScheme) -> Program:
     """The program with versions in its jobs, and with the ALLREDUCEs, STEPs and FREEs of all updates, and NORM."""
     header = program.header
     check_placement(header)
     backward, forward = job_rows(program, Op.BWD, Op.BWD_W), job_rows(program, Op.FWD)
-    ended = rows_at_end(program, backward)
+    ended = rows_at_end(program, backward, placed.exact_cost)
     updates = {
         (rank, stage): _updates(header, rank, stage, backward[stage], ended[stage])
         for stage, owners in enumerate(header.owners)

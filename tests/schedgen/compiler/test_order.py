@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -281,3 +282,16 @@ def test_redoing_forwards_costs_what_r_says():
     assert latency({"F": 1, "B": 2, "R": 0}) == (start + length).max()
     assert latency({"F": 1, "B": 2, "R": 1}) == latency({"F": 1, "B": 2})
     assert latency({"F": 1, "B": 2, "R": 3}) > latency({"F": 1, "B": 2})
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.3, 1 / 3, 7, 1e-9])
+@pytest.mark.parametrize("name", ["hanayo", "depth-first", "fsdp", "fslpp", "zb-v", "pipedream"])
+def test_costs_in_another_unit_give_the_same_schedule(name, factor):
+    """Where two times are equal n decides, whatever the rounding."""
+    sizes = Sizes(8, 8, 8 if name == "pipedream" else 4, groups=2 if name == "fslpp" else None)
+    scheme = load(name, sizes)
+    cost = {"F": 3, "I": 5, "W": 4} if scheme.split else {"F": 3, "B": 7, "R": 2}
+    options = Options(cost=cost, tied=[(0, 7)] if name in ("hanayo", "zb-v") else ())
+    first = compile(scheme, sizes, options)
+    second = compile(scheme, sizes, replace(options, cost={key: factor * time for key, time in cost.items()}))
+    assert all(np.array_equal(a, b) for a, b in zip(first.rows, second.rows, strict=True))
