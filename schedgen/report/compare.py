@@ -6,7 +6,8 @@ parallelism (G = W).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from schedgen.simulator.stats import stats
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
 from schedgen.util.text_table import aligned
+
+Price = tuple[float, int, int]  # latency, activations, weights
 
 
 class SchemeNumbers(NamedTuple):
@@ -98,9 +101,9 @@ def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory_limit:
             left_out.append(LeftOut(_label(name, groups), str(error).removeprefix(f"{name} ")))
             continue
         compiled.append((row, program.header))
-    compiled.sort(key=lambda pair: (*_price(pair[0]), pair[0].label))
-    rows = [row for row, _ in compiled]
-    best = [row._replace(best=_is_best(row, rows)) for row in rows]
+    prices = _prices([row for row, _ in compiled])
+    compiled.sort(key=lambda pair: (*prices[pair[0].label], pair[0].label))
+    best = [row._replace(best=_is_best(prices[row.label], prices.values())) for row, _ in compiled]
     return Comparison(best, left_out, [header for _, header in compiled])
 
 
@@ -153,15 +156,19 @@ def _numbers(
     )
 
 
-def _price(row: SchemeNumbers) -> tuple[float, int, int]:
-    return row.latency, row.peak_activations, row.weights
+def _prices(rows: Sequence[SchemeNumbers]) -> dict[str, Price]:
+    """Latency, activations and weights by label; latencies that only rounding makes different are the same."""
+    prices, latency = {}, 0.0
+    for row in sorted(rows, key=lambda row: row.latency):
+        if not math.isclose(row.latency, latency, rel_tol=1e-9):
+            latency = row.latency
+        prices[row.label] = latency, row.peak_activations, row.weights
+    return prices
 
 
-def _is_best(row: SchemeNumbers, rows: Sequence[SchemeNumbers]) -> bool:
-    """Whether no other row is at least as good in all of _price and better in some of it."""
-    price = _price(row)
-    others = (_price(other) for other in rows)
-    return not any(other != price and all(o <= p for o, p in zip(other, price, strict=True)) for other in others)
+def _is_best(price: Price, prices: Collection[Price]) -> bool:
+    """Whether no other price is at least as good in all its numbers and better in some."""
+    return not any(other != price and all(o <= p for o, p in zip(other, price, strict=True)) for other in prices)
 
 
 def comparison_as_json(comparison: Comparison) -> dict[str, Any]:

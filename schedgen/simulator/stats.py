@@ -40,13 +40,14 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     redone = np.zeros((header.stages, header.microbatches), bool)
     redone[table.stage[again], table.mb[again]] = True
     limits = lower_bounds(header, cost, memory.saved, redone)
+    gap = latency / max(limits.values()) - 1
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
         "latency": _plain(latency),
         "throughput": header.compute.size / (latency * header.workers),
         "bubble": max(0.0, float(1 - run.busy.sum() / (latency * header.workers))),
         "bounds": {name: _plain(limit) for name, limit in limits.items()},
-        "gap": latency / max(limits.values()) - 1,
+        "gap": 0.0 if -1e-9 < gap < 0 else gap,  # rounding is no gap
         "own_window_bubble": _plain(float(bubbles.max())),
         "peak_activations": int(memory.saved.max()),
         "mean_peak_activations": float(memory.saved.mean()),

@@ -94,6 +94,16 @@ def test_a_whole_backward_costs_what_its_halves_cost(run):
     assert next(row["latency"] for row in unsplit if row["scheme"] == "ddp") == 2 * 4 * (1 + 4)
 
 
+def test_costs_in_another_unit_give_the_same_table(run):
+    """The order of rows, the best and the gaps, though latencies of a tenth are rounded."""
+    tables = []
+    for cost in ("F=1,B=3", "F=0.1,B=0.3"):
+        done = run("compare", "--stages", 8, "--microbatches", 8, "--workers", 4, "--cost", cost, "--json")
+        rows = json.loads(done.out)["schemes"]
+        tables.append([(label(row), row["best"], f"{row['gap']:.1%}") for row in rows])
+    assert tables[0] == tables[1]
+
+
 def test_a_whole_backward_among_split_ones_takes_the_b_that_was_given(run, tmp_path):
     cost = "F=1.00000012,B=1.5,I=1,W=1"
     rows = json.loads(run("compare", *SMALL, "--cost", cost, "--json").out)["schemes"]
