@@ -86,7 +86,7 @@ class _Tried(NamedTuple):
     """An order, and the simulator's result for it."""
 
     source: str
-    built_in: bool  # the order is of a built-in scheme
+    built_in: bool  # the order is of a built-in scheme, or the serial one
     order: Numbers
     run: Simulation
     value: float
@@ -128,6 +128,8 @@ class _Rounds:
         self.work += used
         for order in orders:
             self._add(order)
+        if not orders and self.limits.bytes is not None:  # the leanest so far leaves too little for saved forwards
+            self._add(serial_order(self.problem), built_in=True)
 
     def prove(self, problem: OrderProblem, best: _Tried, bound: float, seconds: float) -> float:
         """A lower bound by CP-SAT on a problem that takes no more memory, or 0; the order that it finds is added."""
@@ -155,8 +157,9 @@ class _Rounds:
     def _within(self) -> OrderProblem:
         """The problem with the capacity that a limit in bytes leaves for saved forwards.
 
-        The rest of the memory is taken to be that of the leanest built-in scheme, and no less than that of any order
-        found. If this leaves too little for the rest, an order exceeds the limit, and the next round leaves more.
+        The rest of the memory is taken to be that of the leanest built-in scheme (or of the serial order, where a round
+        found none), and no less than that of any order found. If this leaves too little for the rest, an order exceeds
+        the limit, and the next round leaves more. What the best order so far holds is always allowed.
         """
         if self.limits.bytes is None:
             return self.problem
@@ -165,4 +168,6 @@ class _Rounds:
         built_in = [rest for tried, rest in rests if tried.built_in]
         leanest: Times = min(built_in, key=lambda rest: float(rest.max()), default=nothing)
         most: Times = np.max([leanest, *(rest for tried, rest in rests if not tried.built_in)], axis=0)
-        return self.problem._replace(capacity=self.limits.bytes - most)
+        best = self.best()
+        held = nothing if best is None else most_held(self.problem, best.order)
+        return self.problem._replace(capacity=np.maximum(self.limits.bytes - most, held))

@@ -275,6 +275,19 @@ def test_one_microbatch_after_another_fits_where_it_must():
     assert found("chimera", sizes, UNIT, machine, budget=0.1, bytes=peak).value <= 4 * 4 * 3
 
 
+def test_a_limit_that_built_in_schemes_leave_no_room_under():
+    """The leanest of them takes 59 bytes besides saved forwards, the serial order, which ends at 215.49, takes 49."""
+    sizes, edges = Sizes(6, 3, 3), ((0, 1), (0, 2), (0, 4), (1, 2), (1, 4), (2, 3), (2, 4), (3, 4), (3, 5), (4, 5))
+    machine = Machine(
+        activation=[3, 1, 2, 0, 2, 1], weight=[3, 4, 2, 3, 2, 0], saved=[9, 1, 7, 9, 1, 7], owned=[9, 0, 8, 15, 12, 3],
+        workspace={"I": [3, 3, 3, 3, 2, 3], "W": [9, 9, 0, 0, 8, 0]},
+    )  # fmt: skip
+    cost = {"F": [8, 8, 1, 5, 9, 4], "B": [8.39, 6.1, 7.64, 1.46, 4.57, 8.67]}
+    scheme = load("looped-bfs", sizes)._replace(edges=edges, per_consumer=(2,))
+    best = search_order(Question(scheme, sizes, cost, machine, Limits(bytes=76)), 3)
+    assert best.value < 183
+
+
 @pytest.mark.parametrize("limit", [22, 26, 36])
 def test_bytes_of_a_worker_are_what_the_simulator_counts(limit):
     """Weights, what is received, and workspaces count, too; activations of 1, saved forwards of 2."""
