@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from mpirun.data.microbatches import Microbatch, copy_of
 from mpirun.model.forward_watch import ForwardWatch
@@ -32,7 +32,8 @@ def check_loss(function: object) -> None:
     trained = [name for name, parameter in named if parameter.requires_grad]
     if trained:
         raise UsageError(
-            f"the loss has parameters that need a gradient, {clip(', '.join(trained))}: put them into the last stage"
+            f"the loss has parameters that need a gradient, {clip(', '.join(trained))}: put them into the last stage, "
+            "or freeze them (requires_grad_(False))"
         )
 
 
@@ -70,7 +71,7 @@ def check_graph(loss: Tensor) -> None:
         if type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter):
             raise UsageError(
                 f"the loss depends on a parameter of shape {tuple(node.variable.shape)} that needs a gradient, and "
-                "nothing would train it: put it into the last stage, or freeze it (requires_grad)"
+                "nothing would train it: put it into the last stage, or freeze it (requires_grad_(False))"
             )
 
 
@@ -93,9 +94,10 @@ def loss_and_metrics(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and, by name, its metrics, all of shape (). If all is padding, the loss and its gradient are 0.
 
-    `function`: (output, target) -> loss, or (loss, metrics). UsageError if it returns anything else.
+    `function`: (output, target) -> loss, or (loss, metrics). It gets containers of its own: it may assign to their
+    entries, as `target.pop("labels")` does. UsageError if it returns anything else.
     """
-    target = batch.target
+    target = batch.target if isinstance(batch.target, Tensor) else tree_map(lambda x: x, batch.target)
     if batch.padding:
         if batch.padding == batch.size:
             # Sums of no elements: 0 times a sum would be NaN if logits are masked.

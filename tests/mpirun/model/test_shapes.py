@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from mpirun.data.microbatches import Microbatches
+from mpirun.data.microbatches import Microbatch, Microbatches
 from mpirun.model.contract import Model
+from mpirun.model.loss import loss_and_metrics
 from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
 from schedgen.util.errors import UsageError
@@ -250,3 +251,17 @@ def test_a_loss_that_changes_its_target_in_place_is_found_and_tried_on_a_copy():
     losses = [mse_loss, masked, lambda output, target: mse_loss(output, target.mul_(0.5))]
     assert [shapes_of(nn.Linear(6, 6), loss=loss)[0].loss.overwrites_target for loss in losses] == [False, True, True]
     assert torch.equal(ROWS, before)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_loss_may_assign_to_entries_of_its_target(padding):
+    """A second call, such as that of a RECOMPUTE, gets the target that the first got."""
+
+    def popped(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        target["names"][0] += "s"
+        target["half"] = target.pop("rows") * 0.5
+        return mse_loss(output, target["half"]) * len(target["names"][0])
+
+    batch = Microbatch([ROWS], {"rows": ROWS, "names": ["row"]}, 1.0, len(ROWS), padding)
+    losses = [loss_and_metrics(popped, ROWS, batch)[0] for _ in range(2)]
+    assert losses[0] == losses[1] and batch.target["rows"] is ROWS and batch.target["names"] == ["row"]
