@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from numbers import Number
 from typing import Any
 
+import numpy as np
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from schedgen.util.errors import UsageError, clip
 
 ALIGNED = 64  # bytes: the alignment that torch gives to tensors on the CPU
+PLAIN = Number | np.generic | str | bytes | None  # what samples may have besides tensors
 Dims = Any  # an int or None, or a pytree of them: each stands for a leaf, or for all leaves of a part, of the minibatch
 
 
 def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
     """Cut a minibatch into `count` microbatches, nested like it; if samples do not divide, the first have one more.
 
-    Leaves with None in `dims`, or that are no tensors, go to every microbatch uncut. UsageError if samples are too few.
+    A list or tuple of plain values, one for each sample, is cut as a tensor is. Leaves with None in `dims`, and other
+    values that are no tensors, go to every microbatch uncut. UsageError if samples are too few.
     """
     if count < 1:
         raise UsageError(f"{count} microbatches: there should be one at least")
     samples = sample_count(tree, dims)
     if samples < count:
         raise UsageError(f"the minibatch has {samples} samples, too few for {count} microbatches")
-    leaves, spec = pytree.tree_flatten(tree)
-    pieces = [
-        [in_own_memory(leaf)] * count if dim is None else [in_own_memory(x) for x in leaf.tensor_split(count, dim)]
-        for leaf, dim in zip(leaves, leaf_dims(tree, dims), strict=True)
-    ]
+    of_samples = one_per_sample(samples)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=of_samples)
+    by_leaf = leaf_dims(tree, dims, of_samples)
+    pieces = [_pieces(leaf, count, dim) for leaf, dim in zip(leaves, by_leaf, strict=True)]
     return [pytree.tree_unflatten([piece[number] for piece in pieces], spec) for number in range(count)]
+
+
+def _pieces(leaf: Any, count: int, dim: int | None) -> list[Any]:
+    if dim is None:
+        return [in_own_memory(leaf)] * count
+    if isinstance(leaf, Tensor):
+        return [in_own_memory(x) for x in leaf.tensor_split(count, dim)]
+    return [leaf[numbers[0] : numbers[-1] + 1] for numbers in torch.arange(len(leaf)).tensor_split(count)]
+
+
+def one_per_sample(samples: int) -> Callable[[Any], bool]:
+    """A function: whether a part of a pytree is a list or tuple of plain values, one for each of `samples` samples."""
+    return lambda x: type(x) in (list, tuple) and len(x) == samples > 0 and all(isinstance(value, PLAIN) for value in x)
 
 
 def in_own_memory(x: Any) -> Any:
@@ -61,26 +79,31 @@ def sample_count(tree: Any, dims: Dims = 0) -> int:
     return first[0]
 
 
-def leaf_dims(tree: Any, dims: Dims) -> list[int | None]:
-    """The batch dimension of each leaf; None: it is not cut. UsageError if `dims` are not nested like `tree`."""
-    spread = _spread(tree, dims)
+def leaf_dims(tree: Any, dims: Dims, is_leaf: Callable[[Any], bool] = lambda x: False) -> list[int | None]:
+    """The batch dimension of each leaf; None: it is not cut. UsageError if `dims` are not nested like `tree`.
+
+    `is_leaf`: lists and tuples of which it is true are leaves.
+    """
+    spread = _spread(tree, dims, is_leaf)
     for dim in spread:
         if dim is not None and type(dim) is not int:
             raise UsageError(f"dims: {dim!r} is neither a dimension nor None")
-    leaves = pytree.tree_leaves(tree)
-    return [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(leaves, spread, strict=True)]
+    leaves = pytree.tree_leaves(tree, is_leaf=is_leaf)
+    return [dim if isinstance(leaf, Tensor | list | tuple) else None for leaf, dim in zip(leaves, spread, strict=True)]
 
 
-def _spread(tree: Any, dims: Dims) -> list[Any]:
+def _spread(tree: Any, dims: Dims, is_leaf: Callable[[Any], bool]) -> list[Any]:
     """The entry of `dims` that stands for each leaf; dicts are matched by key."""
+    if is_leaf(tree):
+        return [dims]
     if isinstance(dims, dict) and isinstance(tree, dict):
         if dims.keys() == tree.keys():
-            return [dim for key, part in tree.items() for dim in _spread(part, dims[key])]
+            return [dim for key, part in tree.items() for dim in _spread(part, dims[key], is_leaf)]
     elif isinstance(dims, tuple | list) and type(dims) is type(tree) and len(dims) == len(tree):
-        return [dim for part, part_dims in zip(tree, dims, strict=True) for dim in _spread(part, part_dims)]
+        return [dim for part, part_dims in zip(tree, dims, strict=True) for dim in _spread(part, part_dims, is_leaf)]
     else:
         with suppress(ValueError):
-            spread = pytree._broadcast_to_and_flatten(dims, pytree.tree_structure(tree))
+            spread = pytree._broadcast_to_and_flatten(dims, pytree.tree_structure(tree, is_leaf=is_leaf))
             if spread is not None:
                 return spread
     raise UsageError(f"dims: {clip(repr(dims))} is not nested as the minibatch")

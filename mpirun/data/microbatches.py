@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Number
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from mpirun.data.chunks import Dims, chunk, in_own_memory, sample_count
+from mpirun.data.chunks import PLAIN, Dims, chunk, in_own_memory, sample_count
 from schedgen.util.errors import UsageError
 
 T = TypeVar("T")
@@ -30,8 +29,9 @@ class Minibatch(NamedTuple):
 
     make  (text, rng) -> (input, target) of a step, any pytrees; `rng` is seeded by the run's seed and the step.
     dims  the dimension along which tensors are cut: a number for all, or a pair of pytrees of numbers; tensors with
-          None go to every microbatch uncut. If samples do not divide evenly, the first microbatches have one more; all
-          samples have the same weight in the loss.
+          None go to every microbatch uncut. A list of strings or numbers, one for each sample, is cut as a tensor is.
+          If samples do not divide evenly, the first microbatches have one more; all samples have the same weight in
+          the loss.
     check raises UsageError if the model cannot take the leaves of a microbatch's input.
     """
 
@@ -46,7 +46,7 @@ class Microbatch(NamedTuple):
     leaves: list[Any]  # of the input, flattened as a pytree
     target: Any
     loss_divisor: float  # minibatch's samples / this one's samples: its loss counts 1 / loss_divisor in the mean
-    size: int = 0  # its samples with padding, where a loader made it
+    size: int = 0  # its samples with padding; 0: not known
     padding: int = 0  # how many of them, the last ones, do not count
 
     @property
@@ -112,8 +112,9 @@ class Microbatches(MicrobatchSource):
         pair = checked_pair(batch.make(self.text, np.random.default_rng([self.seed, step])), "the minibatch should be")
         samples = sample_count(pair, batch.dims)
         chunks = [
-            Microbatch(pytree.tree_leaves(data), target, samples / sample_count((data, target), batch.dims))
+            Microbatch(pytree.tree_leaves(data), target, samples / size, size)
             for data, target in chunk(pair, self.count, batch.dims)
+            for size in [sample_count((data, target), batch.dims)]
         ]
         if batch.check is not None:
             for microbatch in chunks:
@@ -182,7 +183,7 @@ def plain(collated: Any) -> Any:
             return plain(dict(leaf))
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise UsageError(f"the samples have a tensor of layout {leaf.layout}, which cannot be cut: give dense ones")
-        if leaf is None or isinstance(leaf, Tensor | Number | np.generic | str | bytes):
+        if isinstance(leaf, Tensor | PLAIN):
             return leaf
         raise UsageError(
             f"the samples have a {type(leaf).__name__}, which could be neither cut nor moved to a device: give "

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_structure, tree_unflatten
 
-from mpirun.data.chunks import leaf_dims
+from mpirun.data.chunks import leaf_dims, one_per_sample
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
@@ -82,7 +83,8 @@ def try_minibatch_loss(
         loss = MinibatchLoss(model, len(dataflows), device.type, autocast_dtype)
         with watched(model.loss):
             for mb, of_mb in enumerate(outputs):
-                loss.add_outputs(mb, of_mb, to_device(microbatches(0, mb).target, device))
+                batch = microbatches(0, mb)
+                loss.add_outputs(mb, of_mb, to_device(batch.target, device), batch.size)
 
     zeros: list[Sequence[Tensor]] = [[spec.zeros(device) for spec in each.outputs[-1]] for each in dataflows]
     try_loss(loss_of, zeros, real)
@@ -94,21 +96,21 @@ class MinibatchLoss:
     def __init__(self, model: Model, count: int, device_type: str, autocast_dtype: torch.dtype | None) -> None:
         """`count`: microbatches of a step; `device_type`: cpu or cuda, for autocast."""
         self.model, self.count, self.device_type, self.autocast_dtype = model, count, device_type, autocast_dtype
-        self.collected: dict[int, tuple[list[Tensor], Any]] = {}  # by microbatch: outputs and target
+        self.collected: dict[int, tuple[list[Tensor], Any, int]] = {}  # by microbatch: outputs, target, samples
         self.losses: dict[int, Tensor] = {}  # by microbatch, the same for all
 
-    def add_outputs(self, mb: int, outputs: Sequence[Tensor], target: Any) -> None:
+    def add_outputs(self, mb: int, outputs: Sequence[Tensor], target: Any, size: int = 0) -> None:
         """Collect a microbatch's outputs; with the last of them compute the loss and its gradients.
 
-        UsageError if the loss is not one number, or has no gradient.
+        `size`: samples of the microbatch; 0: not known. UsageError if the loss is not one number, or has no gradient.
         """
-        self.collected[mb] = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs], target
+        self.collected[mb] = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs], target, size
         if len(self.collected) < self.count:
             return
-        leaves, targets = zip(*(self.collected[number] for number in sorted(self.collected)), strict=True)
+        leaves, targets, sizes = zip(*(self.collected[number] for number in sorted(self.collected)), strict=True)
         with torch.enable_grad(), autocast(self.device_type, self.autocast_dtype):
             joined = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
-            loss = self.model.loss(loss_input(joined), self._joined_target(targets))
+            loss = self.model.loss(loss_input(joined), self._joined_target(targets, sizes[0]))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError("the loss should be one number: a loss of the whole minibatch has no metrics beside it")
         if not loss.requires_grad:
@@ -118,17 +120,31 @@ class MinibatchLoss:
         loss.backward()
         self.losses = dict.fromkeys(self.collected, loss.detach())
 
-    def _joined_target(self, targets: Sequence[Any]) -> Any:
-        """The target of the whole minibatch; a leaf that is the same for every microbatch is taken once."""
+    def _joined_target(self, targets: Sequence[Any], size: int) -> Any:
+        """The target of the whole minibatch; a leaf that is the same for every microbatch is taken once.
+
+        `size`: samples of the first microbatch. UsageError if targets are nested differently, or have other keys.
+        """
         batch = self.model.batch
         dims = batch.dims if isinstance(batch, Minibatch) else 0
-        by_leaf = leaf_dims(targets[0], dims[1] if isinstance(dims, tuple) else dims)
-        leaves = zip(*map(tree_leaves, targets), strict=True)
-        joined = [
-            parts[0] if dim is None else torch.cat(parts, dim) for parts, dim in zip(leaves, by_leaf, strict=True)
-        ]
-        return tree_unflatten(joined, tree_structure(targets[0]))
+        of_samples = one_per_sample(size)
+        by_leaf = leaf_dims(targets[0], dims[1] if isinstance(dims, tuple) else dims, of_samples)
+        spec = tree_structure(targets[0], is_leaf=of_samples)
+        try:
+            leaves = list(zip(*map(spec.flatten_up_to, targets), strict=True))
+        except ValueError as error:
+            raise UsageError(
+                f"the loss is of the whole minibatch, so the targets of a step should have the same keys: {error}"
+            ) from None
+        return tree_unflatten([_joined(*pair) for pair in zip(leaves, by_leaf, strict=True)], spec)
 
     def take_gradients(self, mb: int) -> list[Tensor | None]:
         """The gradients of a microbatch's outputs; they can be taken once."""
         return [leaf.grad for leaf in self.collected.pop(mb)[0]]
+
+
+def _joined(parts: Any, dim: int | None) -> Any:
+    """The parts of a leaf, tensors or lists, joined; dim=None: the first of them."""
+    if dim is None:
+        return parts[0]
+    return torch.cat(parts, dim) if isinstance(parts[0], Tensor) else type(parts[0])(chain.from_iterable(parts))

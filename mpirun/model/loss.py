@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
+from mpirun.data.chunks import one_per_sample
 from mpirun.data.microbatches import Microbatch, copy_of
 from mpirun.model.forward_watch import ForwardWatch
 from mpirun.model.rng import WHOLE_STAGE
@@ -149,12 +150,15 @@ def _try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[
 def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
     """The tensors of a microbatch, nested as they are, without the samples that are padding.
 
-    UsageError if a tensor does not have the samples in dimension 0; `what`: output or target.
+    Lists and tuples of plain values, one for each sample, are cut, too. UsageError if a tensor does not have the
+    samples in dimension 0; `what`: output or target.
     """
     if (why := why_uncut(what, tree, batch.size)) is not None:
         raise UsageError(why)
     real = batch.size - batch.padding
-    return tree_map_only(Tensor, lambda x: x[:real], tree)
+    return tree_map(
+        lambda x: x[:real] if isinstance(x, Tensor | list | tuple) else x, tree, is_leaf=one_per_sample(batch.size)
+    )
 
 
 def why_uncut(what: str, tree: Any, size: int) -> str | None:

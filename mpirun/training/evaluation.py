@@ -131,9 +131,8 @@ def predict(
 
     def keep(number: int, output: Any, batch: Microbatch) -> None:
         if batch.padding < batch.size or not batch.size:
-            own = output if rebuild is None else rebuild(output)
-            if batch.padding:
-                own = without_padding("output", own, batch)
+            own = without_padding("output", output, batch) if batch.padding else output
+            own = own if rebuild is None else rebuild(own)
             if each is None:
                 copied = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), own)
                 outputs[number] = batch.size - batch.padding, copied

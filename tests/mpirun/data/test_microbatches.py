@@ -11,11 +11,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.chunks import chunk, in_own_memory, sample_count
-from mpirun.data.microbatches import Microbatches, Minibatch
+from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch
 from mpirun.data.stream_loader import loader_class
 from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
+from mpirun.model.loss import without_padding
 from mpirun.training.session import mean
 from schedgen.util.errors import UsageError
 
@@ -93,6 +94,19 @@ def test_dims_of_a_dict_go_by_its_keys() -> None:
         chunk(minibatch, 2, {"table": None, "y": 0})
 
 
+def test_lists_of_plain_values_are_cut_if_they_have_one_for_each_sample() -> None:
+    names, rows = list("abcde"), ROWS[:5]
+    tree = {"x": rows, "names": names, "ids": (None, 1, 2.0, "4", b"5"), "classes": ["cat", "dog"], "of": [rows]}
+    first, second = chunk(tree, 2)
+    assert (first["names"], second["names"]) == (["a", "b", "c"], ["d", "e"])
+    assert (first["ids"], second["ids"]) == ((None, 1, 2.0), ("4", b"5"))
+    assert first["classes"] == second["classes"] == ["cat", "dog"] and len(second["of"][0]) == 2
+    assert [part["names"] for part in chunk(tree, 2, {**dict.fromkeys(tree, 0), "names": None})] == [names] * 2
+    padded = Microbatch([ROWS[:5]], tree, 1.0, size=5, padding=3)
+    real = without_padding("target", tree, padded)
+    assert (real["names"], real["ids"], real["classes"]) == (["a", "b"], (None, 1), ["cat", "dog"])
+
+
 def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> None:
     seen: list[Any] = []
 
@@ -101,14 +115,22 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
         return (output - target["rows"]).sum()
 
     weights, rows = torch.ones(3), torch.arange(8.0).view(4, 2)
-    batch = Minibatch(lambda text, rng: (rows, {"rows": rows, "weights": weights}), (0, {"weights": None, "rows": 0}))
+    target = {"rows": rows, "weights": weights, "names": [*"abcd"], "classes": ["cat", "dog", "cow"]}
+    batch = Minibatch(lambda text, rng: (rows, target), (0, {"weights": None, "rows": 0, "names": 0, "classes": 0}))
     model = Model([nn.Identity()], loss, batch, loss_of="minibatch")
     pieces = Microbatches(batch, torch.zeros(1), 0, 2)
     minibatch_loss = MinibatchLoss(model, 2, "cpu", None)
     for number in range(2):
-        minibatch_loss.add_outputs(number, [pieces(0, number).leaves[0] + 1], pieces(0, number).target)
+        piece = pieces(0, number)
+        swapped = dict(sorted(piece.target.items())) if number else piece.target  # the same in another order
+        minibatch_loss.add_outputs(number, [piece.leaves[0] + 1], swapped, piece.size)
     assert len(seen) == 1 and torch.equal(seen[0]["rows"], rows) and torch.equal(seen[0]["weights"], weights)
+    assert (seen[0]["names"], seen[0]["classes"]) == (target["names"], target["classes"])
     assert minibatch_loss.losses[0] == 8 and torch.equal(minibatch_loss.take_gradients(0)[0], torch.ones(2, 2))
+    minibatch_loss.collected.clear()
+    minibatch_loss.add_outputs(0, [rows], target)
+    with pytest.raises(UsageError, match=r"targets of a step should have the same keys: .*extra key.*labels"):
+        minibatch_loss.add_outputs(1, [rows], {"labels" if name == "rows" else name: x for name, x in target.items()})
 
 
 class RunningMean(nn.Module):
