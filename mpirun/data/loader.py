@@ -58,7 +58,7 @@ class Loader(ABC):
 
     microbatches  how many a step has
     reads         those of a step that this rank reads, in this order
-    pair          collated samples -> (leaves of the input, target)
+    pair          collated samples -> (input, target)
     say           prints a line on what is done with the last step, or on random numbers; it may get a line twice
     shuffle       a new order in every epoch
     workers       processes that make microbatches; 0: a thread does
@@ -71,7 +71,7 @@ class Loader(ABC):
     microbatch_size: int
     microbatches: int
     reads: Sequence[int]
-    pair: Callable[[Any], tuple[Sequence[Any], Any]]
+    pair: Callable[[Any], tuple[Any, Any]]
     _: KW_ONLY
     say: Callable[[str], None]
     shuffle: bool = False
@@ -205,9 +205,10 @@ class Loader(ABC):
 
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
         """A `Microbatch` from its collated samples; `real`: samples of the step, without padding."""
-        leaves, target = pytree.tree_map(in_own_memory, self.pair(plain(collated)))
+        data, target = pytree.tree_map(in_own_memory, self.pair(plain(collated)))
+        leaves, structure = pytree.tree_flatten(data)
         divisor = real / dealt.real if dealt.real else math.inf
-        return Microbatch(list(leaves), target, divisor, len(dealt.samples), dealt.padding)
+        return Microbatch(leaves, target, divisor, len(dealt.samples), dealt.padding, structure)
 
     def _made(
         self, items: Dataset[Any], may_be_made_by_thread: Callable[[bool], bool], ahead: int, **batches: Any

@@ -48,6 +48,7 @@ class Microbatch(NamedTuple):
     loss_divisor: float  # minibatch's samples / this one's samples: its loss counts 1 / loss_divisor in the mean
     size: int = 0  # its samples with padding; 0: not known
     padding: int = 0  # how many of them, the last ones, do not count
+    structure: pytree.TreeSpec | None = None  # of its input; None: its leaves are in the order of the run's first
 
     @property
     def shape(self) -> Shape:
@@ -191,6 +192,11 @@ def plain(collated: Any) -> Any:
         )
 
     return pytree.tree_map(known, collated)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree, by the keys and indices that lead to each, such as `[0]['mask']`."""
+    return {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(tree)}
 
 
 def copy_of(values: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
@@ -19,15 +18,9 @@ from schedgen.ir.graph_file import ModelGraph
 
 Layers = Mapping[str, Callable[[], nn.Module]]
 StageEntry = Layers | Callable[[], nn.Module] | nn.Module
-Pair = Callable[[Any], tuple[Sequence[Any], Any]]  # collated samples -> (leaves of the input, target)
+Pair = Callable[[Any], tuple[Any, Any]]  # collated samples -> (input, target)
 Weights = Callable[[Collection[str]], Mapping[str, Tensor]]  # names -> values of those that exist
 CheckEval = Callable[[], Callable[[nn.Module], None] | None]
-
-
-def pair_of_leaves(collated: Any) -> tuple[Sequence[Any], Any]:
-    """The leaves of the input of collated samples, flattened as a pytree, and their target."""
-    data, target = input_and_target(collated)
-    return pytree.tree_leaves(data), target
 
 
 class Origin(NamedTuple):
@@ -36,7 +29,7 @@ class Origin(NamedTuple):
     named       whether the model was cut from a module. Parameters and buffers then have their names there, for every
                 cut. A buffer, or a frozen parameter, has the same value in all stages that have it.
     aliases     by a parameter's name in the module, its other names there: weights may have it under any of them.
-    pair        collated samples of a loader -> (leaves of the input, target).
+    pair        collated samples of a loader -> (input, target); stages count the leaves of this input.
     traced      whether stages are for microbatches of one shape.
     check_eval  () -> a function that makes a stage leave out in eval mode what the whole module leaves out, or None
                 if stages do so anyway. Both raise UsageError if a stage would still compute something else.
@@ -47,7 +40,7 @@ class Origin(NamedTuple):
 
     named: bool = False
     aliases: Mapping[str, Sequence[str]] = {}
-    pair: Pair = pair_of_leaves
+    pair: Pair = input_and_target
     traced: bool = False
     check_eval: CheckEval = lambda: None
     join: Callable[[Sequence[StageEntry], Sequence[int]], Mapping[str, Any]] | None = None
@@ -74,8 +67,9 @@ class Model(NamedTuple):
                      first, and the sum of the gradients of all; all are trained, or all frozen. Modules that share a
                      parameter are tied without this.
     reads            by stage: what each argument of its forward is, a Value (output k of an earlier stage) or an Input
-                     (leaf k of the input). None: all outputs of its producers in the schedule or, without producers,
-                     all leaves; they are separate arguments, or one tuple if forward does not take that many.
+                     (leaf k of the input; the entries of dicts are in the order that they have in the first
+                     microbatch). None: all outputs of its producers in the schedule or, without producers, all leaves;
+                     they are separate arguments, or one tuple if forward does not take that many.
     loss_of          "microbatch", or "minibatch": loss takes the outputs and targets of all microbatches, concatenated
                      along dimension 0. The schedule must then have all forwards of the last stage before its first
                      backward, as gpipe has.

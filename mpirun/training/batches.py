@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch.utils._pytree as pytree
+from mpi4py import MPI
+
+from mpirun.comm.fail_together import Stop
 from mpirun.data.chunks import chunk, sample_count
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, copy_of, plain
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, by_path, copy_of, plain
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, clip
 
 
 class StepBatches(MicrobatchSource):
     """The microbatches of a script's steps: those of the current step, and those kept or made again."""
 
-    def __init__(self, example: Microbatch, count: int) -> None:
-        """`example`: what a microbatch looks like; `count`: microbatches of a step."""
-        self.example, self.count = example, count
+    def __init__(self, example: Microbatch, count: int, order: InputOrder | None = None) -> None:
+        """`example`: what a microbatch looks like; `count`: microbatches of a step; `order`: of their inputs."""
+        self.example, self.count, self.order = example, count, order
         self.step = -1
         self.current: Mapping[int, Microbatch] = {}
         self.kept: dict[int, Batch] = {}  # by step; of a loader's batch only its place: the loader can make it again
@@ -41,11 +46,57 @@ class StepBatches(MicrobatchSource):
         batch = self.kept[step]
         if batch.loader is None:
             return batch.microbatches[number]
-        return batch.loader.microbatch(batch.epoch, batch.number, number)
+        made = batch.loader.microbatch(batch.epoch, batch.number, number)
+        return made if self.order is None else self.order.of(made)
 
     def examples(self) -> list[Microbatch]:
         """All microbatches have the size of the example."""
         return [self.example]
+
+
+class InputOrder:
+    """The order of the leaves of a run's inputs: that of the keys in the first microbatch, whatever others have."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """`comm`: of the run."""
+        self.comm = comm
+        self.paths: list[str] = []  # of the leaves, in their order; empty: there is no microbatch yet
+        self.structure: pytree.TreeSpec | None = None  # one that is known to have this order
+
+    def arranged(self, batch: Batch) -> Batch:
+        """The batch with its inputs in this order; collective for the first batch. UsageError as in `of`.
+
+        It is a Stop if all ranks have this batch.
+        """
+        if not self.paths:
+            own = [list(by_path(_input(microbatch))) for microbatch in batch.microbatches.values()]
+            self.paths = next(chain.from_iterable(self.comm.allgather(own[:1])), [])
+        try:
+            arranged = {number: self.of(microbatch) for number, microbatch in batch.microbatches.items()}
+        except UsageError as error:
+            if batch.loader is not None:
+                raise
+            raise Stop(str(error)) from None
+        return batch._replace(microbatches=arranged)
+
+    def of(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with its input in this order; UsageError if its input has other keys."""
+        leaves, structure = microbatch.leaves, microbatch.structure
+        if structure is not None and structure != self.structure:
+            found = by_path(_input(microbatch))
+            if len(leaves) > 1 and found.keys() != set(self.paths):
+                has, had = (clip(", ".join(paths)) for paths in (found, self.paths))
+                raise UsageError(f"the input of a microbatch has {has}, but that of the first had {had}")
+            if list(found) == self.paths:
+                self.structure = structure
+            elif len(leaves) > 1:
+                leaves = [found[path] for path in self.paths]
+        return microbatch._replace(leaves=leaves, structure=None)
+
+
+def _input(microbatch: Microbatch) -> Any:
+    assert microbatch.structure is not None
+    return pytree.tree_unflatten(microbatch.leaves, microbatch.structure)
 
 
 def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, passes: int) -> list[int]:
@@ -74,8 +125,9 @@ def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
     if samples % count:
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size")
     size = samples // count
-    pairs = (pair(part) for part in chunk(data, count))
-    microbatches = {
-        number: Microbatch(list(leaves), target, float(count), size) for number, (leaves, target) in enumerate(pairs)
-    }
+    microbatches = {}
+    for number, part in enumerate(chunk(data, count)):
+        given, target = pair(part)
+        leaves, structure = pytree.tree_flatten(given)
+        microbatches[number] = Microbatch(leaves, target, float(count), size, structure=structure)
     return Batch(0, 0, [size] * count, microbatches)

@@ -472,17 +472,20 @@ class Engine:
         return "" if self.session is None else self.session.position()
 
     def _batch(self, batch: Any) -> Batch:
-        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step."""
+        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
+
+        UsageError on a rank whose microbatch of a loader has an input with other keys than the first.
+        """
         count = self._prepared.count
         if not isinstance(batch, Batch):
-            return together(self.comm, lambda: whole_batch(batch, count, self._model.origin.pair))
+            batch = together(self.comm, lambda: whole_batch(batch, count, self._model.origin.pair))
         if len(batch.samples) != count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {count}")
         if batch.loader is not None and batch.loader not in self._loaders:
             others = list(batch.loader.reads) != self._reads
             refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
-        return batch
+        return self._prepared.order.arranged(batch)
 
     def _build_stages(self, method: str) -> None:
         """Build the stages if the run was resumed with data and has used none yet: all of its steps may be done.

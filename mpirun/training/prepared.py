@@ -21,7 +21,7 @@ from mpirun.engine.setup import Setup, StepOptions, set_up
 from mpirun.model.build_stage import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.loss import why_uncut
-from mpirun.training.batches import StepBatches
+from mpirun.training.batches import InputOrder, StepBatches
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
 
@@ -46,6 +46,7 @@ class Prepared:
         self.of_shape: dict[Shape, OfShape] = {}
         self.evaluators: dict[Shape, Evaluator] = {}
         self.batches: StepBatches  # of the steps
+        self.order = InputOrder(session.comm)
 
     @property
     def has_stages(self) -> bool:
@@ -96,7 +97,7 @@ class Prepared:
     def build(self, batch: Batch, shape: Shape) -> None:
         """Build the stages, now that a microbatch's shape is known, and resume from a checkpoint if there is one."""
         session, example = self.session, self._example(batch)
-        self.batches = StepBatches(example, self.count)
+        self.batches = StepBatches(example, self.count, self.order)
         with print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(self.model))
             setup = set_up(session.comm, session.header, self.model, self.batches, self.options, self.host)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from mpirun.data.microbatches import input_and_target
-from schedgen.util.errors import UsageError
+from mpirun.data.microbatches import by_path, input_and_target
+from schedgen.util.errors import UsageError, clip
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's forward
 
@@ -38,9 +38,12 @@ class Example(NamedTuple):
         if kwargs.keys() != self.kwargs.keys():
             raise UsageError(f"the batch's inputs are {sorted(kwargs)}, but those of the example {sorted(self.kwargs)}")
         leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in self.kwargs}))
-        expected = pytree.tree_structure((self.args, self.kwargs))
-        if structure != expected:
-            raise UsageError(f"the batch's input is nested as {structure}, but that of the example as {expected}")
+        if structure != pytree.tree_structure((self.args, self.kwargs)):  # keys may be in another order
+            found, expected = by_path((args, kwargs)), by_path((self.args, self.kwargs))
+            if found.keys() != expected.keys():
+                has, should = (clip(", ".join(path[3:] for path in paths)) for paths in (found, expected))
+                raise UsageError(f"the batch's input is nested as {has}, but that of the example as {should}")
+            leaves = [found[path] for path in expected]
         if not minibatch:
             self.check(leaves)
         return tuple(leaves)

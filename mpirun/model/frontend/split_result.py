@@ -11,8 +11,8 @@ import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.data.microbatches import MakeBatch, Minibatch
-from mpirun.model.contract import CheckEval, Model, Origin, StageEntry, Weights, pair_of_leaves
+from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
+from mpirun.model.contract import CheckEval, Model, Origin, StageEntry, Weights
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import check_loss
@@ -105,7 +105,7 @@ class Cut(NamedTuple):
             origin=Origin(
                 named=True,
                 aliases=self.aliases,
-                pair=pair_of_leaves if self.example is None else self.example.pair,
+                pair=input_and_target if self.example is None else self.example.pair,
                 traced=self.example is not None,
                 check_eval=self.check_eval,
                 join=None if cut_at is None else join,

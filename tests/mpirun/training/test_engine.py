@@ -1833,6 +1833,45 @@ def test_the_loss_may_change_its_target_and_the_script_its_batch(scripts, compil
     assert done.code == 0 and done.out.split()[-2:] == ["True"] * 2, done.out + done.err
 
 
+KEYS = """
+import torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+    def forward(self, a, b):
+        return self.first(a) - 3 * self.second(b)
+def swapped(given):
+    return dict(reversed(given.items()))
+def engine():
+    torch.manual_seed(0)
+    return mpirun.Engine("1f1b", [Two(), nn.Linear(6, 6)], microbatches=2, loss=mse_loss, verify=True, canonical=True)
+a, b, y = torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(1))
+items = [({"a": a[k], "b": b[k]}, y[k]) for k in range(16)]
+mixed = [(swapped(x) if k in (2, 3, 4, 5, 14, 15) else x, target) for k, (x, target) in enumerate(items)]
+found = []
+for data, order in ((items, dict), (mixed, swapped)):
+    with engine() as run:
+        losses = [run.step(batch).loss for batch in run.loader(data, 2)]
+        whole = order({"a": a[:4], "b": b[:4]}), y[:4]
+        losses += [run.step(whole).loss, run.evaluate([whole]).loss]
+        found.append((losses, run.verify()))
+print(found[0] == found[1], found[1][1])
+with engine() as run:
+    for name in "bc":
+        run.step(({"a": a, name: b}, y))
+"""
+
+
+def test_keys_in_another_order_are_the_same_input_and_other_keys_are_refused(scripts):
+    (done,) = scripts(2, [[KEYS]])
+    assert done.code == 2 and done.out.split()[-2:] == ["True"] * 2, done.out + done.err
+    refused = [line for line in done.err.splitlines() if "note:" not in line]
+    assert refused == ["mpirun: the input of a microbatch has ['a'], ['c'], but that of the first had ['a'], ['b']"]
+
+
 OF_OTHER_TYPES = """
 import torch, mpirun
 from torch.nn.functional import mse_loss

@@ -14,6 +14,7 @@ from torch import nn
 
 from mpirun import Cut, split, split_sequential
 from mpirun.model.contract import Pair
+from mpirun.model.frontend.module_io import Example
 from mpirun.model.load_model import load_model
 from schedgen.util.errors import UsageError
 
@@ -65,8 +66,11 @@ def test_pairs_and_mappings_of_samples() -> None:
     listed = split(GPT2Like(), (*INPUT.values(),), stages=2)
     leaves, target = pair_of(listed)([[*INPUT.values()], X])  # as a DataLoader collates ((a, b), y)
     assert [*leaves] == [*INPUT.values()] and target is X
-    leaves, target = pair_of(split_sequential(nn.Sequential(nn.Linear(16, 1)), 1))((X, TOKENS))
-    assert [*leaves] == [X] and target is TOKENS
+    data, target = pair_of(split_sequential(nn.Sequential(nn.Linear(16, 1)), 1))((X, TOKENS))
+    assert data is X and target is TOKENS
+    nested = Example(({"tokens": TOKENS, "more": {"x": X}},), {})
+    found = nested.leaves({"more": {"x": X + 1}, "tokens": TOKENS})  # the same keys in another order
+    assert found[0] is TOKENS and torch.equal(found[1], X + 1)
     for of, collated, why in [
         (cut, {"tokens": TOKENS}, "samples have no mask, which the module was traced on: they have ['tokens']"),
         (cut, TOKENS, "items should be pairs (input, target), (input,) or mappings: collated is a Tensor"),

@@ -785,7 +785,7 @@ def test_inputs() -> None:
             (((X[:3], X), 3), kwargs),
             r"input \[0\]\[0\] .* torch.float32 of shape \(3, 16\), but the module was traced on .*\(4, 16\)",
         ),
-        (((X, 3), kwargs), "is nested as"),
+        (((X, 3), kwargs), r"is nested as .*\[0\], .*\[1\], .*'last'\], .* but that of the example as .*\[0\]\[0\], "),
         ((args, {"last": X}), r"inputs are \['last'\]"),
     ]:
         with pytest.raises(UsageError, match=why):
