@@ -53,6 +53,11 @@ def watched(function: object) -> Iterator[ForwardWatch]:
             for name in changed
         )  # fmt: skip
         names = ", ".join(name.partition(".")[2] for name in changed)
+        if not before.keys() & changed:
+            raise UsageError(
+                f"a call of the loss makes its buffers {clip(names)}, which no checkpoint would have: make them in its "
+                "__init__, or in the last stage"
+            )
         raise (BuffersConverted if converted else UsageError)(
             f"a call of the loss changes its buffers {clip(names)}, which no checkpoint would have: "
             "put them into the last stage, or the loss into eval mode"

@@ -256,7 +256,7 @@ def test_a_function():
         assert batch[:3] == (0, step, [2] * 4)
         assert microbatch.target.tolist() == np.random.default_rng([5, step, 1]).random(2).tolist()
         assert microbatch.target.tolist() == endless.microbatch(0, step, 1).target.tolist()
-        assert microbatch[2:] == (4, 2, 0)
+        assert microbatch[2:5] == (4, 2, 0)
         endless.trained(batch)
         if step == 3:
             break

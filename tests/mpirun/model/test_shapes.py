@@ -212,6 +212,25 @@ def test_a_loss_that_changes_its_buffers_is_refused(loss):
         shapes_of(nn.Linear(6, 6), loss=loss)
 
 
+class Begun(nn.Module):
+    """A loss whose first call makes a buffer, which may depend on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begun", None)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = mse_loss(output, target)
+        if self.begun is None:
+            self.begun = loss.detach()
+        return loss / self.begun
+
+
+def test_a_loss_that_makes_buffers_is_refused():
+    with pytest.raises(UsageError, match=r"a call of the loss makes its buffers begun, .*: make them in its __init__"):
+        shapes_of(nn.Linear(6, 6), loss=Begun())
+
+
 def test_a_loss_may_read_its_buffers():
     assert shapes_of(nn.Linear(6, 6), loss=Normed(6, affine=False).eval())[0].loss is not None
 
