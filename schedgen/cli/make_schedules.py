@@ -102,7 +102,8 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
         scheme, own_sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
         for name, value in sizes.items():
             if value not in (None, getattr(own_sizes, name)):
-                raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {value} out")
+                given = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {given} out")
         return scheme, own_sizes
     sizes["stages"] = options.stages or stages
     for name in ("stages", "microbatches"):

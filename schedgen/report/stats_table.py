@@ -50,7 +50,7 @@ def named_numbers(numbers: Mapping[str, Any]) -> str:
                 (name.replace("_", " ") if name.islower() else name, max(n) if isinstance(n, list) else n)
                 for name, n in value.items()
             )
-            value = ", ".join(f"{name} {_short(n)}" for name, n in parts if n)
+            value = ", ".join(f"{name} {_short(n)}" for name, n in parts if n) or 0
         if not isinstance(value, list):
             lines.append(f"{key.replace('_', ' '):22}{_short(value)}")
     return "\n".join(lines)

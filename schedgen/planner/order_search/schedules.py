@@ -37,7 +37,7 @@ def compile_own(question: Question) -> Program:
     ratios = mean_ratios(question)
     whole = not question.scheme.split and "B" not in ratios
     cost = {"F": ratios["F"], "B": ratios["I"] + ratios["W"]} if whole else ratios
-    return compile(question.scheme, question.sizes, Options(cost=cost, tied=question.tied))
+    return _with_limit(compile(question.scheme, question.sizes, Options(cost=cost, tied=question.tied)), question)
 
 
 def compile_order(question: Question, n: Numbers, redone: Flags | None = None, whole: Flags | None = None) -> Program:
@@ -46,19 +46,22 @@ def compile_order(question: Question, n: Numbers, redone: Flags | None = None, w
     n              a number of every job, (D, S, B), that grows along each worker
     redone, whole  (S, B): forwards that are redone, and backwards that are not split; None: there are none
     """
-    limits = question.limits
     scheme = as_placement(question.scheme, len(n) == 3)._replace(
         n=lambda s, b, d: n[d, s, b],
-        order=f"search {limits.objective}",
+        order=f"search {question.limits.objective}",
         mode="strict",
         unsplit_backward=None if whole is None else lambda s, b: whole[s, b],
     )
     pairs = () if redone is None else [(s, b) for s, b in np.argwhere(redone).tolist()]
     options = Options(cost=mean_ratios(question), recompute=pairs, tied=question.tied)
-    program = compile(scheme, question.sizes, options)
-    if limits.saved is None:
+    return _with_limit(compile(scheme, question.sizes, options), question)
+
+
+def _with_limit(program: Program, question: Question) -> Program:
+    """The program with the question's limit of saved forwards in its header, if there is one."""
+    if question.limits.saved is None:
         return program
-    lowering = {**program.header.lowering, "memory_limit": limits.saved}
+    lowering = {**program.header.lowering, "memory_limit": question.limits.saved}
     return replace(program, header=replace(program.header, lowering=lowering))
 
 

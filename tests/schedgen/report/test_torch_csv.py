@@ -165,7 +165,14 @@ def test_halves_of_a_backward_belong_to_one_worker(run, refused, tmp_path):
 def test_sizes_are_the_files_own(actions, run, refused, tmp_path):
     path = actions("1f1b")
     assert run("compile", path, "--stages", "4", "--microbatches", "8", "--workers", "4", "-o", "-").code == 0
-    for option, value in (("stages", 8), ("microbatches", 4), ("workers", 2), ("groups", 1), ("chunks", 1)):
+    for option, value in (
+        ("stages", 8),
+        ("microbatches", 4),
+        ("workers", 2),
+        ("groups", 1),
+        ("chunks", 1),
+        ("shards", 2),
+    ):
         message = refused(run("compile", path, f"--{option}", value, "-o", "-"), 2)
         assert f"has its own sizes: leave --{option} {value} out" in message
     assert "No such file" in refused(run("compile", tmp_path / "none.csv", "-o", "-"), 1)

@@ -115,6 +115,13 @@ def test_the_command_writes_numbers_and_a_trace_perfetto_reads(run, tmp_path):
     assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
 
 
+def test_where_there_is_nothing_to_name_it_says_0(run, tmp_path):
+    path = tmp_path / "a.json"
+    run("compile", "gpipe", "--stages", 1, "--microbatches", 2, "-o", path)
+    shown = dict(line.split(maxsplit=1) for line in run("simulate", path).out.splitlines())
+    assert (shown["idle"], shown["bytes"]) == ("0", "0")
+
+
 def test_a_memory_limit_holds_or_is_refused(run, refused, tmp_path):
     options = ("--stages", 4, "--microbatches", 8, "--mode", "greedy", "--n", "depth-first", "-o", tmp_path / "a.json")
     assert run("compile", "gpipe", *options, "--memory-limit", 4).code == 0

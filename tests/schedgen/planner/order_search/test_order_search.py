@@ -275,6 +275,11 @@ def test_one_microbatch_after_another_fits_where_it_must():
     assert found("chimera", sizes, UNIT, machine, budget=0.1, bytes=peak).value <= 4 * 4 * 3
 
 
+def test_the_file_has_the_limit_where_a_built_in_order_is_the_best():
+    best = found("1f1b", Sizes(4, 4, 4), {"F": 1, "B": 2}, budget=0.1, saved=4)
+    assert best.source == "1f1b" and best.program.header.memory_limit == 4
+
+
 def test_a_limit_that_built_in_schemes_leave_no_room_under():
     """The leanest of them takes 59 bytes besides saved forwards, the serial order, which ends at 215.49, takes 49."""
     sizes, edges = Sizes(6, 3, 3), ((0, 1), (0, 2), (0, 4), (1, 2), (1, 4), (2, 3), (2, 4), (3, 4), (3, 5), (4, 5))
