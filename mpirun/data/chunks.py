@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from numbers import Number
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -15,15 +13,15 @@ from torch import Tensor
 from schedgen.util.errors import UsageError, clip
 
 ALIGNED = 64  # bytes: the alignment that torch gives to tensors on the CPU
-PLAIN = Number | np.generic | str | bytes | None  # what samples may have besides tensors
+TEXT = str | bytes | None  # numbers, one for each sample, are in tensors; a list of them may be weights of classes
 Dims = Any  # an int or None, or a pytree of them: each stands for a leaf, or for all leaves of a part, of the minibatch
 
 
 def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
     """Cut a minibatch into `count` microbatches, nested like it; if samples do not divide, the first have one more.
 
-    A list or tuple of plain values, one for each sample, is cut as a tensor is. Leaves with None in `dims`, and other
-    values that are no tensors, go to every microbatch uncut. UsageError if samples are too few.
+    A list or tuple of strings, one for each sample, is cut as a tensor is. Leaves with None in `dims`, and other values
+    that are no tensors, go to every microbatch uncut. UsageError if samples are too few.
     """
     if count < 1:
         raise UsageError(f"{count} microbatches: there should be one at least")
@@ -46,8 +44,8 @@ def _pieces(leaf: Any, count: int, dim: int | None) -> list[Any]:
 
 
 def one_per_sample(samples: int) -> Callable[[Any], bool]:
-    """A function: whether a part of a pytree is a list or tuple of plain values, one for each of `samples` samples."""
-    return lambda x: type(x) in (list, tuple) and len(x) == samples > 0 and all(isinstance(value, PLAIN) for value in x)
+    """A function: whether a part of a pytree is a list or tuple of `samples` entries that are strings or None."""
+    return lambda x: type(x) in (list, tuple) and len(x) == samples > 0 and all(isinstance(value, TEXT) for value in x)
 
 
 def in_own_memory(x: Any) -> Any:

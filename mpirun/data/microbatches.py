@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Number
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from mpirun.data.chunks import PLAIN, Dims, chunk, in_own_memory, sample_count
+from mpirun.data.chunks import Dims, chunk, in_own_memory, sample_count
 from schedgen.util.errors import UsageError
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class Minibatch(NamedTuple):
 
     make  (text, rng) -> (input, target) of a step, any pytrees; `rng` is seeded by the run's seed and the step.
     dims  the dimension along which tensors are cut: a number for all, or a pair of pytrees of numbers; tensors with
-          None go to every microbatch uncut. A list of strings or numbers, one for each sample, is cut as a tensor is.
+          None go to every microbatch uncut. A list of strings, one for each sample, is cut as a tensor is.
           If samples do not divide evenly, the first microbatches have one more; all samples have the same weight in
           the loss.
     check raises UsageError if the model cannot take the leaves of a microbatch's input.
@@ -184,7 +185,7 @@ def plain(collated: Any) -> Any:
             return plain(dict(leaf))
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise UsageError(f"the samples have a tensor of layout {leaf.layout}, which cannot be cut: give dense ones")
-        if isinstance(leaf, Tensor | PLAIN):
+        if leaf is None or isinstance(leaf, Tensor | Number | np.generic | str | bytes):
             return leaf
         raise UsageError(
             f"the samples have a {type(leaf).__name__}, which could be neither cut nor moved to a device: give "

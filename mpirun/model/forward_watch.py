@@ -80,7 +80,10 @@ class ForwardWatch(TorchDispatchMode):
 
 
 class ReadWatch(TorchDispatchMode):
-    """While it is active, records in `read` whether an operation has one of these tensors, or a view of one."""
+    """While it is active, records in `read` whether an operation has one of these tensors, or a view of one.
+
+    Operations that only make views do not count.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """`tensors`: those to watch."""
@@ -90,7 +93,8 @@ class ReadWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; record whether it has a watched tensor."""
         kwargs, watched = kwargs or {}, {x._cdata for x in self.held}
-        self.read |= any(isinstance(x, Tensor) and memory(x)._cdata in watched for x in tree_leaves((args, kwargs)))
+        has = (isinstance(x, Tensor) and memory(x)._cdata in watched for x in tree_leaves((args, kwargs)))
+        self.read |= not func.is_view and any(has)
         return func(*args, **kwargs)
 
 

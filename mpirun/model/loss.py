@@ -155,7 +155,7 @@ def _try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[
 def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
     """The tensors of a microbatch, nested as they are, without the samples that are padding.
 
-    Lists and tuples of plain values, one for each sample, are cut, too. UsageError if a tensor does not have the
+    Lists and tuples of strings, one for each sample, are cut, too. UsageError if a tensor does not have the
     samples in dimension 0; `what`: output or target.
     """
     if (why := why_uncut(what, tree, batch.size)) is not None:

@@ -80,17 +80,21 @@ class InputOrder:
         return batch._replace(microbatches=arranged)
 
     def of(self, microbatch: Microbatch) -> Microbatch:
-        """The microbatch with its input in this order; UsageError if its input has other keys."""
+        """The microbatch with its input in this order; entries that the first did not have come last.
+
+        An input that lacks keys of the first keeps its order; UsageError if it has others of them in another place.
+        """
         leaves, structure = microbatch.leaves, microbatch.structure
         if structure is not None and structure != self.structure:
             found = by_path(_input(microbatch))
-            if len(leaves) > 1 and found.keys() != set(self.paths):
-                has, had = (clip(", ".join(paths)) for paths in (found, self.paths))
-                raise UsageError(f"the input of a microbatch has {has}, but that of the first had {had}")
+            places = {path: place for place, path in enumerate(self.paths)}
             if list(found) == self.paths:
                 self.structure = structure
-            elif len(leaves) > 1:
-                leaves = [found[path] for path in self.paths]
+            elif found.keys() >= places.keys():
+                leaves = [found[path] for path in sorted(found, key=lambda path: places.get(path, len(places)))]
+            elif any(places.get(path, place) != place for place, path in enumerate(found)):
+                has, had = (clip(", ".join(paths)) for paths in (found, self.paths))
+                raise UsageError(f"the input of a microbatch has {has}, but that of the first had {had}")
         return microbatch._replace(leaves=leaves, structure=None)
 
 

@@ -94,17 +94,29 @@ def test_dims_of_a_dict_go_by_its_keys() -> None:
         chunk(minibatch, 2, {"table": None, "y": 0})
 
 
-def test_lists_of_plain_values_are_cut_if_they_have_one_for_each_sample() -> None:
+def test_lists_of_strings_are_cut_if_they_have_one_for_each_sample() -> None:
     names, rows = list("abcde"), ROWS[:5]
-    tree = {"x": rows, "names": names, "ids": (None, 1, 2.0, "4", b"5"), "classes": ["cat", "dog"], "of": [rows]}
+    tree = {
+        "x": rows,
+        "names": names,
+        "ids": (None, "1", "2", "4", b"5"),
+        "weights": [0.1, 0.2, 0.3, 0.2, 0.2],
+        "classes": ["cat", "dog"],
+        "of": [rows],
+    }
     first, second = chunk(tree, 2)
     assert (first["names"], second["names"]) == (["a", "b", "c"], ["d", "e"])
-    assert (first["ids"], second["ids"]) == ((None, 1, 2.0), ("4", b"5"))
-    assert first["classes"] == second["classes"] == ["cat", "dog"] and len(second["of"][0]) == 2
+    assert (first["ids"], second["ids"]) == ((None, "1", "2"), ("4", b"5"))
+    assert (
+        first["classes"] == second["classes"] == ["cat", "dog"]
+        and first["weights"] == second["weights"]
+        and len(second["of"][0]) == 2
+    )
     assert [part["names"] for part in chunk(tree, 2, {**dict.fromkeys(tree, 0), "names": None})] == [names] * 2
     padded = Microbatch([ROWS[:5]], tree, 1.0, size=5, padding=3)
     real = without_padding("target", tree, padded)
-    assert (real["names"], real["ids"], real["classes"]) == (["a", "b"], (None, 1), ["cat", "dog"])
+    assert (real["names"], real["ids"], real["classes"]) == (["a", "b"], (None, "1"), ["cat", "dog"])
+    assert real["weights"] == tree["weights"]
 
 
 def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 from mpirun.data.microbatches import Microbatch, Microbatches
 from mpirun.model.contract import Model
+from mpirun.model.forward_watch import ReadWatch
 from mpirun.model.loss import loss_and_metrics
 from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
@@ -284,3 +285,12 @@ def test_a_loss_may_assign_to_entries_of_its_target(padding):
     batch = Microbatch([ROWS], {"rows": ROWS, "names": ["row"]}, 1.0, len(ROWS), padding)
     losses = [loss_and_metrics(popped, ROWS, batch)[0] for _ in range(2)]
     assert losses[0] == losses[1] and batch.target["rows"] is ROWS and batch.target["names"] == ["row"]
+
+
+def test_views_do_not_read_a_tensor():
+    weight = nn.Parameter(torch.ones(3, 3))
+    with ReadWatch([weight]) as watch:
+        kept = weight.detach().t()[0]
+        assert not watch.read
+        kept.sum()
+        assert watch.read
