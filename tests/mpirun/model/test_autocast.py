@@ -6,7 +6,6 @@ import models_for_tests
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from mpirun.data.microbatches import Microbatches
 from mpirun.examples import mlp
@@ -24,7 +23,7 @@ def shapes(model: Model, device: str, dtype: torch.dtype | None = None) -> list[
     batch = Microbatches(model.batch, TEXT, 0, 1)(0, 0)
     reads = model.resolved_reads(CHAIN, len(batch.leaves))
     return Trial(
-        model._replace(loss_of="minibatch"), reads, batch, dtype, torch.device(device), nn.Module.train
+        model._replace(loss_of="minibatch"), reads, batch, dtype, torch.device(device), lambda _, module: module.train()
     ).shapes()
 
 
