@@ -82,7 +82,7 @@ class InputOrder:
     def of(self, microbatch: Microbatch) -> Microbatch:
         """The microbatch with its input in this order; entries that the first did not have come last.
 
-        An input that lacks keys of the first keeps its order; UsageError if it has others of them in another place.
+        An input that lacks keys of the first keeps its own order; UsageError if a key of both then has another place.
         """
         leaves, structure = microbatch.leaves, microbatch.structure
         if structure is not None and structure != self.structure:

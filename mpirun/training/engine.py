@@ -474,7 +474,7 @@ class Engine:
     def _batch(self, batch: Any) -> Batch:
         """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
 
-        UsageError on a rank whose microbatch of a loader has an input with other keys than the first.
+        UsageError on a rank whose microbatch of a loader has a key of the first one's input in another key's place.
         """
         count = self._prepared.count
         if not isinstance(batch, Batch):
