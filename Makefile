@@ -1,5 +1,6 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule, STEPS=20, and compare it with one process
 # make test   the tests      make lint   ruff, mypy and import-linter      make traces   the golden schedules
+# make test-all  the tests, with every further case of theirs
 # make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
 # make gallery  every scheme as a picture: build/gallery/index.html      make pictures   the pictures of the README
 # make bench  compiler and runtime against torch's      make bench-best  plan's choice against torch's best
@@ -50,8 +51,8 @@ export OMPI_MCA_opal_common_ucx_devices=any
 export MPIR_CVAR_NOLOCAL=1
 endif
 
-.PHONY: venv launcher run test test-slurm test-gpu test-hosts test-check test-fuzz test-models test-examples test-crash lint
-.PHONY: traces pictures gallery curves bench bench-compile bench-run bench-best clean
+.PHONY: venv launcher run lint test test-all test-slurm test-gpu test-hosts test-check test-fuzz test-models test-examples
+.PHONY: test-crash traces pictures gallery curves bench bench-compile bench-run bench-best clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed $(if $(GPU),$(UCX)/installed)
@@ -81,8 +82,9 @@ run: launcher
 	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps $(STEPS) --clip 1 \
 	    --canonical --verify $(if $(GPU),--gpu-messages direct)
 
-test test-examples test-crash: export CUDA_VISIBLE_DEVICES := # test-gpu tests GPUs
-test: launcher
+test test-all test-examples test-crash: export CUDA_VISIBLE_DEVICES := # test-gpu tests GPUs
+test-all: export SCHEDGEN_EXAMPLES := 1
+test test-all: launcher
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-crash: launcher
@@ -90,7 +92,6 @@ test-crash: launcher
 
 test-check: launcher
 	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen -m hypothesis
-	SCHEDGEN_EXAMPLES=1 $(BIN)/python -m pytest tests/mpirun/comm/test_late_device.py
 	$(BIN)/python tests/helpers/fuzz_check.py --count 200000
 
 test-fuzz: venv

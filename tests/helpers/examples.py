@@ -1,10 +1,22 @@
-"""How many random cases a test draws: a quarter of them in `make test`, all in `make test-check`."""
+"""How much the tests try: chosen cases and a quarter of the random ones in `make test`, all in `make test-all`."""
 
 from __future__ import annotations
 
 import os
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
 
 ASKED = int(os.environ.get("SCHEDGEN_EXAMPLES", "0"))
+
+in_test_all = pytest.mark.skipif(not ASKED, reason="a further case of what `make test` tests: make test-all")
+
+
+def further(*cases: T) -> tuple[T, ...]:
+    """The cases if SCHEDGEN_EXAMPLES is set, else none: others of the same kind are tested always."""
+    return cases if ASKED else ()
 
 
 def examples(full: int, as_asked: bool = False) -> int:
