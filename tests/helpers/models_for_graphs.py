@@ -13,6 +13,7 @@ from mpirun import Model
 from mpirun.examples import gpt, mlp
 
 gpt_of_four = partial(gpt.gpt, blocks=2, width=16, heads=4, length=16, sequences=2)  # layers
+mlp_of_four = partial(mlp.mlp, hidden=2, width=32, samples=8)
 
 
 # mlp.tiny with another loss

@@ -21,6 +21,7 @@ from mpirun.engine.capture_check import CaptureCheck
 CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged", "pipedream": "staged", "zb-v": "direct"}
 CASES = cases(CHOSEN)
 STEPS = 5  # one computed normally, two checked, one captured, one replayed
+MLP = "models_for_graphs:mlp_of_four"
 COMPUTE = ("FWD", "RECOMPUTE", "BWD", "BWD_I", "BWD_W")
 
 
@@ -41,7 +42,7 @@ def pairs(inside, text):
         """`runs`: pairs of arguments and the path of messages. Returns the pairs of their results."""
         requests = []
         for arguments, how in runs:
-            arguments = [*arguments, "--text", text, "--steps", STEPS, "--canonical"]
+            arguments = ["--steps", STEPS, *arguments, "--text", text, "--canonical"]
             requests += [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"], "late": how, **requested}]
         results = inside(ranks, requests)
         return list(zip(results[::2], results[1::2], strict=True))
@@ -71,7 +72,7 @@ MODELS = {
     "models_for_tests:dropping": ({"recompute": "all"}, []),
     "models_for_tests:normed": ({"recompute": "all"}, []),
     "models_for_tests:fan": ({"graph": {"stages": 4, "edges": [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]}}, []),
-    "models_for_graphs:gpt_of_four": ({}, ["--accumulate", 2, "--clip", 1]),
+    "models_for_graphs:gpt_of_four": ({}, ["--accumulate", 2, "--clip", 1, "--steps", 3]),
 }
 
 
@@ -79,7 +80,7 @@ MODELS = {
 def modelled(pairs, compiled):
     runs = []
     for model, (options, arguments) in MODELS.items():
-        schedule = compiled("1f1b", stages=4, microbatches=4, **options)
+        schedule = compiled("1f1b", stages=4, microbatches=2, **options)
         runs.append(([schedule, "--model", model, *arguments], "direct"))
     return dict(zip(MODELS, pairs(4, runs), strict=True))
 
@@ -87,10 +88,10 @@ def modelled(pairs, compiled):
 @pytest.mark.parametrize("model", MODELS)
 def test_models_of_all_kinds_are_replayed(modelled, model):
     eager, replayed = modelled[model]
-    again, twice = 3 if "recompute" in MODELS[model][0] else 2, 2 if "--accumulate" in MODELS[model][1] else 1
-    count = again * 4 * 4
+    again, passes = 3 if "recompute" in MODELS[model][0] else 2, 6 if "--accumulate" in MODELS[model][1] else STEPS
+    count = again * 4 * 2
     assert replayed.code == 0, replayed.out
-    assert counts(count, (STEPS * twice - 3) * count) in replayed.out and "computed without" not in replayed.out
+    assert counts(count, (passes - 3) * count) in replayed.out and "computed without" not in replayed.out
     assert replayed.weights == eager.weights
 
 
@@ -112,7 +113,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def refused(pairs, compiled):
-    schedule = compiled("1f1b", stages=4, microbatches=4)
+    schedule = compiled("1f1b", stages=4, microbatches=2)
     runs = [([schedule, "--model", model], "direct") for model in REFUSED]
     return dict(zip(REFUSED, pairs(4, runs, waits=True), strict=True))
 
@@ -122,7 +123,7 @@ def test_a_stage_that_cannot_be_captured_is_computed_as_always_and_named(refused
     eager, replayed = refused[model]
     lines = [f"graphs: stage {line}" for line in REFUSED[model]]
     assert [line for line in replayed.out.splitlines() if "computed without" in line] == lines
-    count = (4 - len(lines)) * 8
+    count = (4 - len(lines)) * 4
     assert counts(count, (STEPS - 3) * count) in replayed.out
     assert replayed.code == 0
     # The late device seeds the generator of the CPU when its kernels run, too late for what the CPU draws.
@@ -134,7 +135,7 @@ def test_a_rank_has_memory_for_the_microbatches_in_flight_and_not_for_all(inside
     runs = []
     for microbatches in (3, 6):
         schedule = compiled("1f1b", stages=2, microbatches=microbatches)
-        arguments = [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 4, "--graphs"]
+        arguments = [schedule, "--model", MLP, "--text", text, "--steps", 4, "--graphs"]
         runs.append({"arguments": arguments, "late": "direct"})
     few, many = (
         [int(size) for size in run.out.splitlines()[-1].removeprefix("pool: ").split()] for run in inside(2, runs)
@@ -144,11 +145,11 @@ def test_a_rank_has_memory_for_the_microbatches_in_flight_and_not_for_all(inside
 
 # Faults of graphs (helpers/programs/broken_graphs.py), and a model that shows each.
 BREAKS = {
-    "what a graph reads is taken to stay where it was": "mpirun.examples.mlp:tiny",
-    "what a graph reads is filled in deterministic mode": "mpirun.examples.mlp:tiny",
-    "what a graph reads is not copied": "mpirun.examples.mlp:tiny",
+    "what a graph reads is taken to stay where it was": MLP,
+    "what a graph reads is filled in deterministic mode": MLP,
+    "what a graph reads is not copied": MLP,
     "layers draw in every step what they drew in the first": "models_for_tests:dropping",
-    "what a graph gives does not hold its memory": "mpirun.examples.mlp:tiny",
+    "what a graph gives does not hold its memory": MLP,
     "nobody looks at operations": "models_for_graphs:counts_forwards",
 }
 
@@ -194,18 +195,18 @@ from unittest import mock
 import torch
 from late_device import Late
 import mpirun
+from models_for_graphs import mlp_of_four
 from mpirun.engine.interpreter import Interpreter
-from mpirun.examples import mlp
 device, passes, execute = Late(direct=True, words=True), [], Interpreter.execute
 def noted(self):
     passes.append(device.words is not None)
     execute(self)
-tokens = torch.randint(256, (32, 17), generator=torch.Generator().manual_seed(0))
+tokens = torch.randint(256, (16, 17), generator=torch.Generator().manual_seed(0))
 with mock.patch("mpirun.engine.host.choose_device", lambda *_: device), device.working():
     with mock.patch.object(Interpreter, "execute", noted):
         graphs, accumulate = sys.argv[1] == "graphs", int(sys.argv[2])
-        options = {"stages": 2, "microbatches": 4, "graphs": graphs, "accumulate": accumulate}
-        with mpirun.Engine("1f1b", mlp.tiny(2), **options) as run:
+        options = {"stages": 2, "microbatches": 2, "graphs": graphs, "accumulate": accumulate}
+        with mpirun.Engine("1f1b", mlp_of_four(2), **options) as run:
             for batch in run.loader([(row[:-1], row[-1]) for row in tokens], microbatch_size=1):
                 run.step(batch)
 sys.stdout.write(" ".join(map(str, passes)) + "\\n")
@@ -256,8 +257,8 @@ import torch
 from late_device import Late
 from mpi4py import MPI
 import mpirun
+from models_for_graphs import mlp_of_four
 from mpirun.engine.stage import LocalStage
-from mpirun.examples import mlp
 scheme, graphs, words = sys.argv[1], "graphs" in sys.argv[2], "words" in sys.argv[2]
 device, forward = Late(direct=True, words=words), LocalStage.forward
 def launched(self, *arguments, **more):
@@ -267,7 +268,7 @@ tokens = torch.randint(256, (35, 17), generator=torch.Generator().manual_seed(0)
 data = [(row[:-1], row[-1]) for row in tokens]
 choose = mock.patch("mpirun.engine.host.choose_device", lambda *_: device)
 with choose, mock.patch.object(LocalStage, "forward", launched), device.working():
-    with mpirun.Engine(scheme, mlp.tiny(2), stages=2, microbatches=4, canonical=True, graphs=graphs) as run:
+    with mpirun.Engine(scheme, mlp_of_four(2), stages=2, microbatches=4, canonical=True, graphs=graphs) as run:
         loader = run.loader(data, microbatch_size=2, shuffle=True)
         losses = [run.step(batch).loss for batch in itertools.islice(itertools.chain(loader, loader), 6)]
         owned = [part for stage in run.session.interpreter.stages.values() for part in stage.owned.values()]
