@@ -9,6 +9,7 @@ import json
 import time
 
 import pytest
+from examples import further
 from golden_cases import MODEL, cases, schedule
 
 # One of each way to send, to split, to add up and to update.
@@ -37,7 +38,7 @@ def test_a_late_device_changes_no_bit(trained, name, how):
 
 def test_a_run_on_a_late_device_is_verified_saved_traced_and_goes_on(inside, compiled, text, tmp_path):
     """With dropout, and recomputed forwards."""
-    schedule = compiled("1f1b", stages=4, microbatches=4, recompute="all")
+    schedule = compiled("1f1b", stages=4, microbatches=2, recompute="all")
     arguments = [schedule, "--model", "models_for_tests:dropping", "--text", text, "--canonical"]
     verify = ["--verify", "--trace", tmp_path / "trace.json", "--save", tmp_path / "saved"]
     resume = ["--resume", tmp_path / "saved", "--steps", 2]
@@ -67,7 +68,7 @@ def test_a_planned_place_has_one_of_the_host_s_however_many_messages_arrive_in_i
 
 
 def test_a_late_device_is_profiled(inside, text, tmp_path):
-    options = ["--model", "mpirun.examples.mlp:tiny", "--stages", 2, "--text", text, "--steps", 1]
+    options = ["--model", "models_for_graphs:mlp_of_four", "--stages", 2, "--text", text, "--steps", 1]
     (run,) = inside(2, [{"arguments": ["profile", *options, "-o", tmp_path / "profile.json"], "late": "staged"}])
     profile = json.loads((tmp_path / "profile.json").read_text())
     assert run.code == 0 and profile["alpha"] > 0
@@ -184,21 +185,29 @@ def test_a_sum_goes_on_while_the_launching_thread_does_something_else(scripts, h
 # Faults in the order of transfers and kernels (helpers/programs/broken_order.py), and the path of messages with each.
 BREAKS = [
     ("no marks", "direct"),
-    ("no marks", "staged"),
-    ("a place is received into while kernels read it", "direct"),
     ("a place is received into while kernels read it", "staged"),
     ("a copy to the host waits for no kernel", "staged"),
     ("a kernel waits for no copy from the host", "staged"),
     ("copies in another stream than their marks", "staged"),
     ("what is received is used before it has come", "direct"),
-    ("what is received is used before it has come", "staged"),
+    *further(
+        ("no marks", "staged"),
+        ("a place is received into while kernels read it", "direct"),
+        ("what is received is used before it has come", "staged"),
+    ),
 ]
 SUM = "a sum is used before its copies from the host"
 Case = tuple[str, str | None, str | None]  # a scheme, a fault or None, the path of messages or None: on the CPU
 # Gpipe receives gradients into a place whose last ones may not have been read yet; ddp sums gradients; a split stage
 # sums activations. Unless messages are staged in host memory, all kernels of a sum have run before its messages leave.
-IN_ORDER: list[Case] = [(scheme, None, how) for scheme in ("gpipe", "ddp") for how in (None, "direct", "staged")]
-IN_ORDER += [("1f1b-tensor", None, how) for how in (None, "staged")]
+IN_ORDER: list[Case] = [("gpipe", None, how) for how in (None, "direct", "staged")]
+IN_ORDER += [(scheme, None, how) for scheme in ("ddp", "1f1b-tensor") for how in (None, "staged")]
+IN_ORDER += further(("ddp", None, "direct"))
+ONE_THREAD = (
+    ("gpipe", "direct"),
+    ("ddp", "staged"),
+    *further(("gpipe", "staged"), ("ddp", "direct"), ("1f1b-tensor", "staged")),
+)
 BROKEN: list[Case] = [*(("gpipe", *how) for how in BREAKS), ("1f1b-tensor", SUM, "staged")]
 
 
@@ -238,10 +247,9 @@ def test_in_order_all_is_well(ended, case):
 
 
 def test_in_order_all_is_well_where_mpi_lets_one_thread_in(in_one_launch, arguments, ended):
-    cases = [case for case in IN_ORDER if case[2]]
-    runs = [{"arguments": arguments[scheme], "late": how} for scheme, _, how in cases]
+    runs = [{"arguments": arguments[scheme], "late": how} for scheme, how in ONE_THREAD]
     results = in_one_launch(2, runs, env={"MPI4PY_RC_THREAD_LEVEL": "serialized"})
-    assert [(code, weights) for code, _, weights in results] == [ended[case[0], None, None] for case in cases]
+    assert [(code, weights) for code, _, weights in results] == [ended[scheme, None, None] for scheme, _ in ONE_THREAD]
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=", ".join)
