@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from examples import further
 from golden_cases import MODEL, schedule
 
 # One of each way to send, to add up and to update.
-NAMES = ("1f1b-tensor", "1f1b-tied", "ddp", "fsdp-sharded", "fslpp", "lpp", "pipedream", "zb-v")
+NAMES = ("1f1b-tensor", "1f1b-tied", "ddp", "fsdp-sharded", "fslpp", "pipedream", "zb-v", *further("lpp"))
 CALLS = ("hooks", "thread")  # taken in turns
 
 
