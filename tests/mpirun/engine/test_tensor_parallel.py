@@ -104,8 +104,9 @@ def test_it_gives_the_bits_of_one_process_that_adds_up_shards_in_their_order(ver
     assert code == 0 and "verify: passed: every bit of " in out, out
 
 
-def test_late_devices_and_late_messages_change_no_bit(inside, schedules, text):
-    arguments = [schedules["a split backward"], "--model", GPT, "--text", text, "--steps", 2]
+def test_late_devices_and_late_messages_change_no_bit(inside, compiled, text):
+    scheme, sizes, _ = CASES["a split backward"]
+    arguments = [compiled(scheme, microbatches=2, **sizes), "--model", GPT, "--text", text, "--steps", 2]
     ended = inside(4, [{"arguments": arguments, **run} for run in ({}, {"late": "staged", "delay": 1})])
     assert [run.code for run in ended] == [0, 0] and len({run.weights for run in ended}) == 1
 
@@ -191,10 +192,13 @@ def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
     assert (1, "down.bias") not in gradients
 
 
-def test_a_checkpoint_goes_on_under_another_number_of_shards(several, schedules, compiled, text, tmp_path):
+def test_a_checkpoint_goes_on_under_another_number_of_shards(several, compiled, text, tmp_path):
     """4 shards, then 2, then none; and back."""
-    none = compiled("1f1b", stages=4, microbatches=4, graph={"stages": 8})
-    two, four = schedules["2 shards and 2 pipeline stages"], schedules["4 shards"]
+    none = compiled("1f1b", stages=4, microbatches=2, graph={"stages": 8})
+    four, two = (
+        compiled(scheme, microbatches=2, **sizes)
+        for scheme, sizes, _ in (CASES["4 shards"], CASES["2 shards and 2 pipeline stages"])
+    )
     common = ["--model", GPT, "--text", text, "--clip", 1]
     runs = [[four, *common, "--steps", 5]]
     for step, schedule in enumerate((four, two, none, two, four), start=1):
