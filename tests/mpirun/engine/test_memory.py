@@ -12,12 +12,17 @@ import json
 import re
 
 import pytest
+from examples import further
 
 from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
-NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", "interleaved-1f1b", "zb-v")
-PARTS = {"fsdp": 4, "zb-h1": 4, "gpipe": 3}  # schemes, and the number of weight shards of their stages
+NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", *further("interleaved-1f1b", "zb-v"))  # the last two: 8 stages
+PARTS = {
+    "zb-h1": 4,
+    "gpipe": 3,
+    **dict(further(("fsdp", 4))),
+}  # schemes, and the number of weight shards of their stages
 OTHERS = ("1f1b, recompute", "fsdp, one slot", "gpipe, prefetch 3", *(f"{scheme}, parts" for scheme in PARTS))
 
 
@@ -25,7 +30,7 @@ OTHERS = ("1f1b, recompute", "fsdp, one slot", "gpipe, prefetch 3", *(f"{scheme}
 def schedules(traces, compiled):
     """Golden schedules, and others that recompute, hold one weight copy at a time, or have weight shards."""
     paths = {name: traces / f"{name}.json" for name in NAMES}
-    sizes = {"workers": 4, "stages": 4, "microbatches": 8}
+    sizes = {"workers": 4, "stages": 4, "microbatches": 4}
     paths["1f1b, recompute"] = compiled("1f1b", **sizes, recompute="all")
     paths["fsdp, one slot"] = compiled("fsdp", **sizes, weight_slots=1)
     paths["gpipe, prefetch 3"] = compiled("gpipe", **sizes, prefetch=3)
@@ -50,7 +55,7 @@ def measured(several, schedules, text):
 def predicted(several, schedules, text, tmp_path_factory):
     """By schedule: the peak bytes of every rank, as stats predicts them."""
     folder = tmp_path_factory.mktemp("profiles")
-    files = {stages: folder / f"{stages}.json" for stages in (4, 8)}
+    files = {stages: folder / f"{stages}.json" for stages in (4, *further(8))}
     runs = [
         ["profile", "--model", MLP, "--text", text, "--stages", stages, "--steps", 1, "-o", name]
         for stages, name in files.items()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,8 +31,8 @@ from schedgen.util.errors import UsageError
 
 def test_whether_rates_are_the_same_is_told_of_as_many_ranks_as_there_may_be():
     """Their numbers are added in floats, one after the other."""
-    rates = np.random.default_rng(0).random(100)
-    for rate, other in zip(rates, rates[::-1], strict=True):
+    rates = np.random.default_rng(0).random(examples(100))
+    for rate, other in zip(rates, np.roll(rates, 1), strict=True):
         columns = [np.full(MOST_WORKERS, number, float) for number in numbers_for_equality(rate)]
         assert are_equal(*(np.cumsum(column)[-1] for column in columns))
         for column, number in zip(columns, numbers_for_equality(other), strict=True):
