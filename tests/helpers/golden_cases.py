@@ -30,12 +30,12 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 
-def schedule(name: str, compiled: Callable[..., Path]) -> Path:
-    """The golden schedule with SCHEDGEN_EXAMPLES; else one that is compiled for 4 microbatches."""
+def schedule(name: str, compiled: Callable[..., Path], microbatches: int = 4) -> Path:
+    """The golden schedule with SCHEDGEN_EXAMPLES; else one that is compiled for so many microbatches."""
     if ASKED:
         return ROOT / "traces" / f"{name}.json"
     scheme = name.removesuffix("-tensor").removesuffix("-tied").removesuffix("-sharded")
-    return compiled(scheme, microbatches=4, workers=4, **SIZES[name])
+    return compiled(scheme, microbatches=microbatches, workers=4, **SIZES[name])
 
 
 def cases(chosen: Mapping[str, str]) -> list[tuple[str, str]]:

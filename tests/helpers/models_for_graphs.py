@@ -6,14 +6,20 @@ import itertools
 from functools import partial
 
 import torch.nn.functional as nnf
-from models_for_tests import WIDTH, with_stage
+from models_for_tests import WIDTH, dropping_layers, with_stage
 from torch import Tensor
 
-from mpirun import Model
+from mpirun import Model, split_layers
 from mpirun.examples import gpt, mlp
 
 gpt_of_four = partial(gpt.gpt, blocks=2, width=16, heads=4, length=16, sequences=2)  # layers
 mlp_of_four = partial(mlp.mlp, hidden=2, width=32, samples=8)
+
+
+def dropping_of_four(stages: int) -> Model:
+    layers = dropping_layers()
+    chosen = {name: layers[name] for name in ("embedding", "layer0", "layer2", "score")}
+    return mlp.tiny(1)._replace(stages=split_layers(chosen, stages))
 
 
 # mlp.tiny with another loss
