@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 GPT, SMALL = "mpirun.examples.gpt:tiny", "models_for_tests:gpt_tiny"
-STEPS = 20
+STEPS = 10
 AGAIN = ("1f1b", "fslpp", "lpp")  # ranks send activations; and add gradients; and sum them over owners
 
 
