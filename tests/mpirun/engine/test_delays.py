@@ -7,7 +7,7 @@ from examples import further
 from golden_cases import MODEL, schedule
 
 # One of each way to send, to add up and to update.
-NAMES = ("1f1b-tensor", "1f1b-tied", "ddp", "fsdp-sharded", "fslpp", "pipedream", "zb-v", *further("lpp"))
+NAMES = ("1f1b-tensor", "1f1b-tied", "ddp", "fsdp-sharded", "pipedream", "zb-v", *further("fslpp", "lpp"))
 CALLS = ("hooks", "thread")  # taken in turns
 
 

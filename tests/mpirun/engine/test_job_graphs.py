@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 import torch
+from examples import further
 from golden_cases import MODEL, cases, schedule
 
 from mpirun.comm.device import Device
@@ -101,14 +102,19 @@ REFUSED = {
         "1 is computed without a graph: FWD: its operations change from one time to the next",
         "3 is computed without a graph: FWD: aten._local_scalar_dense.default makes the host wait for values",
     ],
-    "models_for_graphs:remembers_and_counts_values": [
-        "1 is computed without a graph: FWD: its operations change from one time to the next",
-        "3 is computed without a graph: FWD: aten.nonzero.default makes the host wait for values",
-    ],
     "models_for_tests:dropping_by_host": [
         "1 is computed without a graph: FWD: aten.rand.default is computed on the host, or from host memory"
     ],
 }
+REFUSED |= further(
+    (
+        "models_for_graphs:remembers_and_counts_values",
+        [
+            "1 is computed without a graph: FWD: its operations change from one time to the next",
+            "3 is computed without a graph: FWD: aten.nonzero.default makes the host wait for values",
+        ],
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +152,12 @@ def test_a_rank_has_memory_for_the_microbatches_in_flight_and_not_for_all(inside
 # Faults of graphs (helpers/programs/broken_graphs.py), and a model that shows each.
 BREAKS = {
     "what a graph reads is taken to stay where it was": MLP,
-    "what a graph reads is filled in deterministic mode": MLP,
     "what a graph reads is not copied": MLP,
     "layers draw in every step what they drew in the first": "models_for_graphs:dropping_of_four",
     "what a graph gives does not hold its memory": MLP,
     "nobody looks at operations": "models_for_graphs:counts_forwards",
 }
+BREAKS |= further(("what a graph reads is filled in deterministic mode", MLP))
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +286,7 @@ with choose, mock.patch.object(LocalStage, "forward", launched), device.working(
 """
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "ddp"])
+@pytest.mark.parametrize("scheme", ["1f1b", *further("ddp")])
 def test_microbatches_that_fit_no_graph_are_computed_as_always(scripts, scheme):
     """So are all of the last stage in a padded step, whose samples have another weight; the others are replayed.
 

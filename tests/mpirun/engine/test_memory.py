@@ -18,11 +18,8 @@ from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
 NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", *further("interleaved-1f1b", "zb-v"))  # the last two: 8 stages
-PARTS = {
-    "zb-h1": 4,
-    "gpipe": 3,
-    **dict(further(("fsdp", 4))),
-}  # schemes, and the number of weight shards of their stages
+# Schemes, and the number of weight shards of their stages.
+PARTS = {"zb-h1": 4, **dict(further(("fsdp", 4), ("gpipe", 3)))}
 OTHERS = ("1f1b, recompute", "fsdp, one slot", "gpipe, prefetch 3", *(f"{scheme}, parts" for scheme in PARTS))
 
 

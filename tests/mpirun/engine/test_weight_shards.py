@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import further
 from run_results import DEPTH_FIRST, GPT, MLP, differences, same, weights
 from torch.nn.functional import mse_loss
 
@@ -78,9 +79,9 @@ def test_late_devices_and_late_messages_change_no_bit(inside, compiled, text):
     options = {"groups": 2, "shards": 3, "fan_out": 1, "weight_slots": 1}
     schedule = compiled("fslpp", stages=4, workers=4, microbatches=4, **options)
     arguments = [schedule, "--model", MLP, "--text", text, "--steps", 2, "--clip", 1, "--canonical"]
-    runs: list[dict[str, Any]] = [{}, {"delay": 1}, {"late": "direct"}, {"late": "staged", "delay": 2}]
+    runs: list[dict[str, Any]] = [{}, {"late": "direct"}, {"late": "staged", "delay": 2}, *further({"delay": 1})]
     ended = inside(4, [{"arguments": arguments, **run} for run in runs])
-    assert [run.code for run in ended] == [0] * 4 and len({run.weights for run in ended}) == 1
+    assert [run.code for run in ended] == [0] * len(runs) and len({run.weights for run in ended}) == 1
 
 
 @pytest.fixture(scope="module")

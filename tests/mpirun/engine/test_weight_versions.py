@@ -25,7 +25,6 @@ LATE = tuple(name for name in UPDATES if name != "flush")
 # Replicas of each stage, when weights change, model, options of compile, options of mpirun
 CASES = {
     "three and one": ("3,1", "stash", GPT, {}, ["--optimizer", "sgd", "--momentum", 0.9]),
-    "three and one, vertical": ("3,1", "vertical", DROPPING, {}, []),
     "one and three": ("1,3", "vertical", GPT, {}, []),
     "the last update has one gradient": ("2,2", "vertical", GPT, {"microbatches": 7}, []),
     "activations computed again": ("1,1,1,1", "stash", DROPPING, {"recompute": "all"}, []),
@@ -36,7 +35,10 @@ CASES = {
     "a backward that computes again": ("1,1,1,1", "stash", "models_for_tests:checkpointed", {}, []),
     "warm-up and cosine": ("2,1,1", "stash", GPT, {}, ["--warmup", 1, "--lr-schedule", "cosine", "--steps", 3]),
 }
-CASES |= further(("two and two", ("2,2", "stash", DROPPING, {}, [])))
+CASES |= further(
+    ("three and one, vertical", ("3,1", "vertical", DROPPING, {}, [])),
+    ("two and two", ("2,2", "stash", DROPPING, {}, [])),
+)
 
 
 @pytest.fixture(scope="module")
