@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import mpiexec
+from processes import ROOT, mpiexec
 from warm_ranks import IN_THE_WAY
 from warm_servers import PROGRAM, WarmServers
 
@@ -65,7 +65,7 @@ def start_servers(config: pytest.Config, ask: bool) -> None:
     """
     folder = tempfile.TemporaryDirectory()
     os.environ[WARM] = folder.name
-    environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # not the installed packages, which may be another checkout's
     servers = WarmServers(Path(folder.name), [environment, environment])
     if ask:
         servers.wait()
