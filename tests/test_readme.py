@@ -25,7 +25,7 @@ Place = tuple[Path, dict[str, str]]  # a folder and an environment
 TRAIN = "mpiexec -n 4 python -m "
 # Options that shorten commands: one golden schedule of each kind, as test_traces.py compiles all; one epoch, not three.
 MORE = {
-    "make run": " STEPS=4",
+    "make run": " STEPS=2",
     "make traces": " GOLDEN='lpp-g4 zb-v 1f1b-tied 1f1b-rr fsdp-sharded 1f1b-tensor' BIN=build/tools",
     f"{TRAIN}mpirun.examples.digits zb-h1.json": " 1",
     f"{TRAIN}mpirun profile --model mpirun.examples.gpt:tiny --stages 4 --output profile.json": " --steps 1",

@@ -6,6 +6,7 @@ import json
 import random
 
 import numpy as np
+from examples import ASKED
 
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.stage_graph import chain
@@ -64,7 +65,7 @@ def test_a_message_has_the_bytes_that_go_along_its_edge():
 def test_bounds_rule_out_no_schedule_of_a_graph():
     """Pruned candidates are no better than those found, also with skip connections and ties."""
     left_out = 0
-    for seed in range(4):
+    for seed in range(4 if ASKED else 2):
         chance = random.Random(seed)
         edges = {*chain(7)} | {tuple(sorted(chance.sample(range(7), 2))) for _ in range(4)}
         apart = tuple(s for s in range(6) if sum(p == s for p, _ in edges) > 1 and chance.random() < 0.5)

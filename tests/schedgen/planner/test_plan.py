@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import further
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -92,11 +93,15 @@ def test_a_worker_gets_no_layers_where_that_is_faster():
 @pytest.mark.parametrize(
     ("split", "limit", "sizes"),
     [
-        (False, np.inf, {}),
-        (True, 1.2e8, {}),
-        (False, np.inf, {"alpha": 1, "activation": np.zeros(8), "weight": np.zeros(8)}),
+        pytest.param(True, 1.2e8, {}, id="limit"),
+        pytest.param(
+            False,
+            np.inf,
+            {"alpha": 1, "activation": np.zeros(8), "weight": np.zeros(8)},
+            id="messages without bytes",
+        ),
+        *further(pytest.param(False, np.inf, {}, id="no limit")),
     ],
-    ids=["no limit", "limit", "messages without bytes"],
 )
 def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes):
     """Messages without bytes take no time, whatever alpha is."""

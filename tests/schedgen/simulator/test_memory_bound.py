@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from examples import ASKED
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
@@ -16,7 +17,7 @@ from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 
 PLACEMENTS = {"zb-h1": 1, "zb-v": 2, "looped-bfs": 2, "chimera": 1}  # stages a worker: chain, V, loop, both directions
-PROBLEMS = 50  # of each placement
+PROBLEMS = 50 if ASKED else 20  # of each placement
 
 
 def random_problem(name, draw):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from examples import further
 
 from schedgen.ir.file import parse
 from schedgen.planner.order_search.found_order import Question
@@ -22,8 +23,14 @@ def graph(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("name", ["1f1b", "zb-h2"])
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        *(("zb-h2", limits) for limits in LIMITS),
+        *(("1f1b", limits) for limits in LIMITS if "--recompute" not in limits),
+        *further(*(("1f1b", limits) for limits in LIMITS if "--recompute" in limits)),
+    ],
+)
 def test_the_schedule_has_what_the_graph_says(name, limits, graph, run, tmp_path):
     """Also where a built-in scheme is as good as any order."""
     out = tmp_path / "found.json"

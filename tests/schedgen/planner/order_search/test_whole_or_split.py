@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from examples import further
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -48,7 +49,10 @@ def both(scheme, sizes, cost, machine=Machine(), limits=Limits(), budget=10):  #
     return search_whole_or_split(Question(load(scheme, sizes), sizes, cost, machine, limits), budget)
 
 
-@pytest.mark.parametrize("name", CASES)
+OTHERS = ("1F1B's memory", "interleaved")  # the limit of both "bytes" and "halves"; stages as in the chain
+
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in OTHERS), *further(*OTHERS)])
 def test_both_in_one_order_take_no_longer_than_either_alone(name):
     scheme, sizes, cost, machine, limits, value = CASES[name]
     best = both(scheme, sizes, cost, machine, limits, 30 if value else 3)
@@ -67,7 +71,7 @@ def test_both_in_one_order_take_no_longer_than_either_alone(name):
         assert machine.alpha or max(bounds.values()) <= run.end.max() * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("whole", [4, 5, 6])
+@pytest.mark.parametrize("whole", [4, 6, *further(5)])
 @pytest.mark.parametrize("limit", [1, 2])
 def test_all_orders_and_choices_of_a_small_problem(whole, limit):
     """2 workers, 2 microbatches: 5 sequences a worker that jobs allow, and each of 4 backwards whole or split."""

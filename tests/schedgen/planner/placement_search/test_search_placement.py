@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from examples import further
 
 from schedgen.checker import check
 from schedgen.ir.file import parse
@@ -41,11 +42,13 @@ def placements(stages, workers):
 CASES = [
     (HALVES, (3, 1, 1, 4), Limits(), Machine()),
     (HALVES, (1, 5, 1, 2), Limits("window"), Machine(alpha=0.5)),
-    (WHOLE, (4, 1, 2, 2), Limits(saved=4), Machine(alpha=0.25)),
     (WHOLE, (1, 1, 6, 2), Limits(bytes=20), Machine(alpha=0.25)),
     (HALVES, (1, 1, 1, 1), Limits("window", saved=4), Machine()),
     (BOTH, (3, 1, 1, 4), Limits(), Machine(alpha=0.25)),
-    (BOTH, (1, 4, 2, 2), Limits(saved=4), Machine()),
+    *further(
+        (WHOLE, (4, 1, 2, 2), Limits(saved=4), Machine(alpha=0.25)),
+        (BOTH, (1, 4, 2, 2), Limits(saved=4), Machine()),
+    ),
 ]
 
 
@@ -85,7 +88,13 @@ def test_heavy_ends_have_workers_of_their_own():
 
 @pytest.mark.parametrize(
     ("stages", "workers", "several"),
-    [(8, 4, [False, False]), (4, 4, [False, True]), (6, 4, [False]), (3, 5, []), (16, 4, [False, False])],
+    [
+        (8, 4, [False, False]),
+        (4, 4, [False, True]),
+        (6, 4, [False]),
+        (3, 5, []),
+        *further((16, 4, [False, False])),
+    ],
 )
 def test_no_family_is_better_with_as_much_work(stages, workers, several):
     """Of 8 stages on 4 workers: round the workers, and a V; of 4 a chain and Chimera's; of 16 rounds and waves."""
@@ -101,7 +110,7 @@ def test_no_family_is_better_with_as_much_work(stages, workers, several):
     check(best.program)
 
 
-@pytest.mark.parametrize("limits", [Limits(), Limits("window"), Limits(saved=5), Limits("window", saved=4)])
+@pytest.mark.parametrize("limits", [Limits(), Limits("window", saved=4), *further(Limits("window"), Limits(saved=5))])
 def test_the_bound_of_many_stages_holds_for_those_of_few(limits, monkeypatch):
     """It is no more than that of all partitions, and there are two workers that reach the bound of all partitions."""
     sizes, cost = Sizes(6, 6, 3), costs(WHOLE, 3, 1, 4, 1, 2, 2)
