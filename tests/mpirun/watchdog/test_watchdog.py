@@ -15,6 +15,8 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -116,24 +118,55 @@ class Host:
         self.watchdog.stderr.close()
 
 
-@pytest.fixture
-def hosts():
-    """Two hosts with two ranks each. `limit`: the seconds for which nothing may move."""
-    made = []
+class Hosts:
+    """Makes two hosts with two ranks each: `hosts(limit)`, the seconds for which nothing may move."""
 
-    def hosts(limit: float) -> list[Host]:
+    def __init__(self) -> None:
+        """None yet."""
+        self.made: list[Host] = []
+
+    def __call__(self, limit: float) -> list[Host]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            made.append(Host("a", [0, 1], limit, server, 0))
-            made.append(Host("b", [2, 3], limit, None, port))
+            self.made.append(Host("a", [0, 1], limit, server, 0))
+            self.made.append(Host("b", [2, 3], limit, None, port))
         time.sleep(2 * REPORT)  # until they know each other
-        return made
-
-    yield hosts
-    for one in made:
-        one.kill()
+        return self.made
 
 
+Scenario = Callable[[Hosts], None]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(test: Scenario) -> Scenario:
+    """A test that mostly waits: `found` executes all of them at once, and this one ends as it did there."""
+    SCENARIOS[test.__name__] = test
+
+    def ends_as_it_did(found: dict[str, Future[None]], request: pytest.FixtureRequest) -> None:
+        found[request.node.name].result()
+
+    ends_as_it_did.__name__, ends_as_it_did.__doc__ = test.__name__, test.__doc__
+    return ends_as_it_did
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
+    """By name, how the scenarios that are selected end, each with hosts of its own."""
+
+    def execute(item: pytest.Function) -> None:
+        hosts = Hosts()
+        try:
+            SCENARIOS[item.name](hosts)
+        finally:
+            for one in hosts.made:
+                one.kill()
+
+    selected = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
+    with ThreadPoolExecutor(len(selected)) as pool:
+        yield {item.name: pool.submit(execute, item) for item in selected}
+
+
+@scenario
 def test_a_hang_is_explained_for_all_hosts_by_the_first(hosts):
     a, b = hosts(limit=4)
     a.show(0, TRAINING, 4, 2, 2)
@@ -150,6 +183,7 @@ def test_a_hang_is_explained_for_all_hosts_by_the_first(hosts):
     assert b.ended(10) == ""
 
 
+@scenario
 def test_as_long_as_one_rank_anywhere_moves_it_is_no_hang(hosts):
     a, b = hosts(limit=2)
     for step in range(35):
@@ -159,6 +193,7 @@ def test_as_long_as_one_rank_anywhere_moves_it_is_no_hang(hosts):
     assert a.ended(20).startswith("mpirun: nothing has moved for 2 s: ")
 
 
+@scenario
 def test_a_rank_that_dies_is_explained_by_the_first_host_and_the_others_are_ended(hosts):
     a, b = hosts(limit=100)
     b.show(0, TRAINING, 4, 1, 0)
@@ -170,6 +205,7 @@ def test_a_rank_that_dies_is_explained_by_the_first_host_and_the_others_are_ende
     assert (a.ended(10), b.ended(10)) == (expected, "")
 
 
+@scenario
 def test_a_rank_that_speaks_itself_is_not_spoken_for(hosts):
     a, b = hosts(limit=100)
     b.show(1, FAILED, 4, 1, NOTHING)
@@ -179,6 +215,7 @@ def test_a_rank_that_speaks_itself_is_not_spoken_for(hosts):
     assert (a.ended(10), b.ended(10)) == ("", "")
 
 
+@scenario
 def test_a_host_that_cannot_be_reached_ends_the_run_on_both_sides(hosts):
     """Emulated by a stopped watchdog, which answers as little as one behind a cut cable."""
     a, b = hosts(limit=3)
@@ -194,6 +231,7 @@ def test_a_host_that_cannot_be_reached_ends_the_run_on_both_sides(hosts):
     b.ended(20)
 
 
+@scenario
 def test_time_in_which_all_are_suspended_does_not_count(hosts):
     """As by Slurm, for another job."""
     a, b = hosts(limit=4)
@@ -210,6 +248,7 @@ def test_time_in_which_all_are_suspended_does_not_count(hosts):
     assert a.ended(20).startswith("mpirun: nothing has moved for 4 s: ")
 
 
+@scenario
 def test_ranks_that_are_done_leave_in_peace(hosts):
     a, b = hosts(limit=100)
     for host in (a, b):
@@ -220,6 +259,7 @@ def test_ranks_that_are_done_leave_in_peace(hosts):
     assert (a.ended(10), b.ended(10)) == ("", "")
 
 
+@scenario
 def test_strangers_and_rubbish_do_no_harm(hosts):
     a, b = hosts(limit=100)
     for rubbish in (
@@ -236,6 +276,7 @@ def test_strangers_and_rubbish_do_no_harm(hosts):
     assert all(one.poll() is None for one in (a.watchdog, b.watchdog, *a.ranks, *b.ranks))
 
 
+@scenario
 def test_a_connection_that_cannot_be_taken_does_no_harm(hosts):
     a, b = hosts(limit=4)
     before = resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE)
@@ -246,17 +287,17 @@ def test_a_connection_that_cannot_be_taken_does_no_harm(hosts):
     assert a.ended(20).startswith("mpirun: nothing has moved for 4 s: ")
 
 
-@pytest.mark.parametrize("ranks", [[0], [0, 1]])
-def test_all_ranks_may_do_something_else_between_two_calls(ranks):
+@scenario
+def test_all_ranks_may_do_something_else_between_two_calls(hosts):
     """As in a notebook, or with another Engine; but while a rank is in a call, the time limit holds."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        host = Host("a", ranks, 1, server, 0)
-    try:
+    for ranks in ([0], [0, 1]):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            hosts.made.append(Host("a", ranks, 1, server, 0))
         for rank in ranks:
-            host.words[rank * WORDS + IN_SCRIPT] = True
+            hosts.made[-1].words[rank * WORDS + IN_SCRIPT] = True
+    for host in hosts.made:
         with pytest.raises(subprocess.TimeoutExpired):
             host.ended(3)
+    for host in hosts.made:
         host.words[IN_SCRIPT] = False
         assert "nothing has moved for 1 s: no rank shows what it waits for" in host.ended(10)
-    finally:
-        host.kill()
