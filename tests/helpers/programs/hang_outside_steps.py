@@ -1,4 +1,4 @@
-"""An Engine on three ranks, the second of which hangs: `hang_outside_steps.py METHOD TIMEOUT DIRECTORY`.
+"""An Engine on two ranks or more, the second of which hangs: `hang_outside_steps.py METHOD TIMEOUT DIRECTORY`.
 
 evaluate      it computes for ever
 save, export  it sleeps where it should write a file
@@ -39,8 +39,8 @@ if MPI.COMM_WORLD.rank == 1:
     disk_format.write_file = export.save_tensors = sleep
 torch.manual_seed(0)
 batch = torch.randn(8, 4), torch.randn(8, 4)
-blocks = [Block(4, 4) for _ in range(3)]
-run = mpirun.Engine("1f1b", blocks, loss=mse_loss, stages=3, microbatches=4, timeout=float(TIMEOUT))
+blocks = [Block(4, 4) for _ in range(MPI.COMM_WORLD.size)]
+run = mpirun.Engine("1f1b", blocks, loss=mse_loss, microbatches=4, timeout=float(TIMEOUT))
 run.step(batch)
 {
     "evaluate": lambda: run.evaluate([batch]),

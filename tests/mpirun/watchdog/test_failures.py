@@ -8,10 +8,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from examples import further
 
 from schedgen.cli.main import main as schedgen
 
@@ -144,7 +146,7 @@ def explained(result: object, ranks: int) -> tuple[str, list[re.Match[str]]]:
 def stopped(launch, traces, text, tmp_path_factory) -> Failure:
     note = tmp_path_factory.mktemp("trouble") / "at"
     command = [traces / "1f1b.json", "--model", "models_for_tests:stopped_in_stage", "--text", text, "--steps", 5]
-    result = launch(4, *command, "--timeout", LIMIT, env={"TROUBLE_AT": str(note), "COLD_RANKS": "1"})
+    result = launch(4, *command, "--timeout", LIMIT, env={"TROUBLE_AT": str(note)})
     return Failure("stopped", result, result.ended - float(note.read_text()))
 
 
@@ -160,36 +162,52 @@ def test_a_rank_that_stops_answering_is_named(stopped, traces, left_behind):
     assert left_behind(stopped.result) == []
 
 
-def test_a_message_that_is_never_sent_is_named(launch, traces, text):
+METHODS = {"evaluate": "computing", **dict(further(("save", "asleep"))), "export": "asleep"}
+
+
+@pytest.fixture(scope="module")
+def hangs(launch, compiled, traces, text, tmp_path_factory) -> dict[str, object]:
+    """Launches in which nothing moves, by name: all at once, for they mostly wait."""
+    circle = compiled("gpipe", stages=2, microbatches=1, workers=2)
+    lines = circle.read_text().splitlines()
+    send, bwd = '   {"op": "SEND", "buf": "x.0.0", "to": 1},', '   {"op": "BWD", "stage": 0, "mb": 0},'
+    lines.remove(send)
+    lines.insert(lines.index(bwd) + 1, send)
+    circle.write_text("\n".join(lines) + "\n")
+    assert schedgen(["seal", str(circle)]) == 0
+    options = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--timeout", LIMIT]
+    faulty, outside = ["programs/faulty_mpirun.py"], ["programs/hang_outside_steps.py"]
+    out = tmp_path_factory.mktemp("hangs") / "out"
+    with ThreadPoolExecutor() as pool:
+        started = {
+            "lost": pool.submit(launch, 4, "lost", traces / "1f1b.json", *options, program=faulty),
+            "circle": pool.submit(launch, 2, "unchecked", circle, *options, program=faulty),
+            **{method: pool.submit(launch, 3, method, LIMIT, out, program=outside) for method in METHODS},
+        }
+    return {name: launched.result() for name, launched in started.items()}
+
+
+def test_a_message_that_is_never_sent_is_named(hangs):
     """Rank 1 leaves out the SEND of x.1.7 in the second step."""
-    command = [traces / "1f1b.json", "--model", "mpirun.examples.mlp:tiny", "--text", text, "--timeout", LIMIT]
-    result = launch(4, "lost", *command, program=["programs/faulty_mpirun.py"])
+    result = hangs["lost"]
     _, states = explained(result, 4)
     assert states[2][6] == '{"op": "RECV", "buf": "x.1.7", "from": 1}'
     assert result.code != 0
 
 
-def test_a_circle_is_named(launch, compiled, text):
+def test_a_circle_is_named(hangs):
     """A deadlock that check refuses, run without it."""
-    schedule = compiled("gpipe", stages=2, microbatches=1, workers=2)
-    lines = schedule.read_text().splitlines()
-    send, bwd = '   {"op": "SEND", "buf": "x.0.0", "to": 1},', '   {"op": "BWD", "stage": 0, "mb": 0},'
-    lines.remove(send)
-    lines.insert(lines.index(bwd) + 1, send)
-    schedule.write_text("\n".join(lines) + "\n")
-    assert schedgen(["seal", str(schedule)]) == 0
-    command = [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--timeout", LIMIT]
-    result = launch(2, "unchecked", *command, program=["programs/faulty_mpirun.py"])
+    result = hangs["circle"]
     assert re.search(
         r"^mpirun: nothing has moved for 3 s: rank 0 waits for rank 1, rank 1 waits for rank 0$", result.err, re.M
     )
     assert result.code != 0
 
 
-@pytest.mark.parametrize(("method", "doing"), [("evaluate", "computing"), ("save", "asleep"), ("export", "asleep")])
-def test_the_rank_that_hangs_outside_of_a_step_is_named(launch, tmp_path, method, doing):
+@pytest.mark.parametrize(("method", "doing"), METHODS.items())
+def test_the_rank_that_hangs_outside_of_a_step_is_named(hangs, method, doing):
     """Rank 1 hangs in a method that all ranks are in."""
-    result = launch(3, method, LIMIT, tmp_path / "out", program=["programs/hang_outside_steps.py"])
+    result = hangs[method]
     (reason,) = result.ours
     start = f"mpirun: nothing has moved for {LIMIT} s: "
     assert re.fullmatch(rf"{start}rank 1 on \S+ is {doing}, and others wait for it", reason), result.err
@@ -206,7 +224,7 @@ def test_ranks_in_containers_of_their_own_are_watched_too(launch, tmp_path, left
     into = f"import os; os.execvp('unshare', {[*CONTAINER, command + '; exit']})"
     # MPICH may not read other processes' memory; Open MPI takes ranks with one process id for one rank.
     apart = {"MPIR_CVAR_CH4_CMA_ENABLE": "0", "OMPI_MCA_btl": "self,tcp"}
-    result = launch(3, program=["-c", into], env=apart, limit=100)
+    result = launch(2, program=["-c", into], env=apart, limit=100)
     assert "rank 1 on" in result.ours[0] and result.ours[0].endswith(" is computing, and others wait for it"), (
         result.err
     )
