@@ -1,6 +1,7 @@
 """Engines driven by a script, on four ranks: `drive_engine.py FOLDER` does all of it in one launch.
 
-Rank 0 writes FOLDER/found.json: the result of each check. The schedules are in FOLDER.
+Rank 0 writes FOLDER/found.json: the result of each check. The schedules are in FOLDER, and cases.json: the schemes
+that `schemes` trains by, and those of `buckets`, each with whether its sums are canonical.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import schedgen
 from mpirun.training.engine import Engine
 
 WORLD, FOLDER, WIDTH = MPI.COMM_WORLD, Path(sys.argv[1]), 8
-SCHEMES = ("1f1b", "zb-h1", "ddp", "fsdp-shards")
+CASES = json.loads((FOLDER / "cases.json").read_text())
 GENERATOR = torch.Generator().manual_seed(5)
 INPUTS, TARGETS = (torch.randn(41, WIDTH, generator=GENERATOR) for _ in range(2))
 DATA = TensorDataset(INPUTS, TARGETS)
@@ -112,7 +113,7 @@ def said(function: Callable[[], Any]) -> list[Any]:
 def schemes() -> Any:
     """Three epochs under each scheme, evaluated and verified."""
     found = {}
-    for scheme in SCHEMES:
+    for scheme in CASES["schemes"]:
         run = engine(scheme, verify=True, clip=0.5, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5))
         loader, test = run.loader(DATA, 2, shuffle=True, seed=3), run.loader(DATA, 2)
         numbers = train(run, loader, 3 * len(loader))
@@ -320,10 +321,10 @@ def mixing(schedule: str = "1f1b", **options: Any) -> Engine:
 
 
 def buckets() -> Any:
-    """Two lengths in turn, evaluated on both and traced in between, under each scheme; the last without canonical."""
+    """Two lengths in turn, evaluated on both and traced in between, under each scheme."""
     found = {}
     lengths = (6, 9, 9, 6, 6, 9, 6, 9)
-    for scheme, canonical in (("1f1b", True), ("zb-h1", True), ("fsdp-shards", True), ("fsdp-shards", False)):
+    for scheme, canonical in CASES["buckets"]:
         run = mixing(scheme, canonical=canonical, verify=True, clip=0.5, buckets=(6, 9))
         loader, test = run.loader(of_lengths(lengths), 2), run.loader(of_lengths((9, 6)), 2)
         numbers = train(run, loader, 3)
