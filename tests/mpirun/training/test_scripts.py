@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from examples import further, in_test_all
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -19,13 +20,14 @@ def test_an_example_says_how_it_is_used(in_one_launch, example, words):
     assert code == 2 and re.search("^usage: ", err, re.M) and "Traceback" not in err
 
 
+@in_test_all
 def test_the_benchmark_of_a_script_s_loop_runs(launch):
     done = launch(4, "--quick", program=(str(BENCH / "engine.py"),))
     timed = re.findall(r"\d s +\d+\.\d+(?:  \d+\.\d+ to \d+\.\d+)?$", done.out, re.M)
     assert done.code == 0 and len(timed) == 6, done.err
 
 
-@pytest.mark.parametrize("name", ["plain", "by_mpirun", "by_ddp", "by_pipelining"])
+@pytest.mark.parametrize("name", [*further("plain"), "by_mpirun", *further("by_ddp", "by_pipelining")])
 def test_a_script_trains_wherever_it_is_moved(name, tmp_path, launch):
     """One step on 2 ranks; the first loss is that of an untrained model of bytes."""
     script, program = str(BENCH / "moved" / f"{name}.py"), RUN.format(folder=str(tmp_path))
