@@ -28,7 +28,7 @@ from mpirun.model.frontend.split_result import Cut
 from mpirun.training.engine import Engine
 
 FOLDER = Path(sys.argv[1])
-STAGES, MICROBATCHES, SAMPLES, STEPS, SAVED = 4, 8, 2, 4, 2
+STAGES, MICROBATCHES, SAMPLES, STEPS, SAVED = 4, 4, 2, 4, 2
 WORDS, LENGTH, RANK, ADAPTED, CLIP = 64, 8, 4, (1, 3), 0.01
 TEXT = torch.randint(WORDS, (STEPS * MICROBATCHES * SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
 DATA = [({"input_ids": piece[:-1]}, piece[1:]) for piece in TEXT]

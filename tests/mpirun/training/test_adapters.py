@@ -22,7 +22,7 @@ def folder(tmp_path_factory, launch) -> Path:
     """Where programs/train_adapters.py has trained."""
     folder = tmp_path_factory.mktemp("adapters")
     for name, scheme in SCHEMES.items():
-        sizes = ["--workers", "4", "--stages", "4", "--microbatches", "8"]
+        sizes = ["--workers", "4", "--stages", "4", "--microbatches", "4"]
         assert command(["compile", *scheme, *sizes, "-o", str(folder / f"{name}.json")]) == 0
     done = launch(4, folder, program=(str(PROGRAM),))
     assert done.code == 0, done.err
