@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from examples import further
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_a_run_that_goes_on_keeps_the_rows_of_steps_that_are_done(mistakes, comm
         assert steps(rows.read_text()) == [*range(count)]
 
 
-@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+@pytest.mark.parametrize("name", ["-", *further("/dev/stdout")])
 def test_rows_go_to_standard_output_behind_what_is_there(launch, command, saved, name):
     resumed = launch(None, *command, "--steps", 4, "--resume", saved / "saved", "--metrics", name)
     assert resumed.code == 0 and steps(resumed.out) == [2, 3]
@@ -57,7 +58,7 @@ def test_rows_that_cannot_be_written_cost_no_step(mistakes, command, tmp_path):
     assert "step 3/3" in ended.out and "checkpoint of step 3: " in ended.out
 
 
-@pytest.mark.parametrize("streams", ["1", "1, 2"])
+@pytest.mark.parametrize("streams", ["1", *further("1, 2")])
 def test_lines_that_cannot_be_printed_cost_no_step(launch, command, tmp_path, streams):
     full = f"for stream in ({streams},): os.dup2(os.open('/dev/full', os.O_WRONLY), stream)"
     program = ("-c", f"import os, sys; from mpirun.cli.main import main\n{full}\nsys.exit(main())")
