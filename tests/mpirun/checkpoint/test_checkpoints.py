@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from examples import further
 from models_for_tests import dropping_layers
 from run_results import same, weights
 
-STEPS = 6
+STEPS = 4
 COMMON = ["--steps", STEPS, "--canonical", "--clip", 1, "--lr-schedule", "cosine", "--threads", 1]
 DROPPING = "models_for_tests:dropping"  # ten layers, some of which draw random numbers
 
@@ -31,7 +32,10 @@ SCHEDULES = {
     "zb-v on 4": ("zb-v", {"stages": 8, "workers": 4}),
 }
 OPTIONS = {"adamw": [], "sgd": ["--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.1]}
-RESUMED = [("adamw", schedule) for schedule in SCHEDULES] + [("sgd", "1f1b on 4"), ("sgd", "fslpp on 4")]
+RESUMED = (
+    *further(("adamw", "1f1b on 4"), ("adamw", "fslpp on 4"), ("sgd", "1f1b on 4")),
+    *(("adamw", "ddp on 2"), ("adamw", "one process"), ("adamw", "zb-v on 4"), ("sgd", "fslpp on 4")),
+)
 
 
 @pytest.fixture(scope="module")

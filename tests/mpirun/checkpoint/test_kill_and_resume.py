@@ -6,7 +6,8 @@ A few of the runs that `make test-crash` does 50 of.
 from __future__ import annotations
 
 import pytest
-from kill_and_resume import KINDS, Crasher
+from examples import further
+from kill_and_resume import Crasher
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +15,7 @@ def crasher(tmp_path_factory, warm_ranks) -> Crasher:
     return Crasher(tmp_path_factory.mktemp("crash"), seed=1, ranks=2, steps=12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*further("anywhen"), "writing"])
 def test_a_run_that_is_killed_and_resumed(crasher, kind):
     crash = crasher.crash(kind)
     assert crash.whole and crash.same
