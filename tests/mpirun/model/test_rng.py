@@ -10,6 +10,7 @@ import models_for_tests
 import numpy as np
 import pytest
 import torch
+from examples import further
 from run_results import DEPTH_FIRST, metrics
 from torch import Tensor
 
@@ -34,18 +35,18 @@ CHAIN = [[Input(0)], [Value(0, 0)], [Value(1, 0)]]  # what stages read
 # On 4 workers: scheme, options, and an opcode that the schedule must have.
 SCHEDULES = {
     "1f1b, 4 stages": ("1f1b", {"stages": 4}, "BWD"),
-    "ddp": ("ddp", {"stages": 4}, "ALLREDUCE"),
+    **dict(further(("ddp", ("ddp", {"stages": 4}, "ALLREDUCE")))),
     "fsdp": ("fsdp", {"stages": 8, "weight_slots": 1}, "FETCH_W"),
     "split backward": ("zb-v", {"stages": 8}, "BWD_W"),
     "split, computed again": ("zb-v", {"stages": 8, "recompute": "all"}, "RECOMPUTE"),
     "forward and backward apart": (APART + DEPTH_FIRST, {"stages": 4}, "RECOMPUTE"),
 }
 TWO_WORKERS = {
-    "1f1b, 4 stages, 2 workers": ("1f1b", {"stages": 4, "workers": 2}),
+    **dict(further(("1f1b, 4 stages, 2 workers", ("1f1b", {"stages": 4, "workers": 2})))),
     "fsdp, 2 workers": ("fsdp", {"stages": 4, "workers": 2}),
 }
 MORE = {  # schedule, model, options
-    "one stage is a function": ("1f1b, 4 stages", ONE_FUNCTION, []),
+    **dict(further(("one stage is a function", ("1f1b, 4 stages", ONE_FUNCTION, [])))),
     "one stage is a function, computed again": ("forward and backward apart", ONE_FUNCTION, []),
     "two passes, computed again": ("split, computed again", DROPPING, ["--accumulate", 2]),
 }

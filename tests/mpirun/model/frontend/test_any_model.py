@@ -8,6 +8,7 @@ import os
 import re
 
 import pytest
+from examples import further
 from processes import environment
 from standing_launch import StandingLaunch
 from warm_servers import WarmServers
@@ -16,19 +17,20 @@ from schedgen.cli.main import main as schedgen
 
 SCHEMES = {"gpipe": {}, "1f1b": {}, "zb-h1": {}, "lpp": {"groups": 2}, "fslpp": {"groups": 2}}
 PLAIN = ("gpt2", "resnet", "encoder_decoder", "two_tower", "tied")
-OTHERS = ("tied_replicated", "tied_on_meta", "tied_on_meta_replicated", "sequential", "uneven")
-TRANSFORMERS = ("transformers_t5",) * bool(importlib.util.find_spec("transformers"))
-# Every plain module under two schemes, every scheme with two of them. Of the library only T5, which has a tie and
-# values that all of the decoder reads; test_split.py splits others, and `make test-models` all architectures.
-CASES = [("gpt2", "gpipe"), ("gpt2", "zb-h1"), ("resnet", "1f1b"), ("resnet", "fslpp"), ("encoder_decoder", "zb-h1")]
-CASES += [("encoder_decoder", "lpp"), ("two_tower", "lpp"), ("two_tower", "gpipe"), ("tied", "1f1b"), ("tied", "fslpp")]
-CASES += [("sequential", "zb-h1"), ("uneven", "fslpp")]
-CASES += [("tied_on_meta_replicated", "1f1b"), ("tied_on_meta_replicated", "fslpp")]
+OTHERS = ("tied_replicated", *further("tied_on_meta"), "tied_on_meta_replicated", *further("sequential"), "uneven")
+TRANSFORMERS = further(*("transformers_t5",) * bool(importlib.util.find_spec("transformers")))
+# Every plain module under a scheme, every scheme with one of them, and further ones each with another. Of the library
+# only T5, which has a tie and values that all of the decoder reads; test_split.py splits others, and
+# `make test-models` all architectures.
+CASES = [("gpt2", "gpipe"), ("resnet", "fslpp"), ("encoder_decoder", "zb-h1"), ("two_tower", "lpp"), ("tied", "1f1b")]
+CASES += [("uneven", "fslpp"), ("tied_on_meta_replicated", "fslpp")]
+CASES += further(("gpt2", "zb-h1"), ("resnet", "1f1b"), ("encoder_decoder", "lpp"), ("two_tower", "gpipe"))
+CASES += further(("tied", "fslpp"), ("sequential", "zb-h1"), ("tied_on_meta_replicated", "1f1b"))
 CASES += [*zip(TRANSFORMERS, ("fslpp",), strict=False)]
 
 
 MODELS = (*PLAIN, *OTHERS, *TRANSFORMERS)
-PLANNED = ("encoder_decoder", "tied", "tied_replicated")  # a skip connection, two different outputs of a stage, a tie
+PLANNED = ("encoder_decoder", *further("tied"), "tied_replicated")  # a skip, two different outputs of a stage, a tie
 # Models that servers trace before they fork ranks, and into how many stages.
 TRACED = [*((name, 4) for name in MODELS), ("encoder_decoder", 2), ("gpt2", 2), *((name, 6) for name in PLANNED)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import further
 from plain_models import LENGTH, GPT2Like, Tied
 from split_models import scores_of, set_values, with_mask
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def state(built: Model, seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("shared", ["transmit", "replicate"])
+@pytest.mark.parametrize("shared", ["transmit", *further("replicate")])
 def test_values_depend_on_seed_and_name_alone(shared: str) -> None:
     cuts = [split(on_meta(Tied), EXAMPLE, stages=n, shared=shared, init=set_values) for n in (1, 2, 4)]
     first, *others = (state(model(cut)) for cut in cuts)

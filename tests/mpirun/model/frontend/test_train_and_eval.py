@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 import transformers
+from examples import further
 from plain_models import GPT2Like, ResNetLike
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -93,7 +94,7 @@ class Attention(nn.Module):
 
 
 def gpt2() -> nn.Module:
-    options = {"vocab_size": 100, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    options = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
 
 
@@ -207,13 +208,13 @@ def follow_eval(cut: Cut) -> None:
 @pytest.mark.parametrize(
     ("make", "example", "stages"),
     [
-        (ResNet, IMAGE, 3),
+        *further((ResNet, IMAGE, 3)),
         (Regions, X, 2),
         (Kinds, IMAGE, 3),
         (Attention, X, 2),
         (Siamese, (X, X + 1), 2),
         (gpt2, {"input_ids": TOKENS, "use_cache": False}, 4),
-        (GPT2Like, (TOKENS, torch.ones_like(TOKENS)), 2),
+        *further((GPT2Like, (TOKENS, torch.ones_like(TOKENS)), 2)),
         (Noise, X, ["second"]),
         (Average, X, 2),
         (Ungraded, X, 2),
