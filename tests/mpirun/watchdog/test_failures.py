@@ -167,7 +167,7 @@ METHODS = {"evaluate": "computing", **dict(further(("save", "asleep"))), "export
 
 @pytest.fixture(scope="module")
 def hangs(launch, compiled, traces, text, tmp_path_factory) -> dict[str, object]:
-    """Launches in which nothing moves, by name: all at once, for they mostly wait."""
+    """Launches in which nothing moves, by name: two at a time, for they mostly wait."""
     circle = compiled("gpipe", stages=2, microbatches=1, workers=2)
     lines = circle.read_text().splitlines()
     send, bwd = '   {"op": "SEND", "buf": "x.0.0", "to": 1},', '   {"op": "BWD", "stage": 0, "mb": 0},'
@@ -178,7 +178,7 @@ def hangs(launch, compiled, traces, text, tmp_path_factory) -> dict[str, object]
     options = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--timeout", LIMIT]
     faulty, outside = ["programs/faulty_mpirun.py"], ["programs/hang_outside_steps.py"]
     out = tmp_path_factory.mktemp("hangs") / "out"
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(2) as pool:
         started = {
             "lost": pool.submit(launch, 4, "lost", traces / "1f1b.json", *options, program=faulty),
             "circle": pool.submit(launch, 2, "unchecked", circle, *options, program=faulty),
