@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 from typing import TypeVar
 
-import pytest
-
 T = TypeVar("T")
 
 ASKED = int(os.environ.get("SCHEDGEN_EXAMPLES", "0"))
-
-in_test_all = pytest.mark.skipif(not ASKED, reason="a further case of what `make test` tests: make test-all")
 
 
 def further(*cases: T) -> tuple[T, ...]:

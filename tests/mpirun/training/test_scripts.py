@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from examples import further, in_test_all
+from examples import further
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -20,7 +20,6 @@ def test_an_example_says_how_it_is_used(in_one_launch, example, words):
     assert code == 2 and re.search("^usage: ", err, re.M) and "Traceback" not in err
 
 
-@in_test_all
 def test_the_benchmark_of_a_script_s_loop_runs(launch):
     done = launch(4, "--quick", program=(str(BENCH / "engine.py"),))
     timed = re.findall(r"\d s +\d+\.\d+(?:  \d+\.\d+ to \d+\.\d+)?$", done.out, re.M)
