@@ -28,10 +28,8 @@ def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
     samples = sample_count(tree, dims)
     if samples < count:
         raise UsageError(f"the minibatch has {samples} samples, too few for {count} microbatches")
-    of_samples = one_per_sample(samples)
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=of_samples)
-    by_leaf = leaf_dims(tree, dims, of_samples)
-    pieces = [_pieces(leaf, count, dim) for leaf, dim in zip(leaves, by_leaf, strict=True)]
+    by_leaf, spec = pytree.tree_flatten(cut_dims(tree, dims, samples))
+    pieces = [_pieces(leaf, count, dim) for leaf, dim in zip(spec.flatten_up_to(tree), by_leaf, strict=True)]
     return [pytree.tree_unflatten([piece[number] for piece in pieces], spec) for number in range(count)]
 
 
@@ -77,6 +75,16 @@ def sample_count(tree: Any, dims: Dims = 0) -> int:
     return first[0]
 
 
+def cut_dims(tree: Any, dims: Dims, samples: int) -> Dims:
+    """`dims` with an entry for each leaf of `tree`; a list or tuple of `samples` strings is one leaf.
+
+    UsageError if `dims` are not nested like `tree`.
+    """
+    of_samples = one_per_sample(samples)
+    spec = pytree.tree_structure(tree, is_leaf=of_samples)
+    return pytree.tree_unflatten(leaf_dims(tree, dims, of_samples), spec)
+
+
 def leaf_dims(tree: Any, dims: Dims, is_leaf: Callable[[Any], bool] = lambda x: False) -> list[int | None]:
     """The batch dimension of each leaf; None: it is not cut. UsageError if `dims` are not nested like `tree`.
 
@@ -93,7 +101,8 @@ def leaf_dims(tree: Any, dims: Dims, is_leaf: Callable[[Any], bool] = lambda x: 
 def _spread(tree: Any, dims: Dims, is_leaf: Callable[[Any], bool]) -> list[Any]:
     """The entry of `dims` that stands for each leaf; dicts are matched by key."""
     if is_leaf(tree):
-        return [dims]
+        has_equal = type(dims) is type(tree) and len(dims) == len(tree) and dims.count(dims[0]) == len(dims)
+        return [dims[0] if has_equal else dims]
     if isinstance(dims, dict) and isinstance(tree, dict):
         if dims.keys() == tree.keys():
             return [dim for key, part in tree.items() for dim in _spread(part, dims[key], is_leaf)]

@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from mpirun.data.chunks import Dims, chunk, in_own_memory, sample_count
+from mpirun.data.chunks import Dims, chunk, cut_dims, in_own_memory, sample_count
 from schedgen.util.errors import UsageError
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class Microbatch(NamedTuple):
     size: int = 0  # its samples with padding; 0: not known
     padding: int = 0  # how many of them, the last ones, do not count
     structure: pytree.TreeSpec | None = None  # of its input; None: its leaves are in the order of the run's first
+    target_dims: Dims = None  # as `cut_dims` returns them; None: it was not cut from a minibatch, or `target` is uncut
 
     @property
     def shape(self) -> Shape:
@@ -113,10 +114,11 @@ class Microbatches(MicrobatchSource):
     def _chunks(self, batch: Minibatch, step: int) -> list[Microbatch]:
         pair = checked_pair(batch.make(self.text, np.random.default_rng([self.seed, step])), "the minibatch should be")
         samples = sample_count(pair, batch.dims)
+        _, target_dims = cut_dims(pair, batch.dims, samples)
         chunks = [
-            Microbatch(pytree.tree_leaves(data), target, samples / size, size)
-            for data, target in chunk(pair, self.count, batch.dims)
-            for size in [sample_count((data, target), batch.dims)]
+            Microbatch(pytree.tree_leaves(data), target, samples / size, size, target_dims=target_dims)
+            for number, (data, target) in enumerate(chunk(pair, self.count, batch.dims))
+            for size in [samples // self.count + (number < samples % self.count)]
         ]
         if batch.check is not None:
             for microbatch in chunks:

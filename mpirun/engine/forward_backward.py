@@ -218,8 +218,7 @@ class ForwardBackward:
             x.value = forward()
             if len(self.minibatch_loss.collected) == count - 1:
                 setup.device.seed(derived_seed(setup.seed, self.position.step, LOSS))
-            batch = read()
-            self.minibatch_loss.add_outputs(mb, x.value, batch.target, batch.size)
+            self.minibatch_loss.add_outputs(mb, x.value, read())
             self.losses |= self.minibatch_loss.losses
             self.minibatch_loss.losses = {}
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_structure, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mpirun.data.chunks import leaf_dims, one_per_sample
+from mpirun.data.chunks import cut_dims
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
@@ -83,8 +83,7 @@ def try_minibatch_loss(
         loss = MinibatchLoss(model, len(dataflows), device.type, autocast_dtype)
         with watched(model.loss):
             for mb, of_mb in enumerate(outputs):
-                batch = microbatches(0, mb)
-                loss.add_outputs(mb, of_mb, to_device(batch.target, device), batch.size)
+                loss.add_outputs(mb, of_mb, to_device(microbatches(0, mb), device))
 
     zeros: list[Sequence[Tensor]] = [[spec.zeros(device) for spec in each.outputs[-1]] for each in dataflows]
     try_loss(loss_of, zeros, real)
@@ -96,21 +95,22 @@ class MinibatchLoss:
     def __init__(self, model: Model, count: int, device_type: str, autocast_dtype: torch.dtype | None) -> None:
         """`count`: microbatches of a step; `device_type`: cpu or cuda, for autocast."""
         self.model, self.count, self.device_type, self.autocast_dtype = model, count, device_type, autocast_dtype
-        self.collected: dict[int, tuple[list[Tensor], Any, int]] = {}  # by microbatch: outputs, target, samples
+        self.collected: dict[int, tuple[list[Tensor], Microbatch]] = {}  # by number: outputs, and all but the input
         self.losses: dict[int, Tensor] = {}  # by microbatch, the same for all
 
-    def add_outputs(self, mb: int, outputs: Sequence[Tensor], target: Any, size: int = 0) -> None:
+    def add_outputs(self, mb: int, outputs: Sequence[Tensor], batch: Microbatch) -> None:
         """Collect a microbatch's outputs; with the last of them compute the loss and its gradients.
 
-        `size`: samples of the microbatch; 0: not known. UsageError if the loss is not one number, or has no gradient.
+        UsageError if the loss is not one number, or has no gradient.
         """
-        self.collected[mb] = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs], target, size
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs]
+        self.collected[mb] = leaves, batch._replace(leaves=[])
         if len(self.collected) < self.count:
             return
-        leaves, targets, sizes = zip(*(self.collected[number] for number in sorted(self.collected)), strict=True)
+        outputs_of, batches = zip(*(self.collected[number] for number in sorted(self.collected)), strict=True)
         with torch.enable_grad(), autocast(self.device_type, self.autocast_dtype):
-            joined = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
-            loss = self.model.loss(loss_input(joined), self._joined_target(targets, sizes[0]))
+            joined = [torch.cat(parts) for parts in zip(*outputs_of, strict=True)]
+            loss = self.model.loss(loss_input(joined), self._joined_target(batches))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError("the loss should be one number: a loss of the whole minibatch has no metrics beside it")
         if not loss.requires_grad:
@@ -120,18 +120,18 @@ class MinibatchLoss:
         loss.backward()
         self.losses = dict.fromkeys(self.collected, loss.detach())
 
-    def _joined_target(self, targets: Sequence[Any], size: int) -> Any:
+    def _joined_target(self, batches: Sequence[Microbatch]) -> Any:
         """The target of the whole minibatch; a leaf that is the same for every microbatch is taken once.
 
-        `size`: samples of the first microbatch. UsageError if targets are nested differently, or have other keys.
+        UsageError if targets are nested differently, or have other keys.
         """
-        batch = self.model.batch
-        dims = batch.dims if isinstance(batch, Minibatch) else 0
-        of_samples = one_per_sample(size)
-        by_leaf = leaf_dims(targets[0], dims[1] if isinstance(dims, tuple) else dims, of_samples)
-        spec = tree_structure(targets[0], is_leaf=of_samples)
+        first = batches[0]
+        if (dims := first.target_dims) is None:
+            given = self.model.batch.dims if isinstance(self.model.batch, Minibatch) else 0
+            dims = cut_dims(first.target, given[1] if isinstance(given, tuple) else given, first.size)
+        by_leaf, spec = tree_flatten(dims)
         try:
-            leaves = list(zip(*map(spec.flatten_up_to, targets), strict=True))
+            leaves = list(zip(*(spec.flatten_up_to(batch.target) for batch in batches), strict=True))
         except ValueError as error:
             raise UsageError(
                 f"the loss is of the whole minibatch, so the targets of a step should have the same keys: {error}"

@@ -10,9 +10,9 @@ import torch.utils._pytree as pytree
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop
-from mpirun.data.chunks import chunk, sample_count
+from mpirun.data.chunks import chunk, cut_dims, sample_count
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, by_path, copy_of, plain
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, by_path, copy_of, input_and_target, plain
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from schedgen.ir.header import Header
@@ -129,9 +129,10 @@ def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
     if samples % count:
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size")
     size = samples // count
+    _, target_dims = input_and_target(cut_dims(data, 0, samples))
     microbatches = {}
     for number, part in enumerate(chunk(data, count)):
         given, target = pair(part)
         leaves, structure = pytree.tree_flatten(given)
-        microbatches[number] = Microbatch(leaves, target, float(count), size, structure=structure)
+        microbatches[number] = Microbatch(leaves, target, float(count), size, 0, structure, target_dims)
     return Batch(0, 0, [size] * count, microbatches)

@@ -95,7 +95,7 @@ def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[Forwa
     loss, last = MinibatchLoss(setup.model, len(forwards), setup.device.kind, setup.autocast_dtype), header.stages - 1
     setup.device.seed(derived_seed(setup.seed, step, LOSS))
     for number, done in enumerate(forwards):
-        loss.add_outputs(number, done.outputs_of(last), done.batch.target, done.batch.size)
+        loss.add_outputs(number, done.outputs_of(last), done.batch)
     for number, done in enumerate(forwards):
         _backward(header, done, {Value(last, index): x for index, x in enumerate(loss.take_gradients(number))})
     return [value.item() for value in loss.losses.values()]

@@ -11,12 +11,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.chunks import chunk, in_own_memory, sample_count
-from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch
+from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch, input_and_target
 from mpirun.data.stream_loader import loader_class
 from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import without_padding
+from mpirun.training.batches import whole_batch
 from mpirun.training.session import mean
 from schedgen.util.errors import UsageError
 
@@ -112,7 +113,12 @@ def test_lists_of_strings_are_cut_if_they_have_one_for_each_sample() -> None:
         and first["weights"] == second["weights"]
         and len(second["of"][0]) == 2
     )
-    assert [part["names"] for part in chunk(tree, 2, {**dict.fromkeys(tree, 0), "names": None})] == [names] * 2
+    for uncut in (None, [None] * 5):
+        nested = {**dict.fromkeys(tree, 0), "names": uncut, "ids": (0,) * 5}
+        assert [(part["names"], part["ids"]) for part in chunk(tree, 2, nested)] == [
+            (names, (None, "1", "2")),
+            (names, ("4", b"5")),
+        ]
     padded = Microbatch([ROWS[:5]], tree, 1.0, size=5, padding=3)
     real = without_padding("target", tree, padded)
     assert (real["names"], real["ids"], real["classes"]) == (["a", "b"], (None, "1"), ["cat", "dog"])
@@ -127,22 +133,29 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
         return (output - target["rows"]).sum()
 
     weights, rows = torch.ones(3), torch.arange(8.0).view(4, 2)
-    target = {"rows": rows, "weights": weights, "names": [*"abcd"], "classes": ["cat", "dog", "cow"]}
-    batch = Minibatch(lambda text, rng: (rows, target), (0, {"weights": None, "rows": 0, "names": 0, "classes": 0}))
+    target = {"rows": rows, "weights": weights, "names": [*"abcd"], "classes": ["cat", "dog"]}  # as many as samples
+    dims = {"weights": None, "rows": 0, "names": [0] * 4, "classes": 0}
+    batch = Minibatch(lambda text, rng: (rows, target), (0, dims))
     model = Model([nn.Identity()], loss, batch, loss_of="minibatch")
     pieces = Microbatches(batch, torch.zeros(1), 0, 2)
     minibatch_loss = MinibatchLoss(model, 2, "cpu", None)
     for number in range(2):
         piece = pieces(0, number)
         swapped = dict(sorted(piece.target.items())) if number else piece.target  # the same in another order
-        minibatch_loss.add_outputs(number, [piece.leaves[0] + 1], swapped, piece.size)
+        minibatch_loss.add_outputs(number, [piece.leaves[0] + 1], piece._replace(target=swapped))
     assert len(seen) == 1 and torch.equal(seen[0]["rows"], rows) and torch.equal(seen[0]["weights"], weights)
     assert (seen[0]["names"], seen[0]["classes"]) == (target["names"], target["classes"])
     assert minibatch_loss.losses[0] == 8 and torch.equal(minibatch_loss.take_gradients(0)[0], torch.ones(2, 2))
     minibatch_loss.collected.clear()
-    minibatch_loss.add_outputs(0, [rows], target)
+    minibatch_loss.add_outputs(0, [rows], piece)
+    renamed = {"labels" if name == "rows" else name: x for name, x in target.items()}
     with pytest.raises(UsageError, match=r"targets of a step should have the same keys: .*extra key.*labels"):
-        minibatch_loss.add_outputs(1, [rows], {"labels" if name == "rows" else name: x for name, x in target.items()})
+        minibatch_loss.add_outputs(1, [rows], piece._replace(target=renamed))
+    minibatch_loss.collected.clear()
+    del target["weights"]
+    for number, piece in whole_batch((rows, target), 2, input_and_target).microbatches.items():
+        minibatch_loss.add_outputs(number, [piece.leaves[0] + 1], piece)
+    assert (seen[1]["names"], seen[1]["classes"]) == (target["names"], target["classes"])
 
 
 class RunningMean(nn.Module):
