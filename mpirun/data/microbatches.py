@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from numbers import Number
 from typing import Any, NamedTuple, TypeVar
 
@@ -138,7 +139,9 @@ def tokens(microbatch: Microbatch) -> int:
 
 def digest(microbatch: Microbatch) -> str:
     """A hash of a microbatch's input and target."""
-    return digest_of([*microbatch.leaves, *pytree.tree_leaves(microbatch.target)])
+    # By key: other ranks may have the keys in another order.
+    target = sorted(by_path(microbatch.target).items(), key=lambda item: item[0])
+    return digest_of(chain(microbatch.leaves, *target))
 
 
 def digest_of(leaves: Iterable[Any]) -> str:

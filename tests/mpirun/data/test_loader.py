@@ -556,6 +556,8 @@ def test_mappings_that_are_no_pytrees():
     first, again, other = made(0, 0, 0), made(0, 0, 0), made(0, 0, 1)
     assert type(first.target) is type(first.target["more"][0]) is dict and first.target["more"][0]["name"] == "a"
     assert tokens(first) == 4000 and digest(first) == digest(again) != digest(other)
+    other_order = dict(reversed(first.target.items()))
+    assert digest(first._replace(target=other_order)) == digest(first)
     cut = whole_batch(given(0.0), 2, pair).microbatches[1].target
     assert torch.equal(cut["x"], x[2:]) and torch.equal(cut["more"][0]["y"], x[2:])
 
