@@ -82,7 +82,7 @@ class ForwardWatch(TorchDispatchMode):
 class ReadWatch(TorchDispatchMode):
     """While it is active, records in `read` whether an operation has one of these tensors, or a view of one.
 
-    Operations that only make views do not count.
+    Views count, too: a module may keep one from its first eval(), but an evaluation's weights may be elsewhere later.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -94,7 +94,7 @@ class ReadWatch(TorchDispatchMode):
         """Run an operation; record whether it has a watched tensor."""
         kwargs, watched = kwargs or {}, {x._cdata for x in self.held}
         has = (isinstance(x, Tensor) and memory(x)._cdata in watched for x in tree_leaves((args, kwargs)))
-        self.read |= not func.is_view and any(has)
+        self.read |= func is not torch.ops.prim.device.default and any(has)  # fake tensors dispatch `x.is_cuda`
         return func(*args, **kwargs)
 
 

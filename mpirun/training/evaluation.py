@@ -64,7 +64,7 @@ class Evaluator:
                 module.eval()
             if watch.read and stage in fetched:  # on rank 0 alone
                 raise UsageError(
-                    f"eval() of stage {stage} computes with its trained weights, as layers that merge an adapter do, "
+                    f"eval() of stage {stage} uses its trained weights, as layers that merge an adapter do, "
                     "but ranks fetch them only afterwards: leave adapters unmerged, or take a schedule that fetches no "
                     "weights, such as ddp"
                 )

@@ -1128,7 +1128,7 @@ for scheme in ("ddp", "fsdp"):
 """
     (done,) = scripts(2, [[ADAPTED + script]])
     assert done.code == 2 and done.err.splitlines() == [
-        "mpirun: eval() of stage 0 computes with its trained weights, as layers that merge an adapter do, but ranks "
+        "mpirun: eval() of stage 0 uses its trained weights, as layers that merge an adapter do, but ranks "
         "fetch them only afterwards: leave adapters unmerged, or take a schedule that fetches no weights, such as ddp"
     ]
 
