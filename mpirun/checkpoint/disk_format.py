@@ -206,6 +206,7 @@ def read_manifest(folder: Path) -> Manifest:
         sound &= all(isinstance(entry, str) for file in files for entry in file.entries)
         sound &= isinstance(settings["optimizer"], str) and isinstance(settings["options"], dict)
         sound &= isinstance(settings.get("groups", {}), dict)  # missing in older checkpoints
+        sound &= all(isinstance(path, str) for path in list(settings.get("inputs", [])))
         sound &= all(type(threads) is int for threads in list(settings["threads"]))
         sound &= all(isinstance(words, str) for words in [*settings["changed"], *settings["runs"], *settings["sums"]])
         sound &= settings["data"].keys() >= {"text", "microbatches"}

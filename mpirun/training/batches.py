@@ -55,22 +55,32 @@ class StepBatches(MicrobatchSource):
 
 
 class InputOrder:
-    """The order of the leaves of a run's inputs: that of the keys in the first microbatch, whatever others have."""
+    """The order of the leaves of a run's inputs: that of the keys in the first microbatch, whatever others have.
+
+    A resumed run has the order of the run that it continues, unless its inputs have other keys.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """`comm`: of the run."""
         self.comm = comm
+        self.resumed: list[str] = []  # `paths` of the run that this one continues; empty: not known
         self.paths: list[str] = []  # of the leaves, in their order; empty: there is no microbatch yet
         self.structure: pytree.TreeSpec | None = None  # one that is known to have this order
 
+    def resume(self, paths: list[str]) -> None:
+        """Take the order from a checkpoint; microbatches that were evaluated before count no more."""
+        self.resumed, self.paths, self.structure = paths, [], None
+
     def arranged(self, batch: Batch) -> Batch:
-        """The batch with its inputs in this order; collective for the first batch. UsageError as in `of`.
+        """The batch with its inputs in this order; collective for the run's first batch. UsageError as in `of`.
 
         It is a Stop if all ranks have this batch.
         """
         if not self.paths:
             own = [list(by_path(_input(microbatch))) for microbatch in batch.microbatches.values()]
-            self.paths = next(chain.from_iterable(self.comm.allgather(own[:1])), [])
+            first: list[str] = next(chain.from_iterable(self.comm.allgather(own[:1])), [])
+            now, before = set(first), set(self.resumed)
+            self.paths = list(dict.fromkeys([*self.resumed, *first])) if now <= before or before <= now else first
         try:
             arranged = {number: self.of(microbatch) for number, microbatch in batch.microbatches.items()}
         except UsageError as error:

@@ -184,7 +184,7 @@ class Engine:
             expanded = together(self.comm, lambda: expanded_model(self._model, session.header))
             self._reads = read_by(session.instructions, session.header, expanded, accumulate)
             self._prepared = Prepared(session, self._model, self._options, self._host, verify)
-            self._checkpoints = Checkpoints(session)
+            self._checkpoints = Checkpoints(session, self._prepared.order)
             self._log = on_rank_0(self.comm, lambda: make_log(log, self._ending))
             session.watchdog.state[IN_SCRIPT] = True
 

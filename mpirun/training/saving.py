@@ -10,6 +10,7 @@ from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, note, refuse, together
 from mpirun.data.loader import Loader
+from mpirun.training.batches import InputOrder
 from mpirun.training.session import Session
 
 KEEP_ALL = sys.maxsize  # how many checkpoints stay if the script has not said how many
@@ -26,9 +27,9 @@ class Saving(NamedTuple):
 class Checkpoints:
     """What a script's run saves and resumes. Every method is collective."""
 
-    def __init__(self, session: Session) -> None:
-        """Nothing is saved or resumed yet."""
-        self.session = session
+    def __init__(self, session: Session, order: InputOrder) -> None:
+        """Nothing is saved or resumed yet; `order`: of the run's inputs, which checkpoints record."""
+        self.session, self.order = session, order
         self.at_sigterm: Saving | None = None  # what SIGTERM saves, and where
         self.resumed: Saving | None = None  # the directory and the data that the run resumed with
 
@@ -42,6 +43,8 @@ class Checkpoints:
                 unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
                 refuse(comm, not position, unsaved)
                 together(comm, lambda: data.restore(position))
+            if "inputs" in manifest.settings:  # missing in older checkpoints
+                self.order.resume(manifest.settings["inputs"])
             self.resumed = Saving(directory, data, KEEP_ALL)
         return manifest
 
@@ -82,6 +85,7 @@ class Checkpoints:
     def _write(self, saving: Saving) -> bool:
         writer = self.session.checkpoints()
         writer.settings.pop("loader", None)
+        writer.settings["inputs"] = self.order.paths
         if saving.data is not None:
             writer.settings["loader"] = saving.data.state()
         return self.session.save(saving.keep)

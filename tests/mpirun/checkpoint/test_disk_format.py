@@ -87,6 +87,8 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
         {"optimizer": None},
         {"options": 1},
         {"groups": 1},
+        {"inputs": [1]},
+        {"inputs": 1},
         {"runs": [1]},
         {"runs": 1},
         {"changed": [1]},
