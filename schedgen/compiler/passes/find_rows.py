@@ -23,8 +23,8 @@ def job_rows(program: Program, *ops: Op) -> Numbers:
 def serving_owner(program: Program, rank: int, stage: int) -> int:
     """The owner that serves `rank`, which computes a stage it does not own: the one that w names for its first job."""
     header = program.header
-    d, b = np.argwhere(header.compute[:, stage] == rank)[0]
-    return int(header.weights[d, stage, b])
+    first_job = np.argmax(header.compute[:, stage] == rank)
+    return int(header.weights[:, stage].flat[first_job])
 
 
 def rows_at_end(program: Program, backward: Numbers, cost: Mapping[str, float]) -> Numbers:

@@ -94,7 +94,7 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
             copies += _copies(program, rank, foreign, own_jobs, options)
     if not copies:
         return program
-    sources = {(copy.rank, copy.stage): _sources(program, copy.rank, copy.stage) for copy in copies}
+    sources = {pair: _sources(program, *pair) for pair in {(copy.rank, copy.stage) for copy in copies}}
     # What is freed after a row makes room for what is fetched there.
     freed = [(copy.rank, copy.stage, part, copy.end) for copy in copies for part, _ in sources[copy.rank, copy.stage]]
     rank_, stage_, part_, end = _columns(freed, 4)

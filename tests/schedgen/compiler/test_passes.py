@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from importlib import import_module
 
 import hypothesis.strategies as st
 import numpy as np
@@ -127,6 +128,21 @@ def test_more_slots_never_fetch_more():
     assert fetches == sorted(fetches, reverse=True)
     # With room for all, each worker fetches each of the 8 stages it does not own once: 4 of them.
     assert fetches[-1] == 2 * 4
+
+
+def test_the_owner_that_serves_a_worker_is_looked_up_once_a_stage(monkeypatch):
+    """A look-up reads all jobs of the stage, and every microbatch of fsdp may fetch copies."""
+    module, asked = import_module("schedgen.compiler.passes.weight_fetch"), Counter()
+
+    def counted(program, rank, stage, look_up=module.serving_owner):
+        asked[rank, stage] += 1
+        return look_up(program, rank, stage)
+
+    monkeypatch.setattr(module, "serving_owner", counted)
+    sizes = Sizes(4, 40, 4)
+    program = compile(load("fsdp", sizes), sizes)
+    assert (program.rows.op == Op.FETCH_W).sum() > 12
+    assert asked == Counter((rank, stage) for rank in range(4) for stage in range(4) if stage != rank)
 
 
 @pytest.mark.parametrize("S", [1, 2, 3, 4, 8, 16])
