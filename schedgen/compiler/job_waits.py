@@ -7,6 +7,8 @@ import numpy as np
 from schedgen.ir.instructions import Ints, Numbers, Times
 from schedgen.ir.job_graph import JobGraph
 
+SHOWN = 8  # jobs of a cycle that a refusal names
+
 
 def edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
     """(waits, first, after): how many jobs each job waits for; node k's successors, after[first[k] : first[k + 1]]."""
@@ -17,6 +19,8 @@ def edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
 
 def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str:
     """A cycle of jobs that wait for one another, in words, found from a job that never started.
+
+    Of a long cycle it names the first jobs and the last one, which waits for the first.
 
     `previous`: by job, the job that its worker must run directly before it; -1: none.
     """
@@ -32,7 +36,10 @@ def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str
             blocked = _in_flight(graph, worker, start, job)
         words.append(f"{graph.job_name(job)} on worker {worker[job]} waits for {graph.job_name(blocked[0])}")
         job = blocked[0]
-    return ", ".join(words[path[job] :])
+    links = words[path[job] :]
+    if len(links) > SHOWN:
+        links[SHOWN - 1 :] = [f"{len(links) - SHOWN} more", f"and {links[-1]}"]
+    return ", ".join(links)
 
 
 def _in_flight(graph: JobGraph, worker: Ints, start: Times, job: int) -> list[int]:

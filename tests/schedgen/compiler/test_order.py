@@ -239,6 +239,13 @@ def test_two_workers_that_wait_for_each_other_are_both_named():
         assert words in message
 
 
+def test_a_long_cycle_is_named_by_its_first_jobs_and_the_last():
+    order = {0: "F0 B0 F1 B1", 19: "F1 B1 F0 B0"}
+    message = refusal("strict", lambda s, b, d: order.get(int(s), "F0 F1 B0 B1").index("FB"[d] + str(b)), stages=20)
+    assert message.count(" waits for ") == 8
+    assert message.endswith(" waits for B(6, 0), 34 more, and F(1, 1) on worker 1 waits for F(0, 1)")
+
+
 def test_a_cap_that_deadlocks_names_the_jobs_that_wait_for_each_other():
     # Stages 1 and 2 both feed stage 3 and hold one microbatch each: stage 1 takes 0 first, stage 2 takes 1.
     message = refusal(
