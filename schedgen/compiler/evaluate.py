@@ -1,6 +1,7 @@
 """A user's w or n evaluated on every job: called once with arrays, or job by job; its mistakes become UsageError.
 
-A job is (s, b, d), or (s, b, d, t) where w takes a fourth argument; arrays have these axes, in this order.
+A job is (s, b, d), or (s, b, d, t) where w takes a fourth argument; arrays have these axes, in this order. Numbers that
+no other NumPy array holds exactly, such as Fractions, are in an array of objects.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int)
 def at_job(array: NDArray[Any], flat: int) -> str:
     """An array's value at a flat index, and its job, as in "3 for (s=3, b=0, d=F)"."""
     job = tuple(int(i) for i in np.unravel_index(flat, array.shape))
-    return f"{array[job]} for {_job_words(job, array.shape)}"
+    value = _brief(array[job]) if array.dtype == object else array[job]
+    return f"{value} for {_job_words(job, array.shape)}"
 
 
 def _is_tuple(returned: Any, values: int) -> bool:
@@ -57,7 +59,7 @@ def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
         array = np.asarray(value)
     except ValueError:
         raise UsageError(f"{name} must return numbers, not {_brief(value)}") from None
-    if array.dtype == object or array.dtype == bool or array.dtype.kind in "USV":
+    if array.dtype.kind in "bSUV" or (array.dtype == object and not all(map(_is_number, array.flat))):
         raise UsageError(f"{name} must return numbers, not {_brief(value)}")
     try:
         return np.broadcast_to(array, shape)
@@ -78,10 +80,20 @@ def _job_by_job(name: str, function: Function, shape: tuple[int, ...], values: i
         if values > 1 and not _is_tuple(returned, values):
             raise _no_pair(f"{name}{_job_words(job, shape)}", returned)
         for column, value in zip(columns, returned if values > 1 else (returned,), strict=True):
-            if isinstance(value, (bool, str)) or not np.isscalar(value) or not np.isreal(value):
+            if not _is_number(value):
                 raise UsageError(f"{name}{_job_words(job, shape)} must return numbers, not {_brief(returned)}")
-            column.append(value)
-    return [np.asarray(column).reshape(shape) for column in columns]
+            column.append(value.item() if isinstance(value, np.generic) else value)
+    return [_exact_array(column).reshape(shape) for column in columns]
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, (bool, np.bool_, str)) and bool(np.isscalar(value) and np.isreal(value))
+
+
+def _exact_array(column: list[Any]) -> NDArray[Any]:
+    """The numbers as an array, of objects if NumPy would round one, as it does a large int beside a float."""
+    array = np.asarray(column)
+    return array if array.tolist() == column else np.array(column, object)
 
 
 def _job_words(job: tuple[int, ...], shape: tuple[int, ...]) -> str:

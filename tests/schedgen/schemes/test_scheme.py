@@ -65,6 +65,12 @@ WRONG = {
     "w: a ragged list a job": (w("return [0, [1, 2]], int(s)"), [], "w(s=0, b=0, d=F)"),
     "w: a dictionary": (w("return {'weights': s, 'compute': s}"), [], "must return a pair"),
     "w: huge": (w("return s + 10**30, s"), [], "schedgen: w"),
+    "w: a Fraction": (
+        w("from fractions import Fraction; return int(s), Fraction(int(b), 3)"),
+        [],
+        "whole numbers, not object (Fraction(0, 1) for (s=0, b=0, d=F))",
+    ),
+    "w: huge for one job": (w("return s, 10**30 if (int(s), b, d) == (1, 2, 1) else 0"), [], "0 for (s=1, b=2, d=B)"),
     "w: raises": (w("return s, (0, 1, 2)[int(s)]"), [], "w(s=3, b=0, d=F) raised IndexError"),
     "w: raises in two lines": (w("raise ValueError('one\\ntwo')"), [], "w(s=0, b=0, d=F) raised ValueError: one"),
     "w: never returns": (w("return w(s, b, d)"), [], "raised RecursionError"),
@@ -80,6 +86,11 @@ WRONG = {
         n("return float('nan') if (int(s), b, d) == (1, 2, 1) else b"),
         [],
         "nan for (s=1, b=2, d=B)",
+    ),
+    "n: NaN for one job, a Decimal": (
+        n("from decimal import Decimal; return Decimal('NaN' if (int(s), b, d) == (1, 2, 1) else b)"),
+        [],
+        "finite numbers, not Decimal('NaN') for (s=1, b=2, d=B)",
     ),
     "n: infinity": (n("return b * float('inf')"), [], "finite"),
     "n: complex": (n("return b * 1j"), [], "finite numbers"),
@@ -250,6 +261,22 @@ def n(s, b, d):
     notes = results[1].err.splitlines()
     assert [note.split(" takes no arrays ")[0] for note in notes] == ["schedgen: note: w", "schedgen: note: n"]
     assert all("np.where" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("n", "same"),
+    [
+        ("Fraction(int(b), 3) + int(d)", "b + 3 * d"),
+        ("b * Fraction(1, 3) + d", "b + 3 * d"),
+        ("Decimal(int(b)) / 4 + int(d)", "b + 4 * d"),
+        ("10**30 * (b + 3 * d)", "b + 3 * d"),
+        ("10**18 - int(b) if d == 0 else 2e18", "100 * d - b * (1 - d)"),
+    ],
+)
+def test_numbers_that_no_other_array_holds_are_compared_exactly(n, same, scheme, compiled):
+    imports = "from decimal import Decimal\nfrom fractions import Fraction\n"
+    results = [compiled(scheme(f"{imports}def n(s, b, d): return {text}")) for text in (n, same)]
+    assert json.loads(results[0].out)["programs"] == json.loads(results[1].out)["programs"]
 
 
 def test_files_of_one_name_may_have_dataclasses(tmp_path, compiled):
