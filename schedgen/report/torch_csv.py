@@ -10,7 +10,7 @@ import io
 
 import numpy as np
 
-from schedgen.ir.instructions import Op
+from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.util.errors import UsageError
@@ -45,5 +45,14 @@ def lost_in_csv(program: Program) -> list[str]:
         "ties": bool(header.tied),
         "weights away from their jobs": bool(header.part_owners) or not np.array_equal(weights, header.compute),
         "forwards that are redone": bool((program.rows.op == Op.RECOMPUTE).any()),
+        "sends that wait for the worker's next job": _has_delayed_sends(program),
     }
     return [words for words, is_lost in lost.items() if is_lost]
+
+
+def _has_delayed_sends(program: Program) -> bool:
+    """Whether a rank sends an activation after a job that follows the activation's forward."""
+    table, jobs, sends = program.rows, program.rows_of(*COMPUTE), program.rows_of(Op.SEND)
+    sends = sends[table.kind[sends] == Kind.X]
+    before = jobs[np.searchsorted(jobs, sends) - 1]
+    return bool(((table.stage[before] != table.stage[sends]) | (table.mb[before] != table.mb[sends])).any())

@@ -187,6 +187,7 @@ def test_what_no_action_says_is_named(run, graph_file, refused, tmp_path):
         (("fsdp", "--stages", 4), "weights away from their jobs"),
         (("fsdp", "--stages", 4, "--shards", 2), "weights away from their jobs"),
         (("1f1b", "--stages", 4, "--recompute", "0.1"), "forwards that are redone"),
+        (("dualpipe-v", "--stages", 4), "sends that wait for the worker's next job"),
     ):
         assert run("compile", *options, *sizes).code == 0
         code, out, err = run("export", tmp_path / "s.json", "--to", "csv", "-o", "-")
