@@ -115,6 +115,17 @@ def one(ranks: int, microbatches: int) -> None:
     )
 
 
+def growth_of_copies(factors: Sequence[int]) -> None:
+    """The compiler where workers fetch weights that others own."""
+    warm_up()
+    print("growth, fsdp on 4 ranks: microseconds of CPU an instruction, compile")
+    for factor in factors:
+        sizes = Sizes(4, 250 * factor, 4)
+        begin = time.process_time()
+        length = len(compile(load("fsdp", sizes), sizes))
+        print(f"  {length:>10,} instructions  {1e6 * (time.process_time() - begin) / length:.3f}", flush=True)
+
+
 def keep(file: Path, microbatches: int) -> None:
     """Append a line to `file`: instructions a second of CPU time, 1F1B on 16 ranks, the best of five.
 
@@ -242,10 +253,12 @@ def main() -> None:
     if options.quick:
         beside_torch(4, 8, 1)
         growth(4, [4])
+        growth_of_copies([1])
         large(128, 4)
         return
     beside_torch(options.ranks, options.microbatches, options.runs)
     growth(64, [160, 1600, 16000])
+    growth_of_copies([1, 10, 100])
     large(4096, 1600)
 
 

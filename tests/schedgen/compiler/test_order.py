@@ -173,6 +173,50 @@ def test_a_microbatch_is_in_flight_until_its_backward_has_ended():
     assert start[F, 1, 1] >= 2 + 4
 
 
+def slowly(graph, worker, n, length, caps, memory, redone):
+    """`greedy`, one unit of time after another, every job tried; inf: never started."""
+    start, forwards = np.full(len(worker), np.inf), graph.stages * graph.microbatches
+    stage = np.arange(forwards) // graph.microbatches
+    for time, v in itertools.product(range(int(length.sum()) + 1), range(worker.max() + 1)):
+        if np.isfinite(start).all():
+            break
+        mine, ended = worker == v, start + length <= time
+        if (mine & (start <= time) & ~ended).any():
+            continue
+        begun = (worker[:forwards] == v) & (start[:forwards] <= time)
+        in_flight, saved = begun & ~ended[forwards : 2 * forwards], begun & ~ended[-forwards:]
+        places = np.where(redone, 0, (saved & redone).any()) + (saved & ~redone).sum()
+        allowed = np.ones(len(worker), bool)
+        allowed[:forwards] = (places < memory) & (np.bincount(stage[in_flight], minlength=graph.stages) < caps)[stage]
+        ready = [
+            job
+            for job in np.flatnonzero(mine & allowed & np.isinf(start))
+            for node, b in [divmod(job, graph.microbatches)]
+            if all(ended[p * graph.microbatches + b] for p in graph.pred[node])
+        ]
+        if ready:
+            start[min(ready, key=lambda job: (n[job], job))] = time
+    return start
+
+
+@given(st.data())
+@settings(max_examples=examples(50))
+def test_with_limits_greedy_takes_the_smallest_n_that_they_let_through(cases, data):
+    case = data.draw(cases)
+    directions, S, batches = case.compute.shape
+    graph = job_graph(StageGraph(S, chain(S)), batches, directions)
+    caps = np.array(data.draw(st.lists(st.integers(1, 3), min_size=S, max_size=S)))
+    memory, may_redo = data.draw(st.integers(S, 4 * S)), directions == 2
+    redone = data.draw(arrays(bool, S * batches)) & may_redo
+    given = graph, case.compute.ravel(), case.n.ravel(), lengths(graph), caps, memory, redone
+    expected = slowly(*given)
+    if np.isinf(expected).any():
+        with pytest.raises(UsageError, match="stops the schedule"):
+            greedy(*given)
+    else:
+        assert (greedy(*given) == expected).all()
+
+
 @given(st.data())
 def test_a_cap_nobody_reaches_changes_nothing(cases, data):
     case = data.draw(cases)
