@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from examples import further
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -26,7 +25,7 @@ def test_the_benchmark_of_a_script_s_loop_runs(launch):
     assert done.code == 0 and len(timed) == 6, done.err
 
 
-@pytest.mark.parametrize("name", [*further("plain"), "by_mpirun", *further("by_ddp", "by_pipelining")])
+@pytest.mark.parametrize("name", ["plain", "by_mpirun", "by_ddp", "by_pipelining"])
 def test_a_script_trains_wherever_it_is_moved(name, tmp_path, launch):
     """One step on 2 ranks; the first loss is that of an untrained model of bytes."""
     script, program = str(BENCH / "moved" / f"{name}.py"), RUN.format(folder=str(tmp_path))
