@@ -71,6 +71,11 @@ class InputOrder:
         """Take the order from a checkpoint; microbatches that were evaluated before count no more."""
         self.resumed, self.paths, self.structure = paths, [], None
 
+    @property
+    def to_save(self) -> list[str]:
+        """`paths` for a checkpoint: before the first microbatch those of the run that this one continues."""
+        return self.paths or self.resumed
+
     def arranged(self, batch: Batch) -> Batch:
         """The batch with its inputs in this order; collective for the run's first batch. UsageError as in `of`.
 
@@ -79,8 +84,9 @@ class InputOrder:
         if not self.paths:
             own = [list(by_path(_input(microbatch))) for microbatch in batch.microbatches.values()]
             first: list[str] = next(chain.from_iterable(self.comm.allgather(own[:1])), [])
-            now, before = set(first), set(self.resumed)
-            self.paths = list(dict.fromkeys([*self.resumed, *first])) if now <= before or before <= now else first
+            kept = [path for path in self.resumed if path in first]
+            alike = len(kept) in (len(self.resumed), len(first))
+            self.paths = list(dict.fromkeys([*kept, *first])) if alike else first
         try:
             arranged = {number: self.of(microbatch) for number, microbatch in batch.microbatches.items()}
         except UsageError as error:
@@ -139,10 +145,10 @@ def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
     if samples % count:
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size")
     size = samples // count
+    pairs = [pair(part) for part in chunk(data, count)]
     _, target_dims = input_and_target(cut_dims(data, 0, samples))
     microbatches = {}
-    for number, part in enumerate(chunk(data, count)):
-        given, target = pair(part)
+    for number, (given, target) in enumerate(pairs):
         leaves, structure = pytree.tree_flatten(given)
         microbatches[number] = Microbatch(leaves, target, float(count), size, 0, structure, target_dims)
     return Batch(0, 0, [size] * count, microbatches)

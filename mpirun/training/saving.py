@@ -85,7 +85,7 @@ class Checkpoints:
     def _write(self, saving: Saving) -> bool:
         writer = self.session.checkpoints()
         writer.settings.pop("loader", None)
-        writer.settings["inputs"] = self.order.paths
+        writer.settings["inputs"] = self.order.to_save
         if saving.data is not None:
             writer.settings["loader"] = saving.data.state()
         return self.session.save(saving.keep)

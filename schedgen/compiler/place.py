@@ -114,10 +114,10 @@ def place_jobs(
     weights, compute = evaluate("w", scheme.w, shape, values=2)
     for array in (weights, compute):
         if not np.issubdtype(array.dtype, np.integer):
-            wrong = int(np.argmin([_is_int64(value) for value in array.flat]))
-            raise UsageError(
-                f"w must return whole numbers, not {array.dtype} ({at_job(array, wrong)}): use // instead of /"
-            )
+            whole = [_is_int64(value) for value in array.flat]
+            if not all(whole):
+                wrong = at_job(array, whole.index(False))
+                raise UsageError(f"w must return whole numbers, not {array.dtype} ({wrong}): use // instead of /")
     weights, compute = weights.astype(np.int64), compute.astype(np.int64)
     if takes_part:
         for job in np.flatnonzero(compute != compute[..., :1])[:1]:
@@ -168,6 +168,11 @@ def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) 
     good = np.isfinite(n) if is_plain else np.array([_is_finite(value) for value in n.flat])
     if not good.all():
         raise UsageError(f"n must return finite numbers, not {at_job(n, int(np.argmin(good)))}")
+    if not is_plain:
+        try:
+            np.argsort(n, axis=None)
+        except TypeError as error:
+            raise UsageError(f"n must return numbers that can be compared: {error}") from None
     return np.ascontiguousarray(n.transpose(2, 0, 1))
 
 

@@ -49,11 +49,16 @@ def test_sigterm_saves_what_a_restart_resumes(resumed, calls, saved):
     assert checkpoints.at_sigterm == saving(saved)
 
 
-@pytest.mark.parametrize(("before", "first", "arranged"), [("ab", "bca", "abc"), ("ab", "ca", "ca"), ("", "ba", "ba")])
+@pytest.mark.parametrize(
+    ("before", "first", "arranged"),
+    [("ab", "bca", "abc"), ("ab", "ca", "ca"), ("", "ba", "ba"), ("abc", "ca", "ac")],
+)
 def test_a_resumed_run_has_the_order_of_inputs_of_the_run_before(before, first, arranged):
     """It has its own if an input has other keys."""
     order = InputOrder(MPI.COMM_SELF)
-    order.resume([f"['{key}']" for key in before])
+    order.resume(paths := [f"['{key}']" for key in before])
+    assert order.to_save == paths
     leaves, structure = pytree.tree_flatten({key: key for key in first})
     batch = Batch(0, 0, [1], {0: Microbatch(leaves, None, 1.0, structure=structure)})
     assert "".join(order.arranged(batch).microbatches[0].leaves) == arranged
+    assert {*order.to_save} >= {f"['{key}']" for key in arranged}

@@ -92,6 +92,11 @@ WRONG = {
         [],
         "finite numbers, not Decimal('NaN') for (s=1, b=2, d=B)",
     ),
+    "n: Fractions beside long doubles": (
+        n("from fractions import Fraction; import numpy; return Fraction(int(b)) if d else numpy.longdouble(b)"),
+        [],
+        "n must return numbers that can be compared",
+    ),
     "n: infinity": (n("return b * float('inf')"), [], "finite"),
     "n: complex": (n("return b * 1j"), [], "finite numbers"),
     "n: a string": (n("return 'soon'"), [], "must return numbers, not 'soon'"),
@@ -276,6 +281,12 @@ def n(s, b, d):
 def test_numbers_that_no_other_array_holds_are_compared_exactly(n, same, scheme, compiled):
     imports = "from decimal import Decimal\nfrom fractions import Fraction\n"
     results = [compiled(scheme(f"{imports}def n(s, b, d): return {text}")) for text in (n, same)]
+    assert json.loads(results[0].out)["programs"] == json.loads(results[1].out)["programs"]
+
+
+def test_w_may_look_workers_up_in_an_array_of_objects(scheme, compiled):
+    tables = [f"import numpy\nTABLE = numpy.array([0, 1, 1, 0], {kind})\n" for kind in ("object", "int")]
+    results = [compiled(scheme(f"{table}def w(s, b, d): return TABLE[s], TABLE[s]")) for table in tables]
     assert json.loads(results[0].out)["programs"] == json.loads(results[1].out)["programs"]
 
 
