@@ -177,12 +177,12 @@ def hangs(launch, compiled, traces, text, tmp_path_factory) -> dict[str, object]
     assert schedgen(["seal", str(circle)]) == 0
     options = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--timeout", LIMIT]
     faulty, outside = ["programs/faulty_mpirun.py"], ["programs/hang_outside_steps.py"]
-    out = tmp_path_factory.mktemp("hangs") / "out"
+    folder = tmp_path_factory.mktemp("hangs")
     with ThreadPoolExecutor(2) as pool:
         started = {
             "lost": pool.submit(launch, 4, "lost", traces / "1f1b.json", *options, program=faulty),
             "circle": pool.submit(launch, 2, "unchecked", circle, *options, program=faulty),
-            **{method: pool.submit(launch, 3, method, LIMIT, out, program=outside) for method in METHODS},
+            **{method: pool.submit(launch, 3, method, LIMIT, folder / method, program=outside) for method in METHODS},
         }
     return {name: launched.result() for name, launched in started.items()}
 
