@@ -145,12 +145,14 @@ class ForwardBackward:
             if draws:
                 stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
             leaves = batch.leaves if batch is not None and arguments.reads_input else ()
-            outputs, found = run(values, leaves, batch if has_loss else None)
+            # A captured job has no use for the divisor, which may be another in every step.
+            scored = batch._replace(leaves=[], loss_divisor=1) if batch is not None and has_loss else None
+            outputs, found = run(values, leaves, scored)
             if records:
                 losses[mb] = outputs[0]
                 if found:
                     metrics[mb] = found
-            if save and has_loss and batch is not None:
+            if save and scored is not None and batch is not None:
                 divisor = batch.loss_divisor if has_flush else 1  # without a flush STEP divides
                 pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor, device)
             return outputs

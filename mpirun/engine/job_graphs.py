@@ -14,8 +14,7 @@ A graph uses the addresses that its capture saw:
 - A forward and the backward of its microbatch are captured as a pair: the backward frees what the forward has saved.
 - A layer that draws random numbers has its own generator in each graph, which is seeded before the replay.
 
-If a microbatch's data have another shape or loss weight than in the captures, as with padding, all its jobs compute
-normally.
+If a microbatch's data have another shape or padding than in the captures, all its jobs compute normally.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class JobGraphs:
         """Print, once per stage, that a microbatch does not fit its graph."""
         if i.stage not in self.said:
             self.said.add(i.stage)
-            sentence = f"rank {self.rank}: a microbatch of stage {i.stage} has other shapes or weights than its graph"
+            sentence = f"rank {self.rank}: a microbatch of stage {i.stage} has other shapes or padding than its graph"
             print(f"mpirun: note: graphs: {sentence}: computed without a graph", file=sys.stderr, flush=True)
 
 

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -30,9 +30,9 @@ from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError
 
 
-@cache
+@lru_cache(256)  # a step's microbatches may have any weights
 def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> Tensor:
-    """The gradient of a loss divided by `divisor`, with respect to the loss; one cached tensor."""
+    """The gradient of a loss divided by `divisor`, with respect to the loss; a cached tensor."""
     return torch.ones((), dtype=dtype, device=device).div_(divisor)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,9 +16,12 @@ from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, by_path, copy_of, input_and_target, plain
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
+from mpirun.model.loss import without_padding
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError, clip
+
+LossWeight = Callable[[Any], float]  # target -> the weight of a microbatch's loss
 
 
 class StepBatches(MicrobatchSource):
@@ -29,13 +33,22 @@ class StepBatches(MicrobatchSource):
         self.step = -1
         self.current: Mapping[int, Microbatch] = {}
         self.kept: dict[int, Batch] = {}  # by step; of a loader's batch only its place: the loader can make it again
+        self.weights: dict[int, Sequence[float]] = {}  # by step that is kept, if `give` got weights
 
-    def give(self, step: int, batch: Batch, keep: bool = False) -> None:
-        """Set the batch of a step; `keep`: it will be needed after the step, too."""
+    def give(self, step: int, batch: Batch, keep: bool = False, weights: Sequence[float] | None = None) -> None:
+        """Set the batch of a step; `keep`: it will be needed after the step, too.
+
+        `weights`: of the microbatches' losses in the step's loss; None: they count by their samples.
+        """
+        if weights is not None:
+            weighted = {mb: _weighted(made, weights, mb) for mb, made in batch.microbatches.items()}
+            batch = batch._replace(microbatches=weighted)
         self.step, self.current = step, batch.microbatches
         if keep:  # copies: the script may change the tensors of its batch after the step
             copies = copy_of(dict(batch.microbatches)) if batch.loader is None else {}
             self.kept[step] = batch._replace(microbatches=copies)
+            if weights is not None:
+                self.weights[step] = weights
 
     def __call__(self, step: int, number: int) -> Microbatch:
         """A microbatch of the current step, or of one that was kept; UsageError if it cannot be made again."""
@@ -47,7 +60,8 @@ class StepBatches(MicrobatchSource):
         if batch.loader is None:
             return batch.microbatches[number]
         made = batch.loader.microbatch(batch.epoch, batch.number, number)
-        return made if self.order is None else self.order.of(made)
+        made = made if self.order is None else self.order.of(made)
+        return _weighted(made, self.weights[step], number) if step in self.weights else made
 
     def examples(self) -> list[Microbatch]:
         """All microbatches have the size of the example."""
@@ -117,6 +131,47 @@ class InputOrder:
 def _input(microbatch: Microbatch) -> Any:
     assert microbatch.structure is not None
     return pytree.tree_unflatten(microbatch.leaves, microbatch.structure)
+
+
+def loss_weights(weigh: LossWeight, batch: Batch, comm: MPI.Intracomm) -> list[float]:
+    """By microbatch of a step, its weight by an Engine's `loss_weight`. Collective.
+
+    Stop if all are 0; UsageError on a rank where one is not a number of at least 0.
+    """
+    own = {number: loss_weight(weigh, microbatch) for number, microbatch in batch.microbatches.items()}
+    of_ranks = comm.allgather(own)
+    everything = {number: weight for of_rank in of_ranks for number, weight in of_rank.items()}
+    if not any(everything.values()):
+        raise Stop("loss_weight: every microbatch of the step has weight 0, so the step has no loss")
+    return [everything[number] for number in sorted(everything)]
+
+
+def loss_weight(weigh: LossWeight, microbatch: Microbatch) -> float:
+    """The weight of a microbatch by an Engine's `loss_weight`. UsageError if it is not a number of at least 0."""
+    if microbatch.padding == microbatch.size:
+        return 0.0
+    target = microbatch.target
+    given = weigh(without_padding("target", target, microbatch) if microbatch.padding else target)
+    try:
+        weight = float(given)
+    except (TypeError, ValueError, RuntimeError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise UsageError(f"loss_weight returned {clip(repr(given))}: it should be a finite number of at least 0")
+    return weight
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """The weights divided by their sum."""
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _weighted(microbatch: Microbatch, weights: Sequence[float], number: int) -> Microbatch:
+    """A microbatch with its share of the step's loss; with weight 0 it counts as padding: its loss may be NaN."""
+    if weights[number]:
+        return microbatch._replace(loss_divisor=sum(weights) / weights[number])
+    return microbatch._replace(loss_divisor=math.inf, padding=microbatch.size)
 
 
 def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, passes: int) -> list[int]:

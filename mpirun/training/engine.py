@@ -50,7 +50,7 @@ from mpirun.training.arguments import (
     make_recipe,
     take_model,
 )
-from mpirun.training.batches import read_by, whole_batch
+from mpirun.training.batches import LossWeight, loss_weights, read_by, shares, whole_batch
 from mpirun.training.compiled import compile_for, is_scheme
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
@@ -58,7 +58,7 @@ from mpirun.training.notes import DataNotes
 from mpirun.training.prepared import Prepared
 from mpirun.training.saving import Checkpoints, Saving
 from mpirun.training.session import Result, Session, is_compared
-from mpirun.training.shapes import Shapes, check_buckets, check_padding
+from mpirun.training.shapes import Shapes, check_buckets, check_loss_weight, check_padding
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
 from schedgen.ir.program import Program
 
@@ -90,6 +90,8 @@ class Engine:
                   give: its name, or a FILE.py with w and n
     model         what `split` returns, a Model, a list of modules, one per stage, or a function: stages -> such a model
     loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
+    loss_weight   target -> what a microbatch's loss is a mean over, if not over samples: say, the number of tokens
+                  that count. The loss and the metrics of a step are then means over that
     optimizer     a list of NamedParameters -> a torch optimizer of them all; None: AdamW
     lr            the learning rate, or a function of the step, counted from 0; None: that of the optimizer
     scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step
@@ -122,6 +124,7 @@ class Engine:
         model: Models,
         *,
         loss: Callable[[Any, Any], Any] | None = None,
+        loss_weight: LossWeight | None = None,
         stages: int | None = None,
         microbatches: int | None = None,
         optimizer: Factory | None = None,
@@ -181,6 +184,8 @@ class Engine:
             self.session = session = Session(self.comm, file, timeout)
             session.end_with_script()
             together(self.comm, lambda: check_buckets(buckets, self._model, session.header))
+            together(self.comm, lambda: check_loss_weight(loss_weight, self._model, session.header))
+            self._loss_weight = loss_weight
             expanded = together(self.comm, lambda: expanded_model(self._model, session.header))
             self._reads = read_by(session.instructions, session.header, expanded, accumulate)
             self._prepared = Prepared(session, self._model, self._options, self._host, verify)
@@ -290,12 +295,15 @@ class Engine:
         total = sum(batch.samples)
         if min(batch.samples) < of_shape.example.size:
             check_padding(self._model, self._running.header)
-        self._prepared.batches.give(session.steps, batch, self._prepared.verifies)
+        weights = None if self._loss_weight is None else loss_weights(self._loss_weight, batch, self.comm)
+        self._prepared.batches.give(session.steps, batch, self._prepared.verifies, weights)
         compared = is_compared(session.steps - session.begun)
-        result = session.step([count / total for count in batch.samples], total * of_shape.tokens)
+        result = session.step(shares(batch.samples if weights is None else weights), total * of_shape.tokens)
         if batch.loader is not None:
             batch.loader.trained(batch)
         if compared:
+            if weights is None and session.header.has_flush and self._model.loss_of == "microbatch":
+                self._data_notes.look(batch)
             self._data_notes.print_unsaid()
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         if self._log is not None:
@@ -311,7 +319,9 @@ class Engine:
         It begins with the epoch's first batch, and leaves the loader's position alone. A list of batches,
         such as pairs (input, target), may replace the loader. A loader of a function has no end: it needs `batches`.
         """
-        return self._over(loader, batches, evaluate, scores=True)
+        return self._over(
+            loader, batches, lambda session, given: evaluate(session, given, self._loss_weight), scores=True
+        )
 
     @_collective
     def predict(

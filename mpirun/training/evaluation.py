@@ -23,7 +23,7 @@ from mpirun.engine.setup import StepOptions, set_up
 from mpirun.model.forward_watch import ReadWatch
 from mpirun.model.loss import loss_and_metrics, without_padding
 from mpirun.model.rng import LOSS, derived_seed
-from mpirun.training.batches import StepBatches
+from mpirun.training.batches import LossWeight, StepBatches, loss_weight
 from mpirun.training.session import Session
 from schedgen.checker import check
 from schedgen.compiler.forward import forward_list
@@ -36,8 +36,8 @@ from schedgen.util.errors import UsageError
 class Evaluation:
     """What an evaluation found; the same on all ranks.
 
-    loss     the mean over the samples
-    metrics  what the loss returned besides its value: means over the samples, by name
+    loss     the mean over the samples, or over what `loss_weight` counts
+    metrics  what the loss returned besides its value: such means, too, by name
     samples  how many there were, without padding
     """
 
@@ -84,36 +84,38 @@ class Evaluator:
         self.list.execute(step, outcome)
 
 
-def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Evaluation:
-    """The loss and the metrics of all samples.
+def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh: LossWeight | None) -> Evaluation:
+    """The loss and the metrics of all samples; `weigh`: an Engine's `loss_weight`.
 
-    Stop if the loss is of the whole minibatch or returns different metrics by microbatch, or if there are no samples.
+    Stop if the loss is of the whole minibatch or returns different metrics by microbatch, or if no samples count.
     """
     model = session.setup.model
     if model.loss_of == "minibatch":
         raise Stop("evaluate: the model's loss is of the whole minibatch")
-    sums: dict[int, tuple[float, dict[str, float], int]] = {}  # by microbatch
+    found: dict[int, tuple[float, dict[str, float], float, int]] = {}  # by microbatch: loss, metrics, weight, samples
 
     def add(number: int, output: Any, batch: Microbatch) -> None:
         if (facts := session.setup.shapes[-1].loss) is not None and facts.draws:
             session.setup.device.seed(derived_seed(session.setup.seed, number, LOSS))
         loss, metrics = loss_and_metrics(model.loss, output, batch)
         values = {name: float(value) for name, value in metrics.items()}
-        sums[number] = float(loss), values, batch.size - batch.padding
+        samples = batch.size - batch.padding
+        found[number] = float(loss), values, samples if weigh is None else loss_weight(weigh, batch), samples
 
     _run(session, batches, add)
-    everything = {key: value for of_rank in session.comm.allgather(sums) for key, value in of_rank.items()}
+    everything = {key: value for of_rank in session.comm.allgather(found) for key, value in of_rank.items()}
     counted = [everything[key] for key in sorted(everything) if everything[key][2]]
-    samples = sum(count for _, _, count in counted)
-    if not samples:
-        raise Stop("evaluate: there are no samples")
+    if not counted:
+        raise Stop("evaluate: there are no samples" + (", or loss_weight is 0 for all" if weigh is not None else ""))
+    total = sum(weight for _, _, weight, _ in counted)
     names = counted[0][1].keys()
-    for _, values, _ in counted:
+    for _, values, _, _ in counted:
         if values.keys() != names:
-            found = f"{sorted(values)}, but {sorted(names)} for the first microbatch"
-            raise Stop(f"evaluate: the loss returned the metrics {found}")
-    means = {name: sum(values[name] * count for _, values, count in counted) / samples for name in names}
-    return Evaluation(sum(loss * count for loss, _, count in counted) / samples, means, samples)
+            others = f"{sorted(values)}, but {sorted(names)} for the first microbatch"
+            raise Stop(f"evaluate: the loss returned the metrics {others}")
+    means = {name: sum(values[name] * weight for _, values, weight, _ in counted) / total for name in names}
+    loss = sum(loss * weight for loss, _, weight, _ in counted) / total
+    return Evaluation(loss, means, sum(samples for *_, samples in everything.values()))
 
 
 def predict(

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import chain
 
+import torch
 from mpi4py import MPI
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mpirun.comm.fail_together import note
+from mpirun.data.loader import Batch
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import unread_outputs
@@ -16,7 +20,7 @@ from schedgen.ir.header import Header
 
 
 class DataNotes:
-    """The notes of the loaders on all ranks: each line is printed once."""
+    """The notes on data, the loaders' among them, of all ranks: each line is printed once."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """`comm`: the ranks of the run."""
@@ -30,6 +34,15 @@ class DataNotes:
             self.said.add(sentence)
             note(self.comm, sentence)
             self.unsaid += [sentence] if self.comm.rank else []
+
+    def look(self, batch: Batch) -> None:
+        """Say that targets have labels that torch's cross_entropy ignores by default, if they do."""
+        leaves = tree_leaves([microbatch.target for microbatch in batch.microbatches.values()])
+        if any(isinstance(x, Tensor) and x.dtype == torch.int64 and (x == -100).any() for x in leaves):
+            self.say(
+                "targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, not by "
+                "their other labels, unless loss_weight counts these"
+            )
 
     def print_unsaid(self) -> None:
         """Print on rank 0 the lines of other ranks. Collective."""

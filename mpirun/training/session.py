@@ -45,11 +45,11 @@ EXIT_APART = 10.0  # seconds between the first and the last rank that leave a ca
 class Result:
     """What a step did; the same on all ranks.
 
-    loss       the mean over the samples of the step
+    loss       the mean over the samples of the step, or over what `loss_weight` counts
     losses     by microbatch
     grad_norm  the norm of the whole gradient, before clipping
     lr         the learning rate of the first parameter group; 0 where nothing is trained
-    metrics    what the loss returned besides its value: means over the samples of the step, by name
+    metrics    what the loss returned besides its value: such means, too, by name
     seconds    that the step took on this rank
     tokens     elements of the targets
     leave      some rank was asked to leave by SIGTERM

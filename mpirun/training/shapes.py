@@ -78,6 +78,16 @@ def check_padding(model: Model, header: Header) -> None:
         raise Stop('the loss is of the whole minibatch, so no microbatch may be padded: last="drop"')
 
 
+def check_loss_weight(given: object, model: Model, header: Header) -> None:
+    """UsageError if `loss_weight` is no function, or a microbatch's loss has the same weight in every step."""
+    if given is not None and not callable(given):
+        raise UsageError(f"loss_weight should be a function of a target, not {given!r}")
+    if given is not None and not header.has_flush:
+        raise UsageError("loss_weight: this schedule updates stages one by one, by one microbatch at a time")
+    if given is not None and model.loss_of == "minibatch":
+        raise UsageError("loss_weight: the loss is of the whole minibatch, so its microbatches have no weights")
+
+
 def _words(shape: Shape) -> str:
     return ", ".join(str(leaf) for leaf in shape if leaf is not None)
 

@@ -2024,3 +2024,89 @@ def test_data_without_an_end_or_a_second_time_is_refused_at_once(scripts):
     endless = "mpirun: a function that makes microbatches has no end: say how many steps of it, batches="
     once = "mpirun: verify=True does all steps again, but an IterableDataset is read once: train without it"
     assert (done.code, done.out, done.err) == (0, "24\n18 6 8\n" + 3 * "2 1\n", "\n".join([endless, endless, once, ""]))
+
+
+# A loss that is a mean over labels, of which microbatches have different numbers, and one has none.
+LABELS = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+scheme, passes, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def layers():
+    torch.manual_seed(0)
+    return [nn.Embedding(11, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 11)]
+draw = torch.Generator().manual_seed(1)
+tokens, labels = torch.randint(11, (30, 6), generator=draw), torch.randint(11, (30, 6), generator=draw)
+labels[torch.rand(30, 6, generator=draw) < 0.4] = -100
+labels[4:8] = -100
+def loss(output, target):
+    right = (output.argmax(-1) == target)[target != -100]
+    return cross_entropy(output.flatten(0, 1), target.flatten()), {"accuracy": right.float().mean()}
+def numbers(loss, metrics):
+    return [loss, metrics["accuracy"]]
+one, (first, *rest) = nn.Sequential(*layers()), layers()
+run = mpirun.Engine(
+    scheme, [first, nn.Sequential(*rest)], stages=2, microbatches=4 // passes, accumulate=passes, canonical=True,
+    loss=loss, loss_weight=lambda target: (target != -100).sum(), verify=True,
+    optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1),
+)
+loader, optimizer = run.loader(TensorDataset(tokens, labels), size), torch.optim.SGD(one.parameters(), 0.1)
+for number, batch in enumerate(loader):
+    found = run.step(batch)
+    part = slice(number * 4 * size, (number + 1) * 4 * size)
+    whole, metrics = loss(one(tokens[part]), labels[part])
+    optimizer.zero_grad()
+    whole.backward()
+    norm = torch.cat([p.grad.flatten() for p in one.parameters()]).norm()
+    optimizer.step()
+    ours = [*numbers(found.loss, found.metrics), found.grad_norm]
+    torch.testing.assert_close(ours, [*numbers(whole.item(), {"accuracy": metrics["accuracy"].item()}), norm.item()])
+found = run.evaluate(loader)
+whole, metrics = loss(one(tokens), labels)
+torch.testing.assert_close(numbers(found.loss, found.metrics), [whole.item(), metrics["accuracy"].item()])
+assert found.samples == 30 and number == 1 and run.verify()
+run.close()
+"""
+
+
+@pytest.mark.parametrize("scheme, passes", [("1f1b", 1), ("ddp", 1), ("fsdp", 2), *further(("zb-h1", 2))])
+def test_a_mean_over_labels_is_that_of_the_whole_minibatch(scripts, scheme, passes):
+    (done,) = scripts(2, [[LABELS, scheme, passes, 4]])
+    assert done.code == 0, done.err
+    assert len(re.findall("by at most 0$", done.out, re.M)) == 3
+    assert "labels of -100" not in done.err
+
+
+UNWEIGHED = """
+import torch, mpirun
+from torch.nn.functional import cross_entropy
+x, labels = torch.zeros(4, 3), torch.tensor([1, -100, 2, 0])
+def steps(scheme, stages=1, **options):
+    layers = [torch.nn.Linear(3, 3) for _ in range(stages)]
+    with mpirun.Engine(scheme, layers, stages=stages, microbatches=2, loss=cross_entropy, timeout=0, **options) as run:
+        run.step((x, labels))
+steps("gpipe")
+for scheme, weigh in (
+    ("gpipe", 3), ("pipedream", len), ("gpipe", lambda target: 0), ("gpipe", lambda target: -1.0),
+    ("gpipe", lambda target: target.sum() / 0), ("gpipe", lambda target: "many"),
+):
+    try:
+        steps(scheme, loss_weight=weigh)
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_labels_that_are_ignored_are_noted_and_weights_that_are_none_refused(scripts):
+    (done,) = scripts(1, [[UNWEIGHED]])
+    assert done.code == 0 and done.out == 6 * "2\n"
+    refused = "mpirun: loss_weight returned {}: it should be a finite number of at least 0"
+    assert done.err.splitlines() == [
+        "mpirun: note: targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, "
+        "not by their other labels, unless loss_weight counts these",
+        "mpirun: loss_weight should be a function of a target, not 3",
+        "mpirun: loss_weight: this schedule updates stages one by one, by one microbatch at a time",
+        "mpirun: loss_weight: every microbatch of the step has weight 0, so the step has no loss",
+        *(refused.format(what) for what in ("-1.0", "tensor(-inf)", "'many'")),
+    ]
