@@ -150,7 +150,7 @@ def loss_weight(weigh: LossWeight, microbatch: Microbatch) -> float:
     """The weight of a microbatch by an Engine's `loss_weight`. UsageError if it is not a number of at least 0."""
     if microbatch.padding == microbatch.size:
         return 0.0
-    target = microbatch.target
+    target = pytree.tree_map(lambda x: x, microbatch.target)  # containers of its own, as a loss has
     given = weigh(without_padding("target", target, microbatch) if microbatch.padding else target)
     try:
         weight = float(given)
