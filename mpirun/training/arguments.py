@@ -26,6 +26,7 @@ from schedgen.util.errors import UsageError
 
 Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
 Taken = tuple[Model, Callable[[Any], Any] | None]  # and the function from the last stage's output to the model's
+Optimizers = Factory | type[torch.optim.Optimizer]
 Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
 
 
@@ -78,7 +79,7 @@ def directory_of(what: str, name: object) -> Path:
 
 
 def make_recipe(
-    optimizer: Factory | None,
+    optimizer: Optimizers | None,
     lr: float | Callable[[int], float] | None,
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
     clip: float | None,
@@ -104,7 +105,9 @@ def make_recipe(
         return number
 
     rate = None if lr is None else rate_of
-    factory: Factory = optimizer or (lambda named: torch.optim.AdamW([entry.parameter for entry in named]))
+    made: Any = optimizer or torch.optim.AdamW
+    of_class = isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
+    factory: Factory = (lambda named: made([entry.parameter for entry in named])) if of_class else made
     return Recipe(factory, rate, scheduler, clip, "", {"clip": clip})
 
 

@@ -1,6 +1,6 @@
 """`Engine`: a run that a script drives, with one MPI rank per worker of the schedule.
 
-    run = mpirun.Engine("1f1b.json", model, loss=loss, optimizer=lambda named: torch.optim.SGD(parameters(named), 0.1))
+    run = mpirun.Engine("1f1b.json", model, loss=loss, optimizer=torch.optim.Adam, lr=1e-3)
     for batch in run.loader(dataset, microbatch_size=4, shuffle=True):
         print(run.step(batch).loss)
 
@@ -33,12 +33,12 @@ from mpirun.data.stream_loader import StreamLoader, loader_class
 from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.host import threads_kept, use_host
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
-from mpirun.engine.recipe import Factory
 from mpirun.engine.setup import StepOptions
 from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,
     Models,
+    Optimizers,
     Taken,
     check_batches,
     check_data,
@@ -92,7 +92,8 @@ class Engine:
     loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
     loss_weight   target -> what a microbatch's loss is a mean over, if not over samples: say, the number of tokens
                   that count. The loss and the metrics of a step are then means over that
-    optimizer     a list of NamedParameters -> a torch optimizer of them all; None: AdamW
+    optimizer     a class, such as torch.optim.Adam, or a list of NamedParameters -> a torch optimizer of them all;
+                  None: torch.optim.AdamW
     lr            the learning rate, or a function of the step, counted from 0; None: that of the optimizer
     scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step
     clip          the largest norm of the whole gradient; None: no limit
@@ -127,7 +128,7 @@ class Engine:
         loss_weight: LossWeight | None = None,
         stages: int | None = None,
         microbatches: int | None = None,
-        optimizer: Factory | None = None,
+        optimizer: Optimizers | None = None,
         lr: float | Callable[[int], float] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         clip: float | None = None,

@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 import schedgen
 from mpirun.data.loader import DREW
+from mpirun.engine.recipe import NamedParameter
 from mpirun.training.arguments import make_recipe
 from schedgen.checker.files import checked
 from schedgen.cli.main import main as command
@@ -293,6 +294,13 @@ with mpirun.Engine("gpipe", [torch.nn.Linear(3, 1)], microbatches=2, loss=column
 def test_a_target_may_be_a_column_of_a_table_of_which_a_microbatch_has_one_sample(scripts):
     (done,) = scripts(1, [[COLUMN]])
     assert (done.code, done.out) == (0, "2\n"), done.err
+
+
+def test_an_optimizer_s_class_is_called_with_the_parameters_alone():
+    weight = torch.nn.Parameter(torch.ones(1))
+    made = make_recipe(torch.optim.Adam, 0.1, None, None).make([NamedParameter("weight", weight, weight.shape, True)])
+    (group,) = made.optimizer.param_groups
+    assert type(made.optimizer) is torch.optim.Adam and group["params"] == [weight] and "param_names" not in group
 
 
 def test_rates_are_numbers_of_any_type_that_are_not_negative():
