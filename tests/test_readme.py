@@ -129,6 +129,13 @@ def test_the_readme_quotes_the_golden_1f1b_file() -> None:
     assert "  [\n" + quoted in (ROOT / "traces" / "1f1b.json").read_text()
 
 
+def test_the_readme_shows_a_whole_script_whose_loss_falls(ran: Callable[[str], Done]) -> None:
+    quoted = next(text for kind, text in BLOCKS if kind == "python")
+    assert quoted == (ROOT / "mpirun" / "examples" / "first_script.py").read_text()
+    first, *_, last = re.findall(r"test (.*)", ran(f"{TRAIN}mpirun.examples.first_script").out)
+    assert float(last) < float(first) / 4
+
+
 def test_the_readme_shows_what_is_printed(ran: Callable[[str], Done]) -> None:
     for command in (
         "schedgen compile 1f1b --stages 4 --microbatches 8 --output 1f1b.json",
