@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from schedgen.util.errors import UsageError
 
 Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
 Taken = tuple[Model, Callable[[Any], Any] | None]  # and the function from the last stage's output to the model's
-Optimizers = Factory | type[torch.optim.Optimizer]
+Optimizers = Factory | type[torch.optim.Optimizer] | partial[torch.optim.Optimizer]
 Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
 
 
@@ -106,7 +107,8 @@ def make_recipe(
 
     rate = None if lr is None else rate_of
     made: Any = optimizer or torch.optim.AdamW
-    of_class = isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
+    kind = made.func if isinstance(made, partial) else made
+    of_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     factory: Factory = (lambda named: made([entry.parameter for entry in named])) if of_class else made
     return Recipe(factory, rate, scheduler, clip, "", {"clip": clip})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from pathlib import Path
@@ -296,9 +297,10 @@ def test_a_target_may_be_a_column_of_a_table_of_which_a_microbatch_has_one_sampl
     assert (done.code, done.out) == (0, "2\n"), done.err
 
 
-def test_an_optimizer_s_class_is_called_with_the_parameters_alone():
+@pytest.mark.parametrize("given", [torch.optim.Adam, functools.partial(torch.optim.Adam, eps=1e-3)])
+def test_an_optimizer_s_class_is_called_with_the_parameters_alone(given):
     weight = torch.nn.Parameter(torch.ones(1))
-    made = make_recipe(torch.optim.Adam, 0.1, None, None).make([NamedParameter("weight", weight, weight.shape, True)])
+    made = make_recipe(given, 0.1, None, None).make([NamedParameter("weight", weight, weight.shape, True)])
     (group,) = made.optimizer.param_groups
     assert type(made.optimizer) is torch.optim.Adam and group["params"] == [weight] and "param_names" not in group
 
