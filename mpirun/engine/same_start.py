@@ -1,4 +1,4 @@
-"""Checks that ranks with the same stage start from the same values: a script may draw different ones on each rank."""
+"""Checks that ranks start from the same values: a script may draw different ones on each rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from mpirun.comm.fail_together import Stop, first_difference
 from mpirun.data.microbatches import digest_of, raw_bytes
 from mpirun.model.contract import Model
-from mpirun.model.module_copy import own_tensors
+from mpirun.model.module_copy import given_modules, own_tensors
+from schedgen.ir.header import Header
 
 
 class Values(NamedTuple):
@@ -40,6 +41,22 @@ def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> d
         for first, *more in model.tied:
             for _, name in (place for place in (first, *more) if place[0] == index):
                 digests[values(*first)] = _digest({first[1]: module.get_parameter(name)})
+    return digests
+
+
+def given_digests(model: Model, header: Header) -> dict[Values, str]:
+    """Digests of the trained parameters of the modules that a script gave, also of stages that this rank does not hold.
+
+    A run does not change these modules. Those whose values weights may replace, stages that functions build, and stages
+    that all ranks own, whose built values are compared, have none; nor has a stage's stand-in without parameters.
+    """
+    digests = dict[Values, str]()
+    for index, entry in enumerate(model.stages):
+        if model.weights is None and model.is_first_shard(index) and len(header.owners[index]) < header.workers:
+            named = [item for prefix, module in given_modules(entry) for item in module.named_parameters(prefix)]
+            trained = {name: tensor for name, tensor in named if tensor.requires_grad and not tensor.is_meta}
+            if trained:
+                digests[Values(model.model_stage(index), 0, "parameters")] = _digest(trained)
     return digests
 
 

@@ -229,15 +229,20 @@ def shared_parameters(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
     return [tie for tie in places.values() if len(tie) > 1]
 
 
+def given_modules(entry: object) -> list[tuple[str, nn.Module]]:
+    """The existing modules that a stage's entry copies, each with the prefix of its names in the stage."""
+    layers = entry.items() if isinstance(entry, Mapping) else [("", entry)]
+    modules = [(prefix, layer.module if isinstance(layer, ModuleCopy) else layer) for prefix, layer in layers]
+    return [(prefix, module) for prefix, module in modules if isinstance(module, nn.Module)]
+
+
 def shared_buffers(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
     """The buffers that the modules of several stages, or of layers of one, share: each as a list of (stage, name)."""
     places: dict[int, list[tuple[int, str]]] = {}
     for stage, entry in enumerate(stages):
-        for prefix, layer in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
-            module = layer.module if isinstance(layer, ModuleCopy) else layer
-            if isinstance(module, nn.Module):
-                for name, buffer in module.named_buffers(prefix):
-                    places.setdefault(id(buffer), []).append((stage, name))
+        for prefix, module in given_modules(entry):
+            for name, buffer in module.named_buffers(prefix):
+                places.setdefault(id(buffer), []).append((stage, name))
     return [shared for shared in places.values() if len(shared) > 1]
 
 

@@ -1196,12 +1196,14 @@ def test_buffers_that_forwards_change_are_not_shared_by_stages(scripts):
         ("ddp", "scale", "frozen parameters or buffers"),
         ("ddp", "order", "frozen parameters or buffers"),
         ("fsdp", "scale", "frozen parameters or buffers"),
-        ("fsdp", "all", None),
+        ("fsdp", "all", "parameters"),
+        ("gpipe", "all", "parameters"),
+        ("gpipe", "scale", None),
         ("1f1b", "all", "weight"),
     ],
 )
 def test_ranks_that_draw_different_weights_are_told_so(scheme, drawn, what, scripts):
-    """Weights of stages that several ranks have, and tied weights; those that only one rank has may differ."""
+    """All weights, also of stages that one rank holds alone; buffers of these may differ."""
     script = """
 import sys
 import mpirun, torch
