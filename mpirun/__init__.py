@@ -4,7 +4,8 @@
 
 `Engine` is the same as a library, for scripts with their own loop, data, optimizer and evaluation. To define a model,
 use the contract (`Model`), the functions that split a module into stages (`split`, `split_sequential`,
-`split_layers`), and the types that say what stages read (`Input`, `Value`).
+`split_layers`), and the types that say what stages read (`Input`, `Value`). A wrong
+argument is a `UsageError`.
 """
 
 import importlib
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from mpirun.training.engine import Engine
     from mpirun.training.evaluation import Evaluation
     from mpirun.training.session import Result
-    from schedgen.util.errors import MpirunWarning
+    from schedgen.util.errors import MpirunWarning, UsageError
 
 __all__ = [
     "Cut", "Engine", "Evaluation", "Input", "Loader", "Minibatch", "Model", "MpirunWarning", "NamedParameter", "Result",
-    "Value", "batch_coupled", "pipe_split", "split", "split_layers", "split_sequential",
+    "UsageError", "Value", "batch_coupled", "pipe_split", "split", "split_layers", "split_sequential",
 ]  # fmt: skip
 
 _MODULES = {
@@ -44,6 +45,7 @@ _MODULES = {
     "MpirunWarning": "schedgen.util.errors",
     "NamedParameter": "mpirun.engine.recipe",
     "Result": "mpirun.training.session",
+    "UsageError": "schedgen.util.errors",
     "Value": "mpirun.model.dataflow",
     "batch_coupled": "mpirun.model.frontend.batch_coupling",
     "pipe_split": "torch.distributed.pipelining",

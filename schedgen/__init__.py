@@ -18,6 +18,7 @@ Program   the instructions of all ranks, and a header
 Scheme    w, n and the other settings of a scheme
 Sizes     stages, microbatches, workers, ...
 Options   how a scheme is compiled
+UsageError, RefusedFile  the errors these raise: for wrong arguments or a misfit; for a wrong file or program
 F, B, I, W  the values of d that `w` and `n` receive: forward, backward, and its halves
 
 Each is imported on first use.
@@ -40,16 +41,18 @@ if TYPE_CHECKING:
     from schedgen.schemes.scheme import Scheme, Sizes
     from schedgen.simulator.simulate import simulate
     from schedgen.simulator.stats import stats
+    from schedgen.util.errors import RefusedFile, UsageError
 
 __all__ = [
-    "B", "F", "I", "Options", "Program", "Scheme", "Sizes", "W", "__version__", "check", "compile", "forward_list",
-    "load", "read", "simulate", "stats", "write",
+    "B", "F", "I", "Options", "Program", "RefusedFile", "Scheme", "Sizes", "UsageError", "W", "__version__", "check",
+    "compile", "forward_list", "load", "read", "simulate", "stats", "write",
 ]  # fmt: skip
 
 _MODULES = {
     **dict.fromkeys(("B", "F", "I", "W"), "schedgen.ir.instructions"),
     **dict.fromkeys(("Scheme", "Sizes"), "schedgen.schemes.scheme"),
     **dict.fromkeys(("read", "write"), "schedgen.ir.file"),
+    **dict.fromkeys(("RefusedFile", "UsageError"), "schedgen.util.errors"),
     "Options": "schedgen.compiler.options",
     "Program": "schedgen.ir.program",
     "check": "schedgen.checker",

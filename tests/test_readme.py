@@ -14,6 +14,9 @@ from typing import NamedTuple
 import pytest
 from standing_launch import StandingLaunch
 
+import mpirun
+import schedgen
+
 ROOT = Path(__file__).parent.parent
 NAMES = ("README.md", "schedgen/README.md", "mpirun/README.md")
 TEXT = "".join((ROOT / name).read_text() for name in NAMES)
@@ -180,6 +183,12 @@ def test_every_file_of_mpirun_is_in_its_map() -> None:
     listed = [file for file in files if f"({file})" in text]
     left_out = [file for file in files if file not in listed and not file.endswith("__init__.py")]
     assert listed and all(file.startswith("examples/") for file in left_out), left_out
+
+
+def test_every_public_name_of_mpirun_is_in_its_table() -> None:
+    table = (ROOT / "mpirun" / "README.md").read_text().split("## Public names")[1].split("\n## ")[0]
+    assert [name for name in mpirun.__all__ if f"`{name}`" not in table] == []
+    assert mpirun.UsageError is schedgen.UsageError
 
 
 def test_the_readme_s_commands_are_found() -> None:

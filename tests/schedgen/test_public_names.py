@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import schedgen
-from schedgen.util.errors import UsageError
+from schedgen import UsageError
 
 SIZES = schedgen.Sizes(stages=2, microbatches=2)
 
