@@ -120,11 +120,18 @@ def bytes_from_rank_0(comm: MPI.Comm, function: Callable[[], bytes]) -> NDArray[
 
 
 def raised_at(error: BaseException) -> str:
-    """Where an error was raised: the innermost line of the user's own code in the traceback, or else of any code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_OURS, "<", *_LIBRARIES))]
-    frame = (own or frames)[-1:]
-    return f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""
+    """Where an error was raised: the innermost line of the user's own code in the traceback.
+
+    If there is none, the line of it that called the code in the traceback, and the innermost line of this code.
+    """
+    raised = traceback.extract_tb(error.__traceback__)
+    places = _users(raised) or [*_users(traceback.extract_stack()), *raised[-1:]]
+    return f" (at {', in '.join(f'{place.filename}:{place.lineno}' for place in places)})" if raised else ""
+
+
+def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The innermost frame of the user's own code, as a list; empty: there is none."""
+    return [frame for frame in frames if not frame.filename.startswith((_OURS, "<", *_LIBRARIES))][-1:]
 
 
 @contextlib.contextmanager
