@@ -63,7 +63,11 @@ def take_model(
     elif not isinstance(model, Model):
         if loss is None:
             raise UsageError("loss: say what it is, modules have none")
-        model = Model(list(model) if isinstance(model, Iterable) else [model], loss)
+        given, model = model, Model(list(model) if isinstance(model, Iterable) else [model], loss)
+        wanted = sum(layers) if layers else stages
+        if isinstance(given, nn.Module) and wanted and wanted != len(model.stages):
+            split = f"split it first, mpirun.split(model, example, stages={wanted})"
+            raise UsageError(f"the model, a {type(given).__name__}, is not in {wanted} stages: {split}")
     elif loss is not None:
         model = model._replace(loss=loss)
     if layers is not None:

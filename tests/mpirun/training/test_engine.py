@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 import schedgen
 from mpirun.data.loader import DREW
 from mpirun.engine.recipe import NamedParameter
-from mpirun.training.arguments import make_recipe
+from mpirun.training.arguments import make_recipe, take_model
 from schedgen.checker.files import checked
 from schedgen.cli.main import main as command
 from schedgen.report.measured_run import read_trace, run_numbers
@@ -312,6 +312,18 @@ def test_rates_are_numbers_of_any_type_that_are_not_negative():
             make_recipe(None, rate, None, None)
     with pytest.raises(UsageError, match=r"the learning rate of step 3 is -0\.5, not a number of at least 0"):
         make_recipe(None, lambda step: -0.5, None, None).rate(2)
+
+
+def test_a_module_that_is_not_in_stages_is_to_be_split():
+    """A Sequential's children are its stages, if there are as many as are asked for."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    taken, _ = take_model(module, torch.nn.functional.mse_loss, 4, None, None, 0)
+    assert [*taken.stages] == [*module]
+    for given, name in ((module, "Sequential"), (module[0], "Linear")):
+        words = f"the model, a {name}, is not in 2 stages: split it first, mpirun.split(model, example, stages=2)"
+        for stages, layers in ((2, None), (1, [1, 1])):
+            with pytest.raises(UsageError, match=re.escape(words)):
+                take_model(given, torch.nn.functional.mse_loss, stages, layers, None, 0)
 
 
 RESUMES = """
