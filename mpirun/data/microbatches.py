@@ -23,6 +23,7 @@ from schedgen.util.errors import UsageError
 
 T = TypeVar("T")
 MakeBatch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
+DATASET = "the dataset's items should be pairs (input, target), (input,) or mappings: collated is"
 Shape = tuple[tuple[int, ...] | None, ...]  # of an input's leaves; None: not a tensor
 
 
@@ -169,14 +170,17 @@ def checked_pair(made: Any, what: str) -> tuple[Any, Any]:
     return made
 
 
-def input_and_target(collated: Any) -> tuple[Any, Any]:
-    """The input and the target of collated samples: a pair, an input without target, or a mapping, which is both."""
+def input_and_target(collated: Any, what: str = DATASET) -> tuple[Any, Any]:
+    """The input and the target of collated samples: a pair, an input without target, or a mapping, which is both.
+
+    UsageError, which begins with `what`, if they are none of these.
+    """
     if isinstance(collated, tuple | list) and len(collated) in (1, 2):
         return collated[0], collated[1] if len(collated) == 2 else None
     if isinstance(collated, Mapping):
         return collated, collated
     found = f"{len(collated)} values" if isinstance(collated, tuple | list) else f"a {type(collated).__name__}"
-    raise UsageError(f"the dataset's items should be pairs (input, target), (input,) or mappings: collated is {found}")
+    raise UsageError(f"{what} {found}")
 
 
 def plain(collated: Any) -> Any:

@@ -196,6 +196,7 @@ def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, pass
 def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
     """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError if it cannot be cut."""
     data = plain(data)
+    input_and_target(data, "the batch should be a pair (input, target), (input,) or a mapping, not")
     samples = sample_count(data)
     if samples % count:
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size")
