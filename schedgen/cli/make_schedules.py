@@ -106,9 +106,8 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
                 raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {given} out")
         return scheme, own_sizes
     sizes["stages"] = options.stages or stages
-    for name in ("stages", "microbatches"):
-        if sizes[name] is None:
-            raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
+    if missing := [f"--{name}" for name in ("stages", "microbatches") if sizes[name] is None]:
+        raise UsageError(f"compile needs {' and '.join(missing)} (see schedgen compile --help)")
     return load(options.scheme, Sizes(**sizes), options.tensor), Sizes(**sizes)
 
 

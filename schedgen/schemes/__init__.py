@@ -117,9 +117,10 @@ def load(name: str | os.PathLike[str], sizes: Sizes, tensor: int = 1) -> Scheme:
         scheme: Scheme = built_in.module.scheme(sizes, name, **built_in.variant)
         return scheme
     if not name.endswith(".py"):
-        near = [f"; did you mean {close}?" for close in difflib.get_close_matches(name, SCHEMES, 1)]
+        for near in difflib.get_close_matches(name, SCHEMES, 1):
+            raise UsageError(f"there is no scheme '{name}' (a file would end in .py or .csv); did you mean {near}?")
         names = f"it is one of {', '.join(SCHEMES)}, or a file that ends in .py or .csv"
-        raise UsageError(f"there is no scheme '{name}': {names}{''.join(near)}")
+        raise UsageError(f"there is no scheme '{name}': {names}")
     return load_file(Path(name), sizes, tensor)
 
 

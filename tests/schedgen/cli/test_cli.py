@@ -87,6 +87,7 @@ def test_version_says_which(run):
 def test_an_unknown_scheme_is_told_what_is_near(name, near, run, refused):
     said = refused(run(*command_line(scheme=name)), 2)
     assert ".py or .csv" in said and said.partition("; did you mean ")[2] == (f"{near}?" if near else "")
+    assert ("1f1b-rr" in said) == (near is None)  # else the list of all
 
 
 def test_schemes_lists_all_with_their_formula(run):
@@ -105,6 +106,7 @@ def test_schemes_lists_all_with_their_formula(run):
         (command_line(scheme=None), "SCHEME"),
         (command_line(**{"--stages": None}), "--stages"),
         (command_line(**{"--microbatches": None}), "--microbatches"),
+        (command_line(**{"--stages": None, "--microbatches": None}), "compile needs --stages and --microbatches"),
         (command_line(**{"-o": None}), "-o"),
         (command_line(**{"--stages": "0"}), "'0' is not a whole number of at least 1"),
         (command_line(**{"--microbatches": "-1"}), "'-1' is not"),
