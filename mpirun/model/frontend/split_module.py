@@ -67,7 +67,10 @@ def split(
     _warn_of_what_is_lost(module)
     meta = meta_module(module, init)
     check_eval = _eval_check(module, args, kwargs)
-    dependencies = _trace(module, args, kwargs, dims)
+    try:
+        dependencies = _trace(module, args, kwargs, dims)
+    except UsageError as error:
+        raise error.with_traceback(None) from None  # each rank prints it, if the script has made no Engine yet
     dependencies, starts = copy_at_cuts(dependencies, _starts(dependencies, module, stages, points, costs))
     warn_of_batch_statistics(module)
     aliases, in_eval_mode = parameter_aliases(module), not any(part.training for part in module.modules())
