@@ -420,6 +420,7 @@ import os, signal, sys, threading, torch, mpirun
 from torch.nn.functional import mse_loss
 import mpirun.comm.progress_thread, mpirun.engine.first_step
 def engine(**options):
+    torch.manual_seed(0)
     stages = [torch.nn.Linear(4, 4) for _ in range(2)]
     return mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss, **options)
 def now():
@@ -1429,6 +1430,7 @@ def loss(output, target):
         sys.exit("enough")
     return mse_loss(output, target) / (run.steps or 1) if sys.argv[1] != "loss" or not run.steps else [][0]
 mpirun.training.session.EXIT_APART = 0.5
+torch.manual_seed(0)
 stages = [torch.nn.Linear(4, 4) for _ in range(2)]
 run = mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=loss)
 if sys.argv[1] == "set-up" and run.rank == 1:
@@ -1458,7 +1460,7 @@ if run.rank == 0 or sys.argv[1] in ("loss", "exit"):
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loop", 'fails.py", line 31'),
+        ("loop", 'fails.py", line 32'),
         ("set-up", r"mpirun: rank 1 on \S+: setting up: asked to leave \(SIGTERM\)\n"),
         ("evaluate", r"rank 0 on \S+ calls step, but rank 1 on \S+ calls evaluate: all ranks"),
         ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E"),
@@ -1466,7 +1468,7 @@ if run.rank == 0 or sys.argv[1] in ("loss", "exit"):
             "shape",
             r"the microbatches of step 3 have shape \(5, 4\), not \(4, 4\) as the first: declare sizes with buckets=",
         ),
-        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:21\)"),
+        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:22\)"),
         ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:7\)"),
         *further(("exit", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:6\)")),
     ],
