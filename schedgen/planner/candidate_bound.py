@@ -66,8 +66,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     kept = np.concatenate([[0.0], costs.passed_on]) + (0 if candidate.recompute else saved)
     latency = window_bound(compute, lengths, recompute, message, workers) + steps.max()
     seconds = float(max(latency, sends.max(), receives.max()))
-    # Minus 2: the two amounts of a stage are rounded to bytes, here and with other cuts.
-    least = counts.min() * (owned + weight - 2).sum() / len(np.unique(weights))
+    least = counts.min() * (owned + weight).sum() / len(np.unique(weights))
     peak = owns + copies + _saved(kept, compute, workers, n)
     return CandidateBound((1 - 1e-9) * seconds, float(peak.max()), float(least))
 

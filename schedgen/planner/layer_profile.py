@@ -5,9 +5,9 @@ PipeDream's profiler writes one line for each layer and, after these, one line f
     node2 -- ReLU -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=0.0
         node1 -- node2
 
-Times are milliseconds and sizes are bytes. An activation_size may be a list in brackets, which stands for its sum.
-As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that no layer reads, because it is a part of
-its layer's output.
+Times are milliseconds and sizes are bytes, rounded up to whole numbers. An activation_size may be a list in brackets,
+which stands for its sum. As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that no
+layer reads, because it is a part of its layer's output.
 
 In the JSON each stage is a layer, so a model is profiled with as many stages as it may be cut into. They are a chain,
 unless a graph file of the same stages says which stages read others besides the one before, and which are tied.
@@ -172,7 +172,7 @@ def _parse_pipedream(text: str, name: str) -> Layers:
         tuple(order),
         tuple(sorted((index[a], index[b]) for a, b in edges)),
         {"F": forward / 1e3, "B": backward / 1e3},
-        Machine(activation=activation, weight=weight, saved=0),
+        Machine(activation=np.ceil(activation), weight=np.ceil(weight), saved=0),
     )
 
 

@@ -96,7 +96,7 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
     workspace: dict[str, Amount] = {}
     for direction, amount in workspaces(machine).items():
         largest = np.maximum.reduceat(by_stage(amount, count), begins)
-        workspace[direction] = np.rint(largest + (2 * widest if direction in "BI" else 0))
+        workspace[direction] = largest + (2 * widest if direction in "BI" else 0)
     overhead = by_direction(machine.overhead)
     times = {}
     for direction, seconds in layers.times.items():
@@ -110,16 +110,16 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
         Machine(
             alpha=machine.alpha,
             beta=1 / bandwidth,
-            activation=np.rint(x),  # bytes are whole numbers
-            weight=np.rint(total(layers.weight)),
-            saved=np.rint(total(saved) + np.maximum(outputs - leaving, 0)),
-            half=np.rint(total(half)),
+            activation=x,
+            weight=total(layers.weight),
+            saved=total(saved) + np.maximum(outputs - leaving, 0),
+            half=total(half),
             workspace=workspace,
-            owned=np.rint(total(layers.owned)),
+            owned=total(layers.owned),
             step=total(step),
-            edge_activation=np.rint([*by_edge.values()]) if graph and graph.per_consumer else None,
+            edge_activation=np.array([*by_edge.values()]) if graph and graph.per_consumer else None,
         ),
-        np.rint(passed_on),
+        passed_on,
         graph,
     )
 

@@ -54,14 +54,14 @@ class BufferSizes(NamedTuple):
 
 
 def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
-    """The sizes for this many stages and edges, from the machine's amounts.
+    """The sizes for this many stages and edges, from the machine's amounts, rounded up to whole numbers.
 
     Unless `owned` is given, it is the weights without optimizer state.
     UsageError if an amount does not fit into 64 bits.
     """
 
-    def count(amount: Amount) -> Numbers:
-        if not (amounts := by_stage(amount, stages)).max() < 2**63:
+    def count(amount: Amount, length: int = stages) -> Numbers:
+        if not (amounts := np.ceil(by_stage(amount, length))).max(initial=0) < 2**63:
             raise UsageError(f"sizes of {amounts.max():g} bytes are too large")
         return amounts.astype(np.int64)
 
@@ -74,7 +74,7 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
         half=count(machine.half),
         workspace={direction: count(amount) for direction, amount in workspaces(machine).items()},
         owned=weight if machine.owned is None else count(machine.owned),
-        edge_activation=None if by_edge is None else by_stage(by_edge, edges).astype(np.int64),
+        edge_activation=None if by_edge is None else count(by_edge, edges),
     )
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class Machine(NamedTuple):
 PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by key: the field
 # The entries of a profile that are as large for a shard as for its stage.
 _UNDIVIDED = ("activation", "alpha", "beta", "overhead")
+_TIMES = ("alpha", "beta", "overhead", "step")  # the entries that are no bytes
 
 
 def read_profile(
@@ -61,6 +63,7 @@ def read_profile(
 
     Times and bytes are numbers, or lists by stage (apart: by edge); workspace and overhead may be objects that have
     these for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
+    Bytes are rounded up to whole numbers.
     Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
     the number of stages or edges.
     """
@@ -89,7 +92,12 @@ def read_profile(
         amounts = _check(value, f"{name}: {key}", stages, of_stages, single=key in ("alpha", "beta"))
         if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):
             raise RefusedFile(f"{name}: {key} should be a time from 1e-12 to 1e12")
-    machine = Machine(**{PROFILE_KEYS[key]: value for key, value in values.items() if key in PROFILE_KEYS})
+    given_fields = {
+        PROFILE_KEYS[key]: value if key in _TIMES else _rounded_up(value)
+        for key, value in values.items()
+        if key in PROFILE_KEYS
+    }
+    machine = Machine(**given_fields)
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in (*names, REDO) if key in values}
     return times, machine
 
@@ -131,6 +139,13 @@ def _profile_of_shards(profile: dict[str, Any], header: Header) -> dict[str, Any
         sizes = dict(zip(edges, by_edge, strict=True))
         expanded["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
     return expanded
+
+
+def _rounded_up(value: Any) -> Any:
+    """The bytes in a value of a profile as whole numbers."""
+    if isinstance(value, dict):
+        return {direction: _rounded_up(amount) for direction, amount in value.items()}
+    return [math.ceil(amount) for amount in value] if isinstance(value, list) else math.ceil(value)
 
 
 def _check(value: Any, what: str, count: int, counted: str, single: bool = False) -> list[float]:

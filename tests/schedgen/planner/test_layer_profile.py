@@ -36,7 +36,7 @@ def read(tmp_path):
 
 def test_times_are_milliseconds_and_sizes_bytes(read):
     layers = read(
-        layer("node10", 1.5, 3.0, "[6.0; 1; 0.5]", 7.0),
+        layer("node10", 1.5, 3.0, "[6.0; 1; 0.5]", 6.5),
         layer("node2", 2, 1, 5) + " -- stage_id=3\r",
         "",
         layer("node9"),
@@ -45,7 +45,7 @@ def test_times_are_milliseconds_and_sizes_bytes(read):
     )
     assert layers.names == ("node2", "node9", "node10") and layers.edges == ((0, 2), (1, 2))
     assert layers.times["F"].tolist() == [0.002, 0.001, 0.0015] and layers.times["B"].tolist() == [0.001, 0.002, 0.003]
-    assert layers.activation.tolist() == [5, 3, 7.5] and layers.weight.tolist() == [4, 4, 7]
+    assert layers.activation.tolist() == [5, 3, 8] and layers.weight.tolist() == [4, 4, 7]
     assert layers.kept.tolist() == layers.activation.tolist()
 
 

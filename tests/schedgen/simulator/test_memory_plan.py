@@ -24,7 +24,7 @@ from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.simulator.footprint import footprint
-from schedgen.simulator.machine import Machine
+from schedgen.simulator.machine import Machine, read_profile
 from schedgen.simulator.memory_plan import memory_plan
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -282,6 +282,17 @@ def test_what_a_profile_leaves_out(run, refused, tmp_path):
         costs = profile(tmp_path, F=1, I=1, W=1, **wrong)
         assert words in refused(run("stats", path, "--profile", costs), 1)
     assert run("stats", path, "--profile", costs, "--cost", "F=1,I=1,W=1").code == 2
+
+
+def test_bytes_are_rounded_up():
+    text = """{"F": 1, "B": 2, "beta": 0.5, "activation": 0.5, "saved": [1.1, 2], "half": 1e-9, "owned": 3.0,
+               "workspace": {"F": [0.1, 7]}, "apart": [1.5], "step": 0.5, "overhead": {"B": 0.5}}"""
+    assert read_profile(text, "p.json", 2, 1)[1] == Machine(
+        beta=0.5, activation=1, saved=[2, 2], half=1, owned=3, workspace={"F": [1, 7]}, edge_activation=[2], step=0.5,
+        overhead={"B": 0.5},
+    )  # fmt: skip
+    sizes = buffer_sizes(Machine(activation=0.5, half=-0.5, edge_activation=[1.5]), 1, 1)
+    assert [amount.tolist() for amount in (sizes.activation, sizes.half, sizes.edge_activation)] == [[1], [0], [2]]
 
 
 def test_a_whole_backward_takes_the_larger_workspace_of_its_halves():

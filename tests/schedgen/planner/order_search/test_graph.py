@@ -1,6 +1,7 @@
 """search --graph: orders for the stages of a model, whatever they read and share."""
 
 import json
+import math
 
 import pytest
 from examples import further
@@ -62,6 +63,28 @@ def test_a_message_of_an_output_apart_has_its_own_size(graph, run, tmp_path):
     sizes = ("--microbatches", 1, "--profile", tmp_path / "costs.json")
     numbers = json.loads(run("search", "1f1b", "--graph", graph, *sizes, "--budget", 1, "--json").out)
     assert numbers["value"] == numbers["bound"] == 4 * 1 + 4 * 2 + 2 * (1 + 10 + 10)
+
+
+@pytest.mark.parametrize(
+    ("stages", "costs", "limit"),
+    [
+        (2, {"F": [6, 2], "B": [4, 3], "alpha": 5, "activation": 0.5}, ()),
+        (3, {"F": [4, 3, 4], "B": [2, 4, 1], "saved": 1.9, "activation": 0, "weight": 0}, ("--memory", 3)),
+    ],
+    ids=["messages", "memory"],
+)
+def test_a_fraction_of_a_byte_counts_as_a_byte(stages, costs, limit, run, tmp_path):
+    """The search and `simulate` see the same whole numbers: those of a profile whose bytes are rounded up by hand."""
+    profile, found = tmp_path / "costs.json", tmp_path / "found.json"
+    seen = []
+    for values in (costs, {name: math.ceil(v) if isinstance(v, float) else v for name, v in costs.items()}):
+        profile.write_text(json.dumps(values))
+        sizes = ("--stages", stages, "--microbatches", 3, "--profile", profile)
+        best = json.loads(run("search", "1f1b", *sizes, *limit, "--budget", 1, "--json", "-o", found).out)
+        simulated = json.loads(run("simulate", found, "--profile", profile, "--json").out)
+        assert simulated["latency"] == best["value"] and simulated["peak_bytes"] <= (3 if limit else math.inf)
+        seen.append((best["value"], best["bound"], simulated))
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize(("apart", "first"), [((0,), 1), ((), 10)])
