@@ -26,7 +26,7 @@ from schedgen.cli.options import (
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
-from schedgen.report.chakra import chakra_traces
+from schedgen.report.chakra import chakra_traces, file_endings
 from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
 from schedgen.report.diff import coloured, diff
 from schedgen.report.draw import terminal
@@ -43,6 +43,7 @@ from schedgen.simulator.stats import clock_cycles, stats
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.errors import RefusedFile, UsageError, note, one_line
 from schedgen.util.files import display_name, is_standard_output, open_output, read_bytes, read_text
+from schedgen.util.option_fields import refuse_overwriting
 
 
 def run_check(options: CheckOptions) -> int:
@@ -217,6 +218,8 @@ def run_export(options: ExportOptions) -> int:
     elif options.output == "-":
         raise UsageError("Chakra traces are several files: -o is the beginning of their names and cannot be -")
     else:
+        names = [options.output + end for end in file_endings(program.header.workers)]
+        refuse_overwriting([options.file, options.profile], names)
         files = chakra_traces(program, cost, machine, unit)
     for end, data in files:
         with open_output(options.output + end) as out:

@@ -66,10 +66,15 @@ _WRITES = (Effect.DEFINE, Effect.RECEIVE)  # these need no earlier value
 _UPDATES = (Effect.ADD, Effect.CHANGE)
 
 
+def file_endings(workers: int) -> list[str]:
+    """The endings of the names of all files, in the order in which they are written."""
+    return [*(f".{rank}.et" for rank in range(workers)), ".groups.json"]
+
+
 def chakra_traces(
     program: Program, cost: Mapping[str, Amount], machine: Machine, unit: float = 1.0
 ) -> Iterator[tuple[str, bytes]]:
-    """(suffix of a file's name, bytes) for each rank's trace, and last for the groups of collectives as JSON.
+    """(ending of a file's name, bytes) for each rank's trace, and last for the groups of collectives as JSON.
 
     `program` is checked and projected. Durations and starts are those of `simulate`, in whole microseconds; a unit of
     its time is `unit` microseconds. Raises UsageError if protobuf is not installed.
@@ -77,7 +82,7 @@ def chakra_traces(
     messages = _messages()  # first, since it raises UsageError without protobuf
     from google.protobuf.proto import serialize_length_prefixed
 
-    table, run = program.rows, simulate(program, cost, machine)
+    table, run, endings = program.rows, simulate(program, cost, machine), file_endings(program.header.workers)
     begin, length = (np.rint(unit * times).astype(np.int64) for times in (run.start, run.end - run.start))
     sends, receives, _ = analyse(program).messages
     size, tag = run.message_bytes.copy(), np.zeros(len(program), np.int64)
@@ -98,11 +103,11 @@ def chakra_traces(
             if edges is not None:
                 node = _node(messages, program.header, rank, index, i, edges, *numbers)
                 serialize_length_prefixed(node, out)
-        yield f".{rank}.et", out.getvalue()
+        yield endings[rank], out.getvalue()
     header = program.header
     groups = {group_name(header, group): list(ranks) for group, ranks in enumerate(header.groups)}
     groups.pop(ALL_RANKS, None)
-    yield ".groups.json", f"{json.dumps(groups)}\n".encode()
+    yield endings[-1], f"{json.dumps(groups)}\n".encode()
 
 
 def group_name(header: Header, group: int) -> str:
