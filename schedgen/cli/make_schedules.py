@@ -80,6 +80,9 @@ def run_compile(options: CompileOptions) -> int:
     for warning in slow:
         if issubclass(warning.category, SlowScheme):
             note(warning.message)
+    used, workers = int(program.header.compute.max()) + 1, program.header.workers
+    if options.scheme.endswith(".csv") and used < workers:
+        note(f"{options.scheme}: each row is a rank, and the last {workers - used} of {workers} ranks have no jobs")
     return 0
 
 

@@ -119,6 +119,15 @@ def test_a_rank_may_have_nothing_to_do(run, tmp_path):
     assert numbers(run, tmp_path / "x.json")["scheme"]["workers"] == 3
 
 
+def test_empty_rows_at_the_end_are_noted(run, tmp_path):
+    path = tmp_path / "idle.csv"
+    for text, note in (("0F0,0B0\n\n1F0,1B0\n", None), ("0F0,0B0\n\n\n\n", "the last 3 of 4 ranks have no jobs")):
+        path.write_text(text)
+        compiled = run("compile", path, "-o", tmp_path / "x.json")
+        assert compiled.code == 0 and (note in compiled.err if note else not compiled.err)
+    assert numbers(run, tmp_path / "x.json")["scheme"]["workers"] == 4
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
