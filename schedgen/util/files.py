@@ -56,8 +56,11 @@ def read_bytes(name: str, limit: int = READ_LIMIT) -> bytes:
 
 
 def read_text(name: str, limit: int = READ_LIMIT) -> str:
-    """The file `name` as UTF-8, with undecodable bytes replaced by U+FFFD; errors as in `read_bytes`."""
-    return read_bytes(name, limit).decode(errors="replace")
+    """The file `name` as UTF-8, with undecodable bytes replaced by U+FFFD and a byte-order mark left out.
+
+    Errors as in `read_bytes`.
+    """
+    return read_bytes(name, limit).decode("utf-8-sig", errors="replace")
 
 
 @contextlib.contextmanager

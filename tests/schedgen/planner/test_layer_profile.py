@@ -64,6 +64,13 @@ def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
     assert downsets.crossing.tolist() == [0, 3, 5, 0]
 
 
+def test_a_byte_order_mark_is_passed_over(read):
+    pipedream = (layer("a"), layer("b"), "\ta -- b")
+    for first, *lines in (pipedream, ('{"F": [0.001, 0.001],', '"B": 0.002, "activation": 3}')):
+        marked, plain = read(f"\ufeff{first}", *lines), read(first, *lines)
+        assert len(marked.names) == 2 and marked.names == plain.names and marked.seconds.tolist() == [0.003, 0.003]
+
+
 def test_what_crosses_a_cut_is_what_is_read_behind_it(read):
     """A residual connection: a's output crosses every cut before d, which reads it."""
     layers = read(*(layer(name, 1, 1, size) for name, size in zip("abcd", (1, 10, 100, 1000), strict=True)),
