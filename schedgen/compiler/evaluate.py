@@ -55,6 +55,8 @@ def _no_pair(called: str, returned: Any) -> UsageError:
 
 
 def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    if np.ma.is_masked(value):
+        raise UsageError(f"{name} must return numbers, not a masked array: use np.where instead of a mask")
     try:
         array = np.asarray(value)
     except ValueError:

@@ -100,6 +100,11 @@ WRONG = {
     "n: infinity": (n("return b * float('inf')"), [], "finite"),
     "n: complex": (n("return b * 1j"), [], "finite numbers"),
     "n: a string": (n("return 'soon'"), [], "must return numbers, not 'soon'"),
+    "n: a mask": (
+        n("import numpy; return numpy.ma.masked_equal(0 * (b + d) + s, 1)"),
+        [],
+        "must return numbers, not a masked",
+    ),
     "n: None": (n("return None"), [], "must return numbers, not None"),
     "n: a shape that does not fit": (n("import numpy; return numpy.zeros((2, 3))"), [], "does not fit"),
     "n: a ragged list": (n("return [[1], [2, 3]]"), [], "schedgen: n"),
