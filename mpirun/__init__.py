@@ -4,8 +4,7 @@
 
 `Engine` is the same as a library, for scripts with their own loop, data, optimizer and evaluation. To define a model,
 use the contract (`Model`), the functions that split a module into stages (`split`, `split_sequential`,
-`split_layers`), and the types that say what stages read (`Input`, `Value`). A wrong
-argument is a `UsageError`.
+`split_layers`), and the types that say what stages read (`Input`, `Value`). A wrong argument is a `UsageError`.
 """
 
 import importlib

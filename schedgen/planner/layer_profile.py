@@ -6,8 +6,8 @@ PipeDream's profiler writes one line for each layer and, after these, one line f
         node1 -- node2
 
 Times are milliseconds and sizes are bytes, rounded up to whole numbers. An activation_size may be a list in brackets,
-which stands for its sum. As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that no
-layer reads, because it is a part of its layer's output.
+which stands for its sum. As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that no layer
+reads, because it is a part of its layer's output.
 
 In the JSON each stage is a layer, so a model is profiled with as many stages as it may be cut into. They are a chain,
 unless a graph file of the same stages says which stages read others besides the one before, and which are tied.
