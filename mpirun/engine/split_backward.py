@@ -91,8 +91,10 @@ def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> None:
             found.extend(results[k] for k in branch.hanging)
 
     hook = _CALL.register_prehook(call)
-    _run([GradientEdge(_CALL, 0)], [_LEAF.detach()], (_LEAF, *begins), keep_graph=True)
-    hook.remove()
+    try:
+        _run([GradientEdge(_CALL, 0)], [_LEAF.detach()], (_LEAF, *begins), keep_graph=True)
+    finally:
+        hook.remove()
     pairs = [(edge, gradient) for edge, gradient in zip(begins, found, strict=True) if gradient is not None]
     _add_gradients([edge for edge, _ in pairs], [gradient for _, gradient in pairs], to)
 
@@ -108,10 +110,12 @@ def _uncut(
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    _run(roots, gradients, leaves, keep_graph=False, add=True)
-    found = [leaf.grad for leaf in leaves]
-    for leaf, grad in zip(leaves, before, strict=True):
-        leaf.grad = grad
+    try:
+        _run(roots, gradients, leaves, keep_graph=False, add=True)
+        found = [leaf.grad for leaf in leaves]
+    finally:
+        for leaf, grad in zip(leaves, before, strict=True):
+            leaf.grad = grad
     return found[: len(inputs)], WeightHalf([], found[len(inputs) :])
 
 

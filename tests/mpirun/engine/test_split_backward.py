@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 
 import pytest
@@ -162,3 +163,29 @@ def test_what_the_second_half_has_used_is_freed():
     _, half = input_half([get_gradient_edge(output)], [torch.ones_like(output)], [x], parameters)
     weight_half(half, parameters)
     assert not half.branches
+
+
+def fail(*_):
+    raise MemoryError
+
+
+def test_a_first_half_that_fails_leaves_the_gradients_as_they_are():
+    parameters, x, output = case(Twice)
+    before = [torch.ones_like(parameter) for parameter in parameters]
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = gradient
+    x.register_hook(fail)
+    with pytest.raises(MemoryError):
+        input_half([get_gradient_edge(output)], [torch.ones_like(output)], [x], parameters)
+    assert all(parameter.grad is gradient for parameter, gradient in zip(parameters, before, strict=True))
+
+
+def test_a_second_half_that_fails_is_not_called_by_the_next():
+    for failing in (True, False):
+        parameters, x, output = case(Layer)
+        _, half = input_half([get_gradient_edge(output)], [torch.ones_like(output)], [x], parameters)
+        if failing:
+            half.branches[:] = [(branch._replace(node=fail), arrived) for branch, arrived in half.branches]
+            assert len(half.branches) > 1
+        with pytest.raises(MemoryError) if failing else contextlib.nullcontext():
+            weight_half(half, parameters)
