@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from mpirun.data.chunks import Dims, chunk, cut_dims, in_own_memory, sample_count
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, clip
 
 T = TypeVar("T")
 MakeBatch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
@@ -58,6 +58,39 @@ class Microbatch(NamedTuple):
     def shape(self) -> Shape:
         """The shape of its input."""
         return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in self.leaves)
+
+    @property
+    def by_path(self) -> dict[str, Any]:
+        """As `by_path`: the leaves of its input, whose structure is known."""
+        assert self.structure is not None
+        return by_path(pytree.tree_unflatten(self.leaves, self.structure))
+
+
+class LeafOrder:
+    """The order of the leaves of inputs: that of the keys in a first input, whatever the others have."""
+
+    def __init__(self, paths: list[str]) -> None:
+        """`paths`: of the first input's leaves, as in `by_path`, in their order."""
+        self.paths = paths
+        self.structure: pytree.TreeSpec | None = None  # one that is known to have this order
+
+    def of(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with its input in this order; entries that the first did not have come last.
+
+        An input that lacks keys of the first keeps its own order; UsageError if a key of both then has another place.
+        """
+        leaves, structure = microbatch.leaves, microbatch.structure
+        if structure is not None and structure != self.structure:
+            found = microbatch.by_path
+            places = {path: place for place, path in enumerate(self.paths)}
+            if list(found) == self.paths:
+                self.structure = structure
+            elif found.keys() >= places.keys():
+                leaves = [found[path] for path in sorted(found, key=lambda path: places.get(path, len(places)))]
+            elif any(places.get(path, place) != place for place, path in enumerate(found)):
+                has, had = (clip(", ".join(paths)) for paths in (found, self.paths))
+                raise UsageError(f"the input of a microbatch has {has}, but that of the first had {had}")
+        return microbatch._replace(leaves=leaves, structure=None)
 
 
 class MicrobatchSource(ABC):
@@ -101,13 +134,22 @@ class Microbatches(MicrobatchSource):
         self.batch, self.text, self.seed, self.count = batch, text, seed, count
         self.chunked_step = -1  # the step of `chunks`, where `batch` is a Minibatch
         self.chunks: list[Microbatch] = []
+        self.order: LeafOrder | None = None  # that of microbatch 0 of step 0, which every rank can make
 
     def __call__(self, step: int, number: int) -> Microbatch:
-        """Microbatch `number` of a step; UsageError if the model's batch is not a pair, or cannot be cut."""
+        """Microbatch `number` of a step; UsageError if it is not a pair, cannot be cut, or as in `LeafOrder.of`."""
+        made = self._make(step, number)
+        if self.order is None:
+            self.order = LeafOrder(list((self._make(0, 0) if step or number else made).by_path))
+        return self.order.of(made)
+
+    def _make(self, step: int, number: int) -> Microbatch:
+        """As `__call__`, but the input has the order of its own keys."""
         if not isinstance(self.batch, Minibatch):
             pair = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
             data, target = pytree.tree_map(in_own_memory, checked_pair(pair, "the model's batch should return"))
-            return Microbatch(pytree.tree_leaves(data), target, self.count)
+            leaves, structure = pytree.tree_flatten(data)
+            return Microbatch(leaves, target, self.count, structure=structure)
         if step != self.chunked_step:
             self.chunks = self._chunks(self.batch, step)
             self.chunked_step = step
@@ -118,8 +160,9 @@ class Microbatches(MicrobatchSource):
         samples = sample_count(pair, batch.dims)
         _, target_dims = cut_dims(pair, batch.dims, samples)
         chunks = [
-            Microbatch(pytree.tree_leaves(data), target, samples / size, size, target_dims=target_dims)
+            Microbatch(leaves, target, samples / size, size, 0, structure, target_dims)
             for number, (data, target) in enumerate(chunk(pair, self.count, batch.dims))
+            for leaves, structure in [pytree.tree_flatten(data)]
             for size in [samples // self.count + (number < samples % self.count)]
         ]
         if batch.check is not None:

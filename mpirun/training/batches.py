@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpirun.comm.fail_together import Stop
 from mpirun.data.chunks import chunk, cut_dims, sample_count
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, by_path, copy_of, input_and_target, plain
+from mpirun.data.microbatches import LeafOrder, Microbatch, MicrobatchSource, copy_of, input_and_target, plain
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from mpirun.model.loss import without_padding
@@ -68,7 +68,7 @@ class StepBatches(MicrobatchSource):
         return [self.example]
 
 
-class InputOrder:
+class InputOrder(LeafOrder):
     """The order of the leaves of a run's inputs: that of the keys in the first microbatch, whatever others have.
 
     A resumed run has the order of the run that it continues, unless its inputs have other keys.
@@ -76,10 +76,9 @@ class InputOrder:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """`comm`: of the run."""
+        super().__init__([])  # there is no microbatch yet
         self.comm = comm
         self.resumed: list[str] = []  # `paths` of the run that this one continues; empty: not known
-        self.paths: list[str] = []  # of the leaves, in their order; empty: there is no microbatch yet
-        self.structure: pytree.TreeSpec | None = None  # one that is known to have this order
 
     def resume(self, paths: list[str]) -> None:
         """Take the order from a checkpoint; microbatches that were evaluated before count no more."""
@@ -96,7 +95,7 @@ class InputOrder:
         It is a Stop if all ranks have this batch.
         """
         if not self.paths:
-            own = [list(by_path(_input(microbatch))) for microbatch in batch.microbatches.values()]
+            own = [list(microbatch.by_path) for microbatch in batch.microbatches.values()]
             first: list[str] = next(chain.from_iterable(self.comm.allgather(own[:1])), [])
             kept = [path for path in self.resumed if path in first]
             alike = len(kept) in (len(self.resumed), len(first))
@@ -108,29 +107,6 @@ class InputOrder:
                 raise
             raise Stop(str(error)) from None
         return batch._replace(microbatches=arranged)
-
-    def of(self, microbatch: Microbatch) -> Microbatch:
-        """The microbatch with its input in this order; entries that the first did not have come last.
-
-        An input that lacks keys of the first keeps its own order; UsageError if a key of both then has another place.
-        """
-        leaves, structure = microbatch.leaves, microbatch.structure
-        if structure is not None and structure != self.structure:
-            found = by_path(_input(microbatch))
-            places = {path: place for place, path in enumerate(self.paths)}
-            if list(found) == self.paths:
-                self.structure = structure
-            elif found.keys() >= places.keys():
-                leaves = [found[path] for path in sorted(found, key=lambda path: places.get(path, len(places)))]
-            elif any(places.get(path, place) != place for place, path in enumerate(found)):
-                has, had = (clip(", ".join(paths)) for paths in (found, self.paths))
-                raise UsageError(f"the input of a microbatch has {has}, but that of the first had {had}")
-        return microbatch._replace(leaves=leaves, structure=None)
-
-
-def _input(microbatch: Microbatch) -> Any:
-    assert microbatch.structure is not None
-    return pytree.tree_unflatten(microbatch.leaves, microbatch.structure)
 
 
 def loss_weights(weigh: LossWeight, batch: Batch, comm: MPI.Intracomm) -> list[float]:

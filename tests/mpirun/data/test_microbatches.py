@@ -213,3 +213,19 @@ def test_microbatches_lie_in_memory_as_tensors_of_their_own():
     assert torch.equal(pieces[1][1], rows[2:4].T) and torch.equal(pieces[4][1], uncut)
     assert torch.equal(made[1].target, rows[2:4, 4:])
     assert in_own_memory(rows) is rows
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_inputs_have_the_order_of_the_first_microbatch(whole: bool) -> None:
+    """As with an Engine, also where another is made first; an entry more is the last."""
+    inputs = [{"b": 1, "a": 2}, {"a": 3, "b": 4}, {"b": 5, "z": 0, "a": 6}, {"a": 7}]
+    made = iter([1, 0, 2, 3])
+
+    def make(text: Tensor, rng: Any) -> tuple[Any, Tensor]:
+        return {name: torch.full((4,), number) for name, number in inputs[next(made)].items()}, torch.zeros(4)
+
+    pieces = Microbatches(Minibatch(make) if whole else make, torch.zeros(1), 0, 2)
+    for step, leaves in ((1, [4, 3]), (2, [5, 6, 0])):
+        assert [int(leaf[0]) for leaf in pieces(step, 0).leaves] == leaves
+    with pytest.raises(UsageError, match=r"has \['a'\], but that of the first had \['b'\], \['a'\]"):
+        pieces(3, 0)
