@@ -30,7 +30,7 @@ from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared, share_buffers
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
-from mpirun.model.frozen_statistics import buffer_copies, set_buffers
+from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, set_buffers, set_counts
 from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.verification import Verification, check_repeatable
@@ -215,8 +215,9 @@ class Session:
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
             self._not_finite(step, result)
-            for module, buffers in before:
+            for module, buffers, numbers in before:
                 set_buffers(module, buffers)
+                set_counts(module, numbers)
         if self.verification is not None:
             self.verification.record.losses.append(result.losses)
         names = result.metrics[0] if result.metrics else ()
@@ -234,12 +235,12 @@ class Session:
                 1,
             )
 
-    def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-        """Copies of the buffers that forwards change, if a step may have to be undone."""
+    def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor], Counts]]:
+        """Copies of the buffers that forwards change, and the counts of all, if a step may have to be undone."""
         if self.setup.on_nan == "stop":
             return []
-        changed = [stage.module for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
-        return [(module, buffer_copies(module)) for module in changed]
+        changing = [(stage.module, stage.shape.overwrites_buffers) for stage in self.interpreter.stages.values()]
+        return [(module, buffer_copies(module) if changes else {}, counts(module)) for module, changes in changing]
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""

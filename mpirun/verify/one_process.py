@@ -17,6 +17,7 @@ from mpirun.engine.optimizer import clip_factor
 from mpirun.engine.recipe import NamedParameter
 from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import build_stage
+from mpirun.model.frozen_statistics import counts, set_counts
 from mpirun.model.rng import LayerRng
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
@@ -35,13 +36,15 @@ def run_in_one_process(
     for step in range(steps):
         if step == begun:
             statistics.put(statistics.resumed, model.modules)
-        before = statistics.of(model.modules)
+        before, attributes = statistics.of(model.modules), [counts(module) for module in model.modules]
         of_step, total = model.forward_backward(step)
         losses.append(of_step)
         sizes = zip(total, tensor_norms(list(total.values()), setup.canonical), strict=True)
         once = [0.0 if name in setup.model.tied_to_earlier(stage, [name]) else size for (stage, name), size in sizes]
         if not np.isfinite([*of_step, *once]).all():
             statistics.put(before, model.modules)
+            for module, values in zip(model.modules, attributes, strict=True):
+                set_counts(module, values)
             continue
         if step >= begun:
             gradients.append(on_host(total))
