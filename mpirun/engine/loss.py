@@ -24,7 +24,7 @@ from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, to
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
-from mpirun.model.loss import check_graph, loss_input, try_loss, watched
+from mpirun.model.loss import check_graph, check_real, loss_input, try_loss, watched
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError
@@ -101,7 +101,7 @@ class MinibatchLoss:
     def add_outputs(self, mb: int, outputs: Sequence[Tensor], batch: Microbatch) -> None:
         """Collect a microbatch's outputs; with the last of them compute the loss and its gradients.
 
-        UsageError if the loss is not one number, or has no gradient.
+        UsageError if the loss is not one real number, or has no gradient.
         """
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs]
         self.collected[mb] = leaves, batch._replace(leaves=[])
@@ -113,6 +113,7 @@ class MinibatchLoss:
             loss = self.model.loss(loss_input(joined), self._joined_target(batches))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError("the loss should be one number: a loss of the whole minibatch has no metrics beside it")
+        check_real(loss, {})
         if not loss.requires_grad:
             raise UsageError("the loss has no gradient: it depends on no parameter")
         check_graph(loss)

@@ -81,6 +81,13 @@ def check_graph(loss: Tensor) -> None:
             )
 
 
+def check_real(loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
+    """UsageError if a loss, or one of its metrics, is a complex number."""
+    for name, value in {"loss": loss, **{f"metric {name}": value for name, value in metrics.items()}}.items():
+        if value.is_complex():
+            raise UsageError(f"the {name} should be a real number, not {value.dtype}")
+
+
 def on_copies(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """A loss that calls `function`, which changes its target in place, on a copy of the target."""
 

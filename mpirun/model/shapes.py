@@ -27,7 +27,7 @@ from mpirun.model.build_stage import build_stage, fake_mode, stage_without_value
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs
 from mpirun.model.forward_watch import ForwardWatch, memory
-from mpirun.model.loss import check_graph, loss_and_metrics, loss_input, try_loss, watched
+from mpirun.model.loss import check_graph, check_real, loss_and_metrics, loss_input, try_loss, watched
 from mpirun.model.parallel_layers import sharded_dims
 from mpirun.model.rng import generator_states
 from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout
@@ -80,6 +80,7 @@ class Trial:
         batch = batch._replace(target=copy_of(batch.target))
         with torch.enable_grad(), autocast(self.device.type, self.autocast_dtype), watched(function) as watch:
             loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
+        check_real(loss, metrics)
         check_graph(loss)
         return LossFacts(
             loss.element_size(),

@@ -174,6 +174,7 @@ class RunningMean(nn.Module):
     [
         (lambda output, target: output, "the loss should be one number"),
         (lambda output, target: 5.0, "the loss should be one number"),
+        (lambda output, target: output.sum() * 1j, "the loss should be a real number, not torch.complex64"),
         (lambda output, target: (output.sum(), {}), "a loss of the whole minibatch has no metrics beside it"),
         (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
         (lambda output, target: (SCALE * output).sum(), r"the loss depends on a parameter of shape \(1,\) that needs"),

@@ -288,6 +288,13 @@ def test_a_loss_may_assign_to_entries_of_its_target(padding):
     assert losses[0] == losses[1] and batch.target["rows"] is ROWS and batch.target["names"] == ["row"]
 
 
+def test_losses_and_metrics_are_real_numbers():
+    turned = [lambda loss: loss * 1j, lambda loss: (loss, {"turned": loss * 1j})]
+    for turn, name in zip(turned, ("loss", "metric turned"), strict=True):
+        with pytest.raises(UsageError, match=f"the {name} should be a real number, not torch.complex64"):
+            shapes_of(nn.Linear(6, 6), loss=lambda output, target, turn=turn: turn(mse_loss(output, target)))
+
+
 def test_a_view_reads_a_tensor_but_its_device_does_not():
     with FakeTensorMode():
         weight = nn.Parameter(torch.ones(3, 3))
