@@ -97,6 +97,7 @@ class MicrobatchSource(ABC):
     """All microbatches of a run, `count` per step."""
 
     count: int
+    order: LeafOrder | None  # of their inputs; None: not known
 
     @abstractmethod
     def __call__(self, step: int, number: int) -> Microbatch:
@@ -134,7 +135,7 @@ class Microbatches(MicrobatchSource):
         self.batch, self.text, self.seed, self.count = batch, text, seed, count
         self.chunked_step = -1  # the step of `chunks`, where `batch` is a Minibatch
         self.chunks: list[Microbatch] = []
-        self.order: LeafOrder | None = None  # that of microbatch 0 of step 0, which every rank can make
+        self.order = None  # later that of microbatch 0 of step 0, which every rank can make
 
     def __call__(self, step: int, number: int) -> Microbatch:
         """Microbatch `number` of a step; UsageError if it is not a pair, cannot be cut, or as in `LeafOrder.of`."""

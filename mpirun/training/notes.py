@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import inspect
+from collections.abc import Collection, Mapping
 from itertools import chain
 
 import torch
 from mpi4py import MPI
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpirun.comm.fail_together import note
 from mpirun.data.loader import Batch
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
-from mpirun.model.dataflow import unread_outputs
+from mpirun.model.dataflow import Input, unread_outputs
 from mpirun.model.weight_names import listed
 from schedgen.ir.header import Header
 
@@ -64,6 +65,25 @@ def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
     if changed := {entry(s, name): s for s, shape in enumerate(shapes) for name in shape.changed_parameters}:
         alone = "their copies on other ranks, and other versions, do not change with them"
         note(comm, f"forwards change the parameters {listed(changed)}: {alone}")
+
+
+def note_other_names(comm: MPI.Intracomm, setup: Setup, modules: Mapping[int, nn.Module]) -> None:
+    """Name the stages whose forward has other names for the entries of a dict than their keys. Collective.
+
+    `modules`: this rank's, by stage.
+    """
+    if (order := setup.microbatches.order) is None or setup.model.reads is not None:
+        return
+    lines = []
+    for stage, module in modules.items():
+        names = [f"[{name!r}]" for name in inspect.signature(module.forward).parameters]
+        keys = order.paths[: sum(isinstance(source, Input) for source in setup.dataflows[0].reads[stage])]
+        if {*keys} <= {*names} and keys != (first := names[: len(keys)]):
+            takes, gets = (", ".join(path[2:-2] for path in paths) for paths in (first, keys))
+            then = "the entries of a dict go by position, so give them in the forward's order"
+            lines.append(f"the forward of stage {stage} takes {takes}, but gets the input's {gets}: {then}")
+    for line in sorted(set(chain.from_iterable(comm.gather(lines) or ()))):
+        note(comm, line)
 
 
 def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[int, str]], step: int) -> None:

@@ -31,7 +31,7 @@ from mpirun.engine.running_statistics import buffers_shared, share_buffers
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, set_buffers, set_counts
-from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
+from mpirun.training.notes import note_odd_model, note_other_names, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import ASKED, BEAT, ENDING, PHASE, ROW, SAVING, TRYING, VERIFYING
@@ -109,6 +109,7 @@ class Session:
         if self.comm.rank == 0 and self.setup.device.description:
             print(self.setup.device.description, flush=True)
         note_odd_model(self.comm, setup, self.header)
+        note_other_names(self.comm, setup, {s: stage.module for s, stage in self.interpreter.stages.items()})
 
     def add_interpreter(self, setup: Setup) -> Interpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
