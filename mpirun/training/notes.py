@@ -76,7 +76,10 @@ def note_other_names(comm: MPI.Intracomm, setup: Setup, modules: Mapping[int, nn
         return
     lines = []
     for stage, module in modules.items():
-        names = [f"[{name!r}]" for name in inspect.signature(module.forward).parameters]
+        try:
+            names = [f"[{name!r}]" for name in inspect.signature(module.forward).parameters]
+        except (TypeError, ValueError):  # it is no Python function
+            continue
         keys = order.paths[: sum(isinstance(source, Input) for source in setup.dataflows[0].reads[stage])]
         if {*keys} <= {*names} and keys != (first := names[: len(keys)]):
             takes, gets = (", ".join(path[2:-2] for path in paths) for paths in (first, keys))
