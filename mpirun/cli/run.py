@@ -45,7 +45,7 @@ class Run:
         made = set_up_command(comm, setup, session.header)
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
-        session.build(made, options.verify)
+        session.build(made, options.verify, checkpoint is not None)
         if options.save:
             session.checkpoints().open(options.save, options.resume)
         if checkpoint is not None:

@@ -18,7 +18,7 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.loss import check_forwards_first
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.planned_memory import MemorySlots
-from mpirun.engine.same_start import Values, check_same_start, given_digests, value_digests
+from mpirun.engine.same_start import Values, check_same_start, value_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage
@@ -55,7 +55,6 @@ def build_interpreter(
     if other is None:
         stages, digests = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
         check_same_start(comm, digests)
-        check_same_start(comm, given_digests(setup.model, header))
         owned = {index: stage for index, stage in stages.items() if stage.owned}
         optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned, setup.seed))
     else:

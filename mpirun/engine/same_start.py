@@ -66,7 +66,8 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
         values, one, other = difference
         raise Stop(
             f"ranks {one} and {other} begin with different values of stage {values.stage}, {values.what}: the code "
-            "that makes them should draw the same numbers on every rank, as after torch.manual_seed",
+            "that makes them should draw the same numbers on every rank, as after torch.manual_seed with the same "
+            "number of threads",
         )
 
 

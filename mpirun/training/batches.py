@@ -9,8 +9,9 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 from mpi4py import MPI
+from torch import Tensor
 
-from mpirun.comm.fail_together import Stop
+from mpirun.comm.fail_together import Stop, together
 from mpirun.data.chunks import chunk, cut_dims, sample_count
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import LeafOrder, Microbatch, MicrobatchSource, copy_of, input_and_target, plain
@@ -112,9 +113,9 @@ class InputOrder(LeafOrder):
 def loss_weights(weigh: LossWeight, batch: Batch, comm: MPI.Intracomm) -> list[float]:
     """By microbatch of a step, its weight by an Engine's `loss_weight`. Collective.
 
-    Stop if all are 0; UsageError on a rank where one is not a number of at least 0.
+    Stop if all are 0, or as in `loss_weight`.
     """
-    own = {number: loss_weight(weigh, microbatch) for number, microbatch in batch.microbatches.items()}
+    own = together(comm, lambda: {number: loss_weight(weigh, made) for number, made in batch.microbatches.items()})
     of_ranks = comm.allgather(own)
     everything = {number: weight for of_rank in of_ranks for number, weight in of_rank.items()}
     if not any(everything.values()):
@@ -123,16 +124,23 @@ def loss_weights(weigh: LossWeight, batch: Batch, comm: MPI.Intracomm) -> list[f
 
 
 def loss_weight(weigh: LossWeight, microbatch: Microbatch) -> float:
-    """The weight of a microbatch by an Engine's `loss_weight`. UsageError if it is not a number of at least 0."""
+    """The weight of a microbatch by an Engine's `loss_weight`.
+
+    UsageError if it is not a number that can be a weight, or if the target is changed.
+    """
     if microbatch.padding == microbatch.size:
         return 0.0
     target = pytree.tree_map(lambda x: x, microbatch.target)  # containers of its own, as a loss has
+    tensors = [x for x in pytree.tree_leaves(target) if isinstance(x, Tensor) and not x.is_inference()]
+    before = [x._version for x in tensors]
     given = weigh(without_padding("target", target, microbatch) if microbatch.padding else target)
+    if [x._version for x in tensors] != before:
+        raise UsageError("loss_weight changes its target in place, which the loss gets afterwards: let it take a copy")
     try:
         weight = float(given)
     except (TypeError, ValueError, RuntimeError):
         weight = math.nan
-    if not 0 <= weight < math.inf:
+    if not 0 <= weight < 1e300:  # so that sums are finite
         raise UsageError(f"loss_weight returned {clip(repr(given))}: it should be a finite number of at least 0")
     return weight
 

@@ -189,7 +189,7 @@ class Engine:
             self._loss_weight = loss_weight
             expanded = together(self.comm, lambda: expanded_model(self._model, session.header))
             self._reads = read_by(session.instructions, session.header, expanded, accumulate)
-            self._prepared = Prepared(session, self._model, self._options, self._host, verify)
+            self._prepared = Prepared(session, self._model, self._options, self._host, verify, loss_weight)
             self._checkpoints = Checkpoints(session, self._prepared.order)
             self._log = on_rank_0(self.comm, lambda: make_log(log, self._ending))
             session.watchdog.state[IN_SCRIPT] = True
@@ -303,7 +303,8 @@ class Engine:
         if batch.loader is not None:
             batch.loader.trained(batch)
         if compared:
-            if weights is None and session.header.has_flush and self._model.loss_of == "microbatch":
+            of_several = self._model.loss_of == "microbatch" and self._prepared.count > 1
+            if weights is None and of_several and session.header.has_flush:
                 self._data_notes.look(batch)
             self._data_notes.print_unsaid()
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}

@@ -97,10 +97,13 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh
     def add(number: int, output: Any, batch: Microbatch) -> None:
         if (facts := session.setup.shapes[-1].loss) is not None and facts.draws:
             session.setup.device.seed(derived_seed(session.setup.seed, number, LOSS))
-        loss, metrics = loss_and_metrics(model.loss, output, batch)
-        values = {name: float(value) for name, value in metrics.items()}
         samples = batch.size - batch.padding
-        found[number] = float(loss), values, samples if weigh is None else loss_weight(weigh, batch), samples
+        weight = samples if weigh is None else loss_weight(weigh, batch)
+        if not weight:
+            found[number] = 0.0, {}, 0, samples
+            return
+        loss, metrics = loss_and_metrics(model.loss, output, batch)
+        found[number] = float(loss), {name: float(value) for name, value in metrics.items()}, weight, samples
 
     _run(session, batches, add)
     everything = {key: value for of_rank in session.comm.allgather(found) for key, value in of_rank.items()}

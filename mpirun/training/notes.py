@@ -9,10 +9,10 @@ from itertools import chain
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from mpirun.comm.fail_together import note
 from mpirun.data.loader import Batch
+from mpirun.data.microbatches import by_path
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Input, unread_outputs
@@ -38,7 +38,12 @@ class DataNotes:
 
     def look(self, batch: Batch) -> None:
         """Say that targets have labels that torch's cross_entropy ignores by default, if they do."""
-        leaves = tree_leaves([microbatch.target for microbatch in batch.microbatches.values()])
+        leaves = [
+            leaf
+            for microbatch in batch.microbatches.values()
+            for path, leaf in by_path(microbatch.target).items()
+            if not isinstance(microbatch.target, Mapping) or "label" in path  # a mapping has the input, too
+        ]
         if any(isinstance(x, Tensor) and x.dtype == torch.int64 and (x == -100).any() for x in leaves):
             self.say(
                 "targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, not by "

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.comm.fail_together import Stop, on_rank_0, print_notes
+from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, Shape, tokens
 from mpirun.engine.host import Host
@@ -21,7 +21,7 @@ from mpirun.engine.setup import Setup, StepOptions, set_up
 from mpirun.model.build_stage import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.loss import why_uncut
-from mpirun.training.batches import InputOrder, StepBatches
+from mpirun.training.batches import InputOrder, LossWeight, StepBatches, loss_weight
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
 
@@ -38,9 +38,18 @@ class OfShape(NamedTuple):
 class Prepared:
     """A run's interpreters and evaluators, by the shape of microbatches. Every method is collective."""
 
-    def __init__(self, session: Session, model: Model, options: StepOptions, host: Host, verifies: bool) -> None:
-        """`verifies`: the steps are recorded, to be verified."""
+    def __init__(
+        self,
+        session: Session,
+        model: Model,
+        options: StepOptions,
+        host: Host,
+        verifies: bool,
+        weigh: LossWeight | None,
+    ) -> None:
+        """`verifies`: the steps are recorded, to be verified; `weigh`: an Engine's `loss_weight`."""
         self.session, self.model, self.options, self.host, self.verifies = session, model, options, host, verifies
+        self.weigh = weigh
         self.count = session.header.microbatches * options.passes  # microbatches of a step
         self.resumed: Manifest | None = None  # the checkpoint to resume from, as soon as the stages are built
         self.of_shape: dict[Shape, OfShape] = {}
@@ -101,7 +110,7 @@ class Prepared:
         with print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(self.model))
             setup = set_up(session.comm, session.header, self.model, self.batches, self.options, self.host)
-            session.build(setup, self.verifies)
+            session.build(setup, self.verifies, self.resumed is not None)
         self.of_shape[shape] = _of_shape(session.interpreter, setup, example)
         session.sigterm.leave_after_step()
         if self.resumed is not None:
@@ -122,11 +131,17 @@ class Prepared:
             self.session.free()
 
     def _example(self, batch: Batch) -> Microbatch:
-        """A microbatch of the batch, the same on all ranks: one with the most samples that are not padding."""
-        comm, saved = self.session.comm, io.BytesIO()
-        own = max(batch.microbatches.values(), key=_real, default=None)
-        real = comm.allgather(-1 if own is None else _real(own))
-        root = real.index(max(real))
+        """A microbatch of the batch, the same on all ranks: one that counts, with the most samples without padding."""
+        comm, saved, weigh = self.session.comm, io.BytesIO(), self.weigh
+
+        def use(microbatch: Microbatch | None) -> tuple[bool, int]:
+            if microbatch is None:
+                return False, -1
+            return weigh is None or loss_weight(weigh, microbatch) > 0, _real(microbatch)
+
+        own = together(comm, lambda: max([None, *batch.microbatches.values()], key=use))
+        uses = comm.allgather(use(own))
+        root = uses.index(max(uses))
         if comm.rank == root:
             torch.save(own, saved)  # pickle does not know all types
         return torch.load(io.BytesIO(comm.bcast(saved.getvalue(), root)), weights_only=False)

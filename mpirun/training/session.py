@@ -28,6 +28,7 @@ from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared, share_buffers
+from mpirun.engine.same_start import check_same_start, given_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, set_buffers, set_counts
@@ -92,10 +93,10 @@ class Session:
         self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
 
-    def build(self, setup: Setup, verify: bool) -> None:
+    def build(self, setup: Setup, verify: bool, resumes: bool) -> None:
         """Build the stages, and the interpreter that executes the list. Stop if the model does not fit the schedule.
 
-        `verify`: record the steps for the method `verify`.
+        `verify`: record the steps for the method `verify`; `resumes`: a checkpoint will replace all values.
         """
         self.setup = setup
         with self.watchdog.phase(TRYING):
@@ -104,6 +105,8 @@ class Session:
             self.comm, self.program, self.instructions, setup, self.watchdog.state
         )
         self.interpreters.append(self.interpreter)
+        if not resumes:
+            check_same_start(self.comm, given_digests(setup.model, self.header))
         if verify:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter)
         if self.comm.rank == 0 and self.setup.device.description:

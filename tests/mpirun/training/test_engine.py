@@ -1255,9 +1255,32 @@ with mpirun.Engine(scheme, modules, loss=torch.nn.functional.mse_loss, microbatc
     (done,) = scripts(2, [[script, scheme, drawn]])
     sentence = (
         f"mpirun: ranks 0 and 1 begin with different values of stage 0, {what}: the code that makes them should draw "
-        "the same numbers on every rank, as after torch.manual_seed\n"
+        "the same numbers on every rank, as after torch.manual_seed with the same number of threads\n"
     )
     assert (done.code, done.err) == ((0, "") if what is None else (2, sentence))
+
+
+DRAWN_AGAIN = """
+import sys
+import mpirun, torch
+from mpi4py import MPI
+x, found = torch.ones(4, 4), []
+for seed in (0, 1 + MPI.COMM_WORLD.rank):
+    torch.manual_seed(seed)
+    modules = [torch.nn.Linear(4, 4) for _ in range(2)]
+    with mpirun.Engine("1f1b", modules, stages=2, microbatches=2, loss=torch.nn.functional.mse_loss) as run:
+        loader = run.loader([(torch.ones(4), torch.ones(4))] * 4)
+        if not run.resume(sys.argv[1], data=loader):
+            run.step(next(iter(loader)))
+            run.save(sys.argv[1], data=loader)
+        found.append(run.evaluate(loader).loss)
+assert found[0] == found[1], found
+"""
+
+
+def test_a_resumed_run_may_draw_other_weights_which_the_checkpoint_replaces(tmp_path, scripts):
+    (done,) = scripts(2, [[DRAWN_AGAIN, tmp_path]])
+    assert (done.code, done.err) == (0, "")
 
 
 def test_what_an_optimizer_keeps_is_resumed_as_it_was_saved(tmp_path, scripts):
@@ -2072,7 +2095,7 @@ def test_data_without_an_end_or_a_second_time_is_refused_at_once(scripts):
     assert (done.code, done.out, done.err) == (0, "24\n18 6 8\n" + 3 * "2 1\n", "\n".join([endless, endless, once, ""]))
 
 
-# A loss that is a mean over labels, of which microbatches have different numbers, and one has none.
+# A loss that is a mean over labels, of which microbatches have different numbers. The first has none, and no loss.
 LABELS = """
 import sys, torch, mpirun
 from torch import nn
@@ -2085,9 +2108,10 @@ def layers():
 draw = torch.Generator().manual_seed(1)
 tokens, labels = torch.randint(11, (30, 6), generator=draw), torch.randint(11, (30, 6), generator=draw)
 labels[torch.rand(30, 6, generator=draw) < 0.4] = -100
-labels[4:8] = -100
+labels[:4] = labels[8:12] = -100
 def loss(output, target):
     right = (output.argmax(-1) == target)[target != -100]
+    assert len(right)
     return cross_entropy(output.flatten(0, 1), target.flatten()), {"accuracy": right.float().mean()}
 def numbers(loss, metrics):
     return [loss, metrics["accuracy"]]
@@ -2136,6 +2160,7 @@ steps("gpipe")
 for scheme, weigh in (
     ("gpipe", 3), ("pipedream", len), ("gpipe", lambda target: 0), ("gpipe", lambda target: -1.0),
     ("gpipe", lambda target: target.sum() / 0), ("gpipe", lambda target: "many"),
+    ("gpipe", lambda target: target.clamp_(0).sum()),
 ):
     try:
         steps(scheme, loss_weight=weigh)
@@ -2146,7 +2171,7 @@ for scheme, weigh in (
 
 def test_labels_that_are_ignored_are_noted_and_weights_that_are_none_refused(scripts):
     (done,) = scripts(1, [[UNWEIGHED]])
-    assert done.code == 0 and done.out == 6 * "2\n"
+    assert done.code == 0 and done.out == 7 * "2\n"
     refused = "mpirun: loss_weight returned {}: it should be a finite number of at least 0"
     assert done.err.splitlines() == [
         "mpirun: note: targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, "
@@ -2155,4 +2180,5 @@ def test_labels_that_are_ignored_are_noted_and_weights_that_are_none_refused(scr
         "mpirun: loss_weight: this schedule updates stages one by one, by one microbatch at a time",
         "mpirun: loss_weight: every microbatch of the step has weight 0, so the step has no loss",
         *(refused.format(what) for what in ("-1.0", "tensor(-inf)", "'many'")),
+        "mpirun: loss_weight changes its target in place, which the loss gets afterwards: let it take a copy",
     ]
