@@ -27,6 +27,7 @@ from mpirun.model.build_stage import build_stage, fake_mode, stage_without_value
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs
 from mpirun.model.forward_watch import ForwardWatch, memory
+from mpirun.model.frozen_statistics import counts
 from mpirun.model.loss import check_graph, check_real, loss_and_metrics, loss_input, try_loss, watched
 from mpirun.model.parallel_layers import sharded_dims
 from mpirun.model.rng import generator_states
@@ -148,7 +149,7 @@ class Trial:
                 module.to(device)
             if copies:
                 inputs = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
-            watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
+            watch, numbers = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else []), counts(module)
             with autocast(device.type, self.autocast_dtype), watch:
                 made = _outputs(module, inputs, stage)
         changed, replaced = tuple(watch.changed_buffers()), watch.replaced_parameters()
@@ -161,7 +162,7 @@ class Trial:
         return [x.detach() for x in made], parameters._replace(
             outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in made),
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
-            overwrites_buffers=bool(changed or (fake is None and watch.buffers)),
+            overwrites_buffers=bool(changed or counts(module) != numbers or (fake is None and watch.buffers)),
             changed_buffers=changed,
             changed_parameters=tuple(
                 n for n, x in module.named_parameters() if n in replaced or watch.has_written_to(x)

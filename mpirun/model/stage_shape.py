@@ -45,7 +45,7 @@ class StageShape(NamedTuple):
     parameter_names: tuple[str, ...]  # of the trained parameters
     weight_bytes: int = 0  # of these parameters, flat
     overwrites_inputs: bool = False  # whether it changes its inputs in place
-    overwrites_buffers: bool = False  # whether it changes its buffers, or might in other microbatches
+    overwrites_buffers: bool = False  # whether it changes them, or `counts`, or might in other microbatches
     changed_buffers: tuple[str, ...] = ()  # the buffers that it changed in the trial
     changed_parameters: tuple[str, ...] = ()  # the parameters that it changed in the trial
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters

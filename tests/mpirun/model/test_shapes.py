@@ -87,6 +87,11 @@ def with_other_data(module: nn.Module, new: Tensor, x: Tensor) -> None:
     module.mean.data = new
 
 
+def counted(module: nn.Module, new: Tensor, x: Tensor) -> None:
+    """No buffer, but a number that is treated as one."""
+    module.calls = getattr(module, "calls", 0) + 1
+
+
 CHANGES = {
     "in place": lambda module, new, x: module.mean.add_(new),
     "data": lambda module, new, x: module.mean.data.mul_(0.9).add_(new),
@@ -98,6 +103,7 @@ CHANGES = {
     "replaced": replaced,
     "viewed": viewed,
     "other data": with_other_data,
+    "counted": counted,
 }
 NO_CHANGES = {
     "read": lambda module, new, x: x.add(module.mean),
