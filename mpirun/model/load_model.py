@@ -13,6 +13,7 @@ from numbers import Integral
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 
 from mpirun.data.microbatches import Minibatch
 from mpirun.model.contract import Layers, Model
@@ -129,6 +130,10 @@ def _check_stages(model: Model, stages: int) -> None:
         for name, layer in layers:
             if not name or "." in name:
                 raise UsageError(f"stage {stage} has a layer called {name!r}, which no module can be")
+            if isinstance(layer, nn.Module) and any(isinstance(part, ScriptModule) for part in layer.modules()):
+                raise UsageError(
+                    f"stage {stage} has a ScriptModule, which takes no hooks: give the module that was scripted"
+                )
             tensors = [*layer.named_parameters(), *layer.named_buffers()] if isinstance(layer, nn.Module) else []
             for tensor_name, tensor in tensors:
                 if tensor.is_meta and model.weights is None:

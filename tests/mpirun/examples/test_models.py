@@ -173,6 +173,7 @@ def test_more_stages_than_layers_is_one_clear_error(name):
         ("stages", [nn.Identity(), {}], "stage 1 should be layers by name, a function or a module, not {}"),
         ("stages", [nn.Identity(), {"a.b": nn.Identity}], "stage 1 has a layer called 'a.b', which no module can be"),
         ("stages", [nn.Identity(), META], "stage 1 has no values for weight, which is on the meta device"),
+        ("stages", [nn.Identity(), nn.Sequential(torch.jit.ScriptModule())], "stage 1 has a ScriptModule"),
         ("loss", None, "loss should be a function, not NoneType"),
         ("loss", nn.Linear(2, 1), "the loss has parameters that need a gradient, weight, bias: put them into the last"),
         ("batch", Minibatch(5), "batch should be a function, not int"),
