@@ -34,7 +34,7 @@ class StepBatches(MicrobatchSource):
         self.step = -1
         self.current: Mapping[int, Microbatch] = {}
         self.kept: dict[int, Batch] = {}  # by step; of a loader's batch only its place: the loader can make it again
-        self.weights: dict[int, Sequence[float]] = {}  # by step that is kept, if `give` got weights
+        self.divisors: dict[int, Sequence[float]] = {}  # by step that is kept, if `give` got weights
 
     def give(self, step: int, batch: Batch, keep: bool = False, weights: Sequence[float] | None = None) -> None:
         """Set the batch of a step; `keep`: it will be needed after the step, too.
@@ -42,14 +42,16 @@ class StepBatches(MicrobatchSource):
         `weights`: of the microbatches' losses in the step's loss; None: they count by their samples.
         """
         if weights is not None:
-            weighted = {mb: _weighted(made, weights, mb) for mb, made in batch.microbatches.items()}
+            total = sum(weights)
+            divisors = [total / weight if weight else math.inf for weight in weights]
+            weighted = {mb: _weighted(made, divisors[mb]) for mb, made in batch.microbatches.items()}
             batch = batch._replace(microbatches=weighted)
         self.step, self.current = step, batch.microbatches
         if keep:  # copies: the script may change the tensors of its batch after the step
             copies = copy_of(dict(batch.microbatches)) if batch.loader is None else {}
             self.kept[step] = batch._replace(microbatches=copies)
             if weights is not None:
-                self.weights[step] = weights
+                self.divisors[step] = divisors
 
     def __call__(self, step: int, number: int) -> Microbatch:
         """A microbatch of the current step, or of one that was kept; UsageError if it cannot be made again."""
@@ -62,7 +64,7 @@ class StepBatches(MicrobatchSource):
             return batch.microbatches[number]
         made = batch.loader.microbatch(batch.epoch, batch.number, number)
         made = made if self.order is None else self.order.of(made)
-        return _weighted(made, self.weights[step], number) if step in self.weights else made
+        return _weighted(made, self.divisors[step][number]) if step in self.divisors else made
 
     def examples(self) -> list[Microbatch]:
         """All microbatches have the size of the example."""
@@ -151,11 +153,10 @@ def shares(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _weighted(microbatch: Microbatch, weights: Sequence[float], number: int) -> Microbatch:
-    """A microbatch with its share of the step's loss; with weight 0 it counts as padding: its loss may be NaN."""
-    if weights[number]:
-        return microbatch._replace(loss_divisor=sum(weights) / weights[number])
-    return microbatch._replace(loss_divisor=math.inf, padding=microbatch.size)
+def _weighted(microbatch: Microbatch, divisor: float) -> Microbatch:
+    """A microbatch whose loss is divided by `divisor`; if that is infinite it is padding, since its loss may be NaN."""
+    padding = microbatch.size if math.isinf(divisor) else microbatch.padding
+    return microbatch._replace(loss_divisor=divisor, padding=padding)
 
 
 def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, passes: int) -> list[int]:
