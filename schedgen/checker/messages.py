@@ -40,6 +40,10 @@ def rule_6(proof: Proof) -> None:
         starts = np.searchsorted(proof.rank[rows], members)
         ends = np.searchsorted(proof.rank[rows], members, side="right")
         names, first = _names_in_collectives(proof, rows), np.arange(starts[0], ends[0])
+        if (ends - starts == len(first)).all():
+            by_member = names.reshape(len(names), len(members), len(first))
+            if (by_member == by_member[:, :1]).all():
+                continue  # one by one only to name what differs
         for rank, start, end in zip(members, starts, ends, strict=True):
             entered = np.arange(start, end)
             both = min(len(first), len(entered))
