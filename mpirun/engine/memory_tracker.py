@@ -23,7 +23,7 @@ class MemoryTracker(TorchDispatchMode):
 
     - A storage first seen as an input existed before and does not count.
     - Memory that an op allocates and frees within itself is not seen.
-    - Tensors with neither strides nor data (sparse, meta) are not seen.
+    - Tensors without strides or without data (sparse, meta, fake) are not seen.
     - `live` is exact at any time; `peak` is updated after every op, while its inputs and outputs are alive together.
     """
 
@@ -111,5 +111,7 @@ def track_memory(device: torch.device) -> Iterator[MemoryCount]:
 def _storages(values: Any) -> Iterable[UntypedStorage]:
     """The storages of all tensors in an op's arguments or results."""
     for x in tree_leaves(values):
-        if isinstance(x, Tensor) and x.layout == torch.strided and x.device.type != "meta":
-            yield x.untyped_storage()
+        if isinstance(x, Tensor) and x.layout == torch.strided:
+            storage = x.untyped_storage()
+            if storage.device.type != "meta":  # FakeTensors name another device, but their storages do not
+                yield storage

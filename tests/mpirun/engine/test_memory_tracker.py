@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from mpirun.engine.memory_tracker import MemoryTracker, track_memory
@@ -59,6 +60,14 @@ def test_lists_of_tensors_count_each(tracker):
 def test_a_tensor_of_numbers_counts(tracker):
     x = torch.tensor([1.0, 2.0])
     assert tracker.live == x.nbytes
+
+
+def test_tensors_without_data_do_not_count(tracker):
+    with FakeTensorMode():
+        fake = torch.ones(10)
+    meta = torch.ones(10, device="meta")
+    assert fake.device.type == "cpu" and meta.shape == fake.shape
+    assert tracker.live == tracker.peak == 0
 
 
 def test_what_was_there_before_does_not_count():
