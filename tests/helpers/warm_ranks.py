@@ -50,7 +50,8 @@ IN_THE_WAY = "in-the-way"  # a file in FOLDER
 OBEYED = ("PYTHONPATH", "PYTHONWARNINGS")  # `run` applies them
 PRELOADED = (
     "numba", "numpy", "torch", "torch._dynamo", "torch.distributed", "torch._subclasses.fake_tensor",
-    "torch.export._trace", "transformers.models.gpt2.modeling_gpt2", "schedgen.checker", "schedgen.simulator.footprint",
+    "torch.export._trace", "transformers.models.gpt2.modeling_gpt2", "safetensors.torch", "schedgen.checker",
+    "schedgen.compiler.compile", "schedgen.simulator.footprint",
 )  # fmt: skip
 RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
