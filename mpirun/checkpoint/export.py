@@ -72,6 +72,26 @@ def export(
     return directory
 
 
+def whole_state(
+    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage], beat: Callable[[], None]
+) -> dict[str, Tensor]:
+    """On rank 0, copies of all that `export` writes, under every name that the model has for it; elsewhere none.
+
+    Collective. The arguments are those of `export`.
+    """
+    entries = _entries(comm, header, setup, stages, beat)
+    copies = {name: value.detach().to("cpu", copy=True) for name, value in entries.items()}
+    names = [
+        known for index, stage in stages.items() for known in weight_names(setup.model, index, stage.module).values()
+    ]
+    whole: dict[str, Tensor] = {}
+    aliases: list[list[str]] = []
+    for of_rank, names_of_rank in comm.gather((copies, names)) or ():
+        whole |= of_rank
+        aliases += names_of_rank
+    return {alias: whole[known[0]] for known in aliases if known[0] in whole for alias in known} | whole
+
+
 def _entries(
     comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage], beat: Callable[[], None]
 ) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ class Origin(NamedTuple):
 
     named       whether the model was cut from a module. Parameters and buffers then have their names there, for every
                 cut. A buffer, or a frozen parameter, has the same value in all stages that have it.
-    aliases     by a parameter's name in the module, its other names there: weights may have it under any of them.
+    aliases     by a parameter's or buffer's name in the module, its other names there: weights may have any of them.
     pair        collated samples of a loader -> (input, target); stages count the leaves of this input.
     traced      whether stages are for microbatches of one shape.
     check_eval  () -> a function that makes a stage leave out in eval mode what the whole module leaves out, or None

@@ -210,12 +210,16 @@ def compiled_in_place(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
 
 
-def parameter_aliases(module: nn.Module) -> dict[str, list[str]]:
-    """The other names of each parameter that has several names in a module, by its first name."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: others for first, *others in names.values() if others}
+def tensor_aliases(module: nn.Module) -> dict[str, list[str]]:
+    """The other names of each parameter or buffer that has several names in a module, by each of its names."""
+    names: dict[int, list[str]] = {}  # by identity
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), []).append(name)
+    several = [known for known in names.values() if len(known) > 1]
+    return {name: [other for other in known if other != name] for known in several for name in known}
 
 
 def shared_parameters(stages: Sequence[object]) -> list[list[tuple[int, str]]]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from mpirun.model.contract import Model
-from mpirun.model.module_copy import own_tensors, parameter_aliases, temporary_buffers
+from mpirun.model.module_copy import own_tensors, temporary_buffers, tensor_aliases
 from schedgen.util.errors import clip
 
 
@@ -17,10 +17,9 @@ def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") 
     `module`: the stage, or a part of it whose names in the stage begin with `prefix`.
     """
     temporary = temporary_buffers(module)
-    names: dict[str, list[str]] = {name: [] for name in own_tensors(module) if name not in temporary}
-    names |= parameter_aliases(module)
+    names, aliases = [name for name in own_tensors(module) if name not in temporary], tensor_aliases(module)
     return {
-        name: _candidates(model, stage, [f"{prefix}{own}" for own in (name, *others)]) for name, others in names.items()
+        name: _candidates(model, stage, [f"{prefix}{own}" for own in (name, *aliases.get(name, ()))]) for name in names
     }
 
 

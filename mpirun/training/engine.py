@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 from torch.optim.lr_scheduler import LRScheduler
 
-from mpirun.checkpoint.export import check_new
+from mpirun.checkpoint.export import check_new, whole_state
 from mpirun.checkpoint.export import export as write_export
 from mpirun.comm.fail_together import Stop, any_before, check_writable, note, on_rank_0, print_notes, refuse, together
 from mpirun.comm.run_comm import RunComm
@@ -407,6 +407,17 @@ class Engine:
         stages, source = session.interpreter.stages, self._weights_directory
         with session.buffers_shared():
             write_export(self.comm, session.header, session.setup, stages, path, source, session.beat)
+
+    @_collective
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the whole model's parameters and saved buffers by its own names, on rank 0's CPU; elsewhere none.
+
+        The module that the Engine was made with keeps its first values, and can load these.
+        """
+        self._build_stages("state_dict")
+        session = self._running
+        with session.buffers_shared():
+            return whole_state(self.comm, session.header, session.setup, session.interpreter.stages, session.beat)
 
     @_collective
     def verify(self, tolerance: float | None = None) -> bool:

@@ -38,6 +38,7 @@ METHODS = (
     "save",
     "resume",
     "export",
+    "state_dict",
     "verify",
     "close",
     "begin_trace",

@@ -31,7 +31,7 @@ from mpirun.model.frontend.module_io import Call
 from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.frontend.stage_modules import StageBuilder
-from mpirun.model.module_copy import Init, compiled_in_place, meta_module, parameter_aliases
+from mpirun.model.module_copy import Init, compiled_in_place, meta_module, tensor_aliases
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")
@@ -73,7 +73,7 @@ def split(
         raise error.with_traceback(None) from None  # each rank prints it, if the script has made no Engine yet
     dependencies, starts = copy_at_cuts(dependencies, _starts(dependencies, module, stages, points, costs))
     warn_of_batch_statistics(module)
-    aliases, in_eval_mode = parameter_aliases(module), not any(part.training for part in module.modules())
+    aliases, in_eval_mode = tensor_aliases(module), not any(part.training for part in module.modules())
 
     def cut_at(starts: Sequence[fx.Node]) -> Cut:
         cut = _build_stages(dependencies, starts, shared)

@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     flops       by stage, of its forward; empty if they are not known.
     sent_bytes  by value that is sent, as far as they are known.
     meta        if the module is on the meta device: what gives values to its stages.
-    aliases     by parameter, other names that it has in the module.
+    aliases     by parameter or buffer, other names that it has in the module.
     join        numbers -> the Cut whose stage k joins the next numbers[k] of these stages; None: as Origin.join.
     check_eval  as Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
     """

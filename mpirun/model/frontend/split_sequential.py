@@ -14,7 +14,7 @@ from mpirun.model.frontend.balance import balanced_starts, even_starts
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name, warn_user
 from mpirun.model.frontend.split_result import Cut
-from mpirun.model.module_copy import Init, compiled_in_place, meta_module, parameter_aliases, shared_parameters
+from mpirun.model.module_copy import Init, compiled_in_place, meta_module, shared_parameters, tensor_aliases
 from schedgen.util.errors import UsageError, raised
 from schedgen.util.parse_json import parse_json
 
@@ -66,7 +66,7 @@ def split_sequential(
         shared_parameters(parts),
         [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs],
         meta=meta_module(module, init),
-        aliases=parameter_aliases(module),
+        aliases=tensor_aliases(module),
     )
 
 

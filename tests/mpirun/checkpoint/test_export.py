@@ -120,3 +120,46 @@ def test_nothing_is_overwritten_and_what_is_left_out_is_said(exported: tuple[Pat
         f"export {folder / 'chain'}: it is not empty: export to a new directory",
     ]
     assert not list(folder.glob(".*"))
+
+
+STATE = """
+import sys, torch, mpirun
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2))
+        self.head.weight, self.again = self.embedding.weight, self.blocks[0]  # two names each
+        self.register_buffer("scale", torch.ones(8), persistent=False)
+
+    def forward(self, x):
+        x = self.embedding(x) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.again(x))
+
+torch.manual_seed(0)
+x, net, other = torch.randint(20, (32,)), Net(), Net()
+cut = mpirun.split(net, x[:4], stages=2)
+loss = nn.functional.cross_entropy
+with mpirun.Engine(sys.argv[1], cut, stages=2, microbatches=4, loss=loss, optimizer=torch.optim.Adam, lr=1e-2) as run:
+    run.step((x[:16], x[16:]))
+    tests = run.loader(torch.utils.data.TensorDataset(x, x), microbatch_size=4)
+    found, state = run.evaluate(tests).loss, run.state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
+    run.step((x[:16], x[16:]))
+    if run.rank == 0:
+        other.load_state_dict(state)
+        print(abs(float(loss(other.eval()(x), x)) - found) < 1e-5)
+        print(all(torch.equal(value, kept[name]) for name, value in state.items()))
+    else:
+        assert state == {}
+"""
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "fsdp"])
+def test_a_plain_module_loads_the_state(scripts: Callable[..., Any], scheme: str) -> None:
+    (ended,) = scripts(2, [[STATE, scheme]])
+    assert (ended.code, ended.out) == (0, "True\nTrue\n"), ended.err
