@@ -110,7 +110,7 @@ def bind_sizes(function: Function, sizes: Mapping[str, Any]) -> Function:
             bound[parameter.name] = sizes[parameter.name]
         elif parameter.default is parameter.empty:
             raise UsageError(
-                f"{name} asks for '{parameter.name}': give --{parameter.name.replace('_', '-')}"
+                f"{name} asks for '{parameter.name}': give --{parameter.name.replace('_', '-')}, or a default value"
                 if parameter.name in sizes
                 else f"{name} asks for '{parameter.name}', which is none of {', '.join(sizes)}"
             )
