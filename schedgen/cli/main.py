@@ -67,7 +67,7 @@ COMMANDS = (
         "schedgen diff old.json new.json", 2, "exit code: 0 nothing, 1 they differ, 2 trouble",
     ),
     Command(
-        "compare", options.CompareOptions, make_schedules.run_compare, "all schemes that fit, side by side",
+        "compare", options.CompareOptions, make_schedules.run_compare, "built-in schemes that fit, beside your own",
         "schedgen compare --stages 8 --microbatches 8 --workers 4 --memory-limit 12",
     ),
     Command(

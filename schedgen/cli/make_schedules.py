@@ -5,11 +5,12 @@ Each takes its options, prints or writes the result, and returns the exit code.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from schedgen.checker import check, check_compiled
@@ -53,8 +54,7 @@ def run_compile(options: CompileOptions) -> int:
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
         scheme = _with_graph(scheme, graph, substages)
-    with warnings.catch_warnings(record=True) as slow:
-        warnings.simplefilter("always", SlowScheme)
+    with _slow_schemes_noted():
         program = compile(
             scheme,
             sizes,
@@ -75,15 +75,23 @@ def run_compile(options: CompileOptions) -> int:
                 forward=options.forward,
             ),
         )
-    check_compiled(program)
-    _write_checked(program, options.output, options.cost)
-    for warning in slow:
-        if issubclass(warning.category, SlowScheme):
-            note(warning.message)
+        check_compiled(program)
+        _write_checked(program, options.output, options.cost)
     used, workers = int(program.header.compute.max()) + 1, program.header.workers
     if options.scheme.endswith(".csv") and used < workers:
         note(f"{options.scheme}: each row is a rank, and the last {workers - used} of {workers} ranks have no jobs")
     return 0
+
+
+@contextlib.contextmanager
+def _slow_schemes_noted() -> Iterator[None]:
+    """Print a note for each SlowScheme warning, unless an error is raised."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SlowScheme)
+        yield
+    for warning in caught:
+        if issubclass(warning.category, SlowScheme):
+            note(warning.message)
 
 
 def _graph(name: str | None) -> ModelGraph | None:
@@ -142,13 +150,14 @@ def _write_checked(program: Program, output: str, cost: Mapping[str, float] | No
 
 
 def run_compare(options: CompareOptions) -> int:
-    """Print, or plot, the numbers of every scheme that fits."""
+    """Print, or plot, the numbers of every scheme that fits; a note on stderr says if a w or an n was slow."""
     sizes = Sizes(options.stages, options.microbatches, options.workers)
     if options.cost and "B" not in options.cost and "I" not in options.cost:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
     if options.output and not is_standard_output(options.output) and not options.output.endswith(".svg"):
         raise UsageError(f"{options.output}: the name should end in .svg")
-    comparison = compare(sizes, options.cost, options.memory_limit)
+    with _slow_schemes_noted():
+        comparison = compare(sizes, options.cost, options.memory_limit, options.files)
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
         raise UsageError(f"no scheme fits: {reasons}")

@@ -232,8 +232,11 @@ class DiffOptions:
 
 @dataclass(frozen=True)
 class CompareOptions(Form):
-    """compare: the sizes, durations and limit that all schemes are compiled for."""
+    """compare: schemes besides the built-in ones, and the sizes, durations and limit that all are compiled for."""
 
+    files: Sequence[str] = argument(
+        "FILE", "FILE.py with w and n, or torch's FILE.csv: shown beside all built-in schemes", nargs="*"
+    )
     stages: int = option("--stages S", "stages of the model", types.count, required=True)
     microbatches: int = option("--microbatches B", "microbatches of a step", types.count, required=True)
     workers: int = option("--workers W", "ranks", types.count, required=True)

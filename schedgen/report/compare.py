@@ -1,4 +1,4 @@
-"""Every built-in scheme that fits the sizes, compiled and side by side: Table 1 of Rahimi 2025 and more.
+"""Every built-in scheme that fits the sizes, and a user's own, side by side: Table 1 of Rahimi 2025 and more.
 
 lpp and fslpp are compiled for every number of groups G that divides the workers, from pipelines (G = 1) to data
 parallelism (G = W).
@@ -7,6 +7,8 @@ parallelism (G = W).
 from __future__ import annotations
 
 import math
+import os
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,15 +18,18 @@ import numpy as np
 from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.cost import has_both
+from schedgen.ir.cost import REDO, has_both
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.limits import check_workers
 from schedgen.ir.program import Program
+from schedgen.ir.stage_graph import chain
 from schedgen.schemes import SCHEMES, load
-from schedgen.schemes.scheme import Sizes
+from schedgen.schemes.csv_scheme import scheme_from_csv
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.stats import stats
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, one_line
+from schedgen.util.files import read_text
 from schedgen.util.progress import over
 from schedgen.util.text_table import aligned
 
@@ -34,7 +39,7 @@ Price = tuple[float, int, int]  # latency, activations, weights
 class SchemeNumbers(NamedTuple):
     """The numbers of a compiled scheme; counts are of buffers on the worker that has most, except for traffic."""
 
-    scheme: str
+    scheme: str  # its name, or the file as it was given
     groups: int | None  # None: the scheme has no groups
     latency: float  # in the units of the cost
     bubble: float  # idle fraction of workers x latency
@@ -68,82 +73,117 @@ class Comparison(NamedTuple):
 
 
 def _label(scheme: str, groups: int | None) -> str:
-    return scheme if groups is None else f"{scheme} G={groups}"
+    return one_line(scheme) if groups is None else f"{scheme} G={groups}"
 
 
-def _schemes(workers: int) -> list[tuple[str, int | None]]:
-    """(scheme, groups), with every number of groups for schemes that have groups."""
+def _schemes(files: Collection[str], workers: int) -> list[tuple[str, int | None]]:
+    """(scheme, groups): files, then built-in schemes, with every number of groups for those that have groups."""
     divisors = [G for G in range(1, workers + 1) if workers % G == 0]
     grouped = ("lpp", "fslpp")
-    return [(name, G) for name in SCHEMES for G in (divisors if name in grouped else (None,))]
+    return [(name, G) for name in (*files, *SCHEMES) for G in (divisors if name in grouped else (None,))]
 
 
-def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory_limit: int | None = None) -> Comparison:
-    """Compile all schemes; UsageError if there are more workers than any schedule may have.
+def compare(
+    sizes: Sizes,
+    cost: Mapping[str, float] | None = None,
+    memory_limit: int | None = None,
+    files: Sequence[str | os.PathLike[str]] = (),
+) -> Comparison:
+    """Compile all built-in schemes and those that `files` define, FILE.py or FILE.csv.
 
     `cost`: F and B, or F, I and W; without I and W, each is half of B. `memory_limit`: the most saved forwards a worker
     may hold; greedy orders are compiled under that limit, strict ones are left out if they need more.
+    UsageError if there are more workers than any schedule may have, or a file does not fit the sizes or a chain of
+    stages; RefusedFile for what is no CSV of a schedule, OSError if it cannot be opened.
     """
     compiled: list[tuple[SchemeNumbers, Header]] = []
     left_out = []
     workers = sizes.workers or 1
     check_workers(workers, sizes.stages)
-    schemes = _schemes(workers)
+    own = dict.fromkeys(os.fspath(file) for file in files)
+    for name in own:
+        if name in SCHEMES:
+            raise UsageError(f"{name} is a built-in scheme, and compare shows all of them: leave it out")
+    schemes = _schemes(own, workers)
     for name, groups in over(schemes, "compare", len(schemes)):
+        sizes = sizes._replace(groups=groups)
         try:
-            program, limited = _compiled(name, sizes._replace(groups=groups), cost, memory_limit)
-            row = _numbers(program, name, groups, sizes, f" --memory-limit {memory_limit}" if limited else "", cost)
+            program = _compiled(name, sizes, cost, memory_limit)
+            row = _numbers(program, name, sizes, cost is not None)
             if memory_limit is not None and row.peak_activations > memory_limit:
                 raise UsageError(
                     f"it holds {row.peak_activations} activations, more than --memory-limit {memory_limit}"
                 )
         except UsageError as error:
+            if name in own and (memory_limit is None or not _fits(name, sizes, cost)):
+                raise UsageError(error if name in str(error) else f"{name}: {error}") from None
             left_out.append(LeftOut(_label(name, groups), str(error).removeprefix(f"{name} ")))
             continue
         compiled.append((row, program.header))
     prices = _prices([row for row, _ in compiled])
-    compiled.sort(key=lambda pair: (*prices[pair[0].label], pair[0].label))
-    best = [row._replace(best=_is_best(prices[row.label], prices.values())) for row, _ in compiled]
+    compiled.sort(key=lambda pair: (*prices[pair[0]], pair[0].label))
+    best = [row._replace(best=_is_best(prices[row], prices.values())) for row, _ in compiled]
     return Comparison(best, left_out, [header for _, header in compiled])
 
 
-def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, limit: int | None) -> tuple[Program, bool]:
-    """The program, and whether it was compiled under the limit of saved forwards."""
+def _loaded(name: str, sizes: Sizes) -> Scheme:
+    """The scheme of this name or in this file; UsageError if it has other sizes, or its stages are no chain."""
+    if name.endswith(".csv"):
+        scheme, own = scheme_from_csv(read_text(name), name)
+        if own != sizes:
+            its = f"--stages {own.stages} --microbatches {own.microbatches} --workers {own.workers}"
+            raise UsageError(f"{name} has its own sizes: compare it with {its}")
+        return scheme
     scheme = load(name, sizes)
-    limited = limit is not None and scheme.mode == "greedy"
-    program = compile(
-        scheme, sizes, Options(cost=_with_halves(cost, scheme.split), memory_limit=limit if limited else None)
-    )
+    if scheme.edges not in (None, chain(sizes.stages)):
+        raise UsageError(f"{name} has edges of its own, but schemes are compared on a chain of stages")
+    return scheme
+
+
+def _fits(name: str, sizes: Sizes, cost: Mapping[str, float] | None) -> bool:
+    """Whether a scheme can be compiled without a memory limit."""
+    try:
+        _compiled(name, sizes, cost, None)
+    except UsageError:
+        return False
+    return True
+
+
+def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, limit: int | None) -> Program:
+    """The program, compiled under the limit of saved forwards if its order is greedy."""
+    scheme = _loaded(name, sizes)
+    limit = limit if scheme.mode == "greedy" else None
+    program = compile(scheme, sizes, Options(cost=_with_halves(cost, scheme.split), memory_limit=limit))
     check_compiled(program)
     if program.header.workers != sizes.workers:
         raise UsageError(f"it needs {program.header.workers} workers, not {sizes.workers}")
     if cost is not None and has_both(cost) and program.mixes_backwards:
         program = replace(program, header=replace(program.header, cost=cost))
-    return program, limited
+    return program
 
 
 def _with_halves(cost: Mapping[str, float] | None, split: bool) -> Mapping[str, float] | None:
     if cost is None or not split or "I" in cost:
         return cost
-    return {"F": cost["F"], "I": cost["B"] / 2, "W": cost["B"] / 2}
+    redo = {REDO: cost[REDO]} if REDO in cost else {}
+    return {"F": cost["F"], "I": cost["B"] / 2, "W": cost["B"] / 2, **redo}
 
 
-def _numbers(
-    program: Program, name: str, groups: int | None, sizes: Sizes, limit: str, cost: Mapping[str, float] | None
-) -> SchemeNumbers:
-    """The numbers of a compiled scheme; `limit`: the command's option for the memory limit."""
+def _numbers(program: Program, name: str, sizes: Sizes, with_cost: bool) -> SchemeNumbers:
+    """The numbers of a compiled scheme; `with_cost`: whether its command gives the costs."""
     header, table = program.header, program.rows
     numbers = stats(program)
     sent = np.bincount(table.kind[table.op == Op.SEND], minlength=len(Kind))
     members = np.array([len(group) for group in header.groups])
     reduced = members[table.peer[table.op == Op.ALLREDUCE]]
     rings = round(float((2 * (reduced - 1) / reduced).sum()))  # each member sends 2 (m - 1) / m
-    options = {"stages": sizes.stages, "microbatches": sizes.microbatches, "workers": sizes.workers, "groups": groups}
+    options: dict[str, Any] = {name: getattr(sizes, name) for name in ("stages", "microbatches", "workers", "groups")}
+    options["cost"] = ",".join(f"{d}={time}" for d, time in header.cost.items()) if with_cost else None
+    options["memory-limit"] = header.memory_limit
     arguments = "".join(f" --{option} {value}" for option, value in options.items() if value is not None)
-    costs = "" if cost is None else " --cost " + ",".join(f"{d}={time}" for d, time in header.cost.items())
     return SchemeNumbers(
         name,
-        groups,
+        sizes.groups,
         numbers["latency"],
         numbers["bubble"],
         numbers["gap"],
@@ -152,17 +192,17 @@ def _numbers(
         int(sent[Kind.X] + sent[Kind.G]),
         int(sent[Kind.W] + sent[Kind.DW]) + rings,
         False,
-        f"schedgen compile {name}{arguments}{costs}{limit} -o FILE",
+        f"schedgen compile {shlex.quote(name)}{arguments} -o FILE",
     )
 
 
-def _prices(rows: Sequence[SchemeNumbers]) -> dict[str, Price]:
-    """Latency, activations and weights by label; latencies that only rounding makes different are the same."""
+def _prices(rows: Sequence[SchemeNumbers]) -> dict[SchemeNumbers, Price]:
+    """Latency, activations and weights of each row; latencies that only rounding makes different are the same."""
     prices, latency = {}, 0.0
     for row in sorted(rows, key=lambda row: row.latency):
         if not math.isclose(row.latency, latency, rel_tol=1e-9):
             latency = row.latency
-        prices[row.label] = latency, row.peak_activations, row.weights
+        prices[row] = latency, row.peak_activations, row.weights
     return prices
 
 

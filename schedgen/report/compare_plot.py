@@ -120,6 +120,7 @@ def _draw_points(axes: Any, rows: Sequence[SchemeNumbers], field: str) -> None:
             arrowprops=leader if moved else None,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},  # a stroke would make it a path
             zorder=4,
+            parse_math=False,  # a $ in the name of a file
         )
 
 

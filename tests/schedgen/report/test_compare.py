@@ -1,4 +1,4 @@
-"""compare: every scheme that fits, with the numbers that compiling it gives; and the plot."""
+"""compare: every scheme that fits, and a user's own, with the numbers that compiling them gives; and the plot."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 import shlex
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
+from schedgen.report.compare import compare
 from schedgen.report.compare_plot import Box, place_labels
 from schedgen.schemes import SCHEMES
+from schedgen.schemes.scheme import Sizes
 
 SIZES = ("--stages", "8", "--microbatches", "8", "--workers", "4")
 SMALL = ("--stages", "4", "--microbatches", "4", "--workers", "2")
@@ -148,6 +151,82 @@ def test_labels_of_points_that_are_near_do_not_meet():
     for k, box in enumerate(boxes):
         assert not any(box.overlaps(other) for other in boxes[:k])
     assert boxes[-1].left + boxes[-1].width < 390  # there is no room on the right
+
+
+ROUND = "def w(s, b, d, *, workers): return s % workers, s % workers\ndef n(s, b, d): return b\n"
+STRICT = "mode = 'strict'\n" + ROUND.replace("return b", "return b * 10 + s * (d == 0) + (1000 - s) * (d > 0)")
+OWN = {
+    "lpp.py": ROUND,
+    "versions.py": "updates = 'stash'\n" + ROUND,
+    "halves.py": "split = True\n" + ROUND,
+    "away.py": "split = True\n" + ROUND.replace("workers, s", "workers, (s + (d > 0))"),  # backwards on another worker
+    "chain.py": "edges = [(0, 1), (1, 2), (2, 3)]\n" + ROUND,
+    "a$b$ c.py": STRICT,
+    "slow.py": "def w(s, b, d): return (0, 0) if s < 2 else (1, 1)\ndef n(s, b, d): return b\n",
+}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a file into the test's folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return lambda name, text: (tmp_path / name).write_text(text)
+
+
+def test_files_are_rows_beside_all_built_in_schemes(write, small, run):
+    for name, text in OWN.items():
+        write(name, text)
+    assert run("compile", "zb-v", "--stages", 4, "--microbatches", 4, "-o", "zb-v.json").code == 0
+    assert run("export", "zb-v.json", "--to", "csv", "-o", "zb-v.csv").code == 0
+    files = [*OWN, "zb-v.csv"]
+    for cost in ((), ("--cost", "F=1,B=3,R=0")):
+        done = run("compare", *files, "lpp.py", *SMALL, *cost, "--json")
+        table = json.loads(done.out)["schemes"]
+        assert sorted(map(label, table)) == sorted([*files, *map(label, small["schemes"])]) and done.code == 0
+        rows = {row["scheme"]: row for row in table}
+        assert done.err.startswith("schedgen: note: w takes no arrays ") and done.err.count("\n") == 1
+        for name in files:
+            assert run(*shlex.split(rows[name]["command"].replace("FILE", "x.json"))[1:]).code == 0
+            numbers = json.loads(run("stats", "x.json", "--json").out)
+            for what in ("latency", "bubble", "gap", "peak_activations"):
+                assert rows[name][what] == numbers[what], (name, what)
+    assert rows["versions.py"]["weights"] > rows["lpp.py"]["weights"]  # old versions are weights, too
+    assert rows["zb-v.csv"]["latency"] == rows["zb-v"]["latency"]
+    assert "--cost F=1,I=1.5,W=1.5,R=0 " in rows["away.py"]["command"]  # it redoes its forwards
+    plot = run("compare", *files, *SMALL, "-o", "-").out
+    assert all(plot.count(f">{name}") >= 2 for name in files)  # once in each panel
+
+
+def test_only_a_limit_leaves_a_file_out(write, run, refused):
+    for name, text in {
+        "strict": STRICT,
+        "lpp": ROUND,
+        "wrong": ROUND.replace("return b", "raise ValueError(8)"),
+    }.items():
+        write(f"{name}.py", text)
+    comparison = compare(Sizes(4, 4, 2), memory_limit=4, files=[Path("strict.py"), Path("lpp.py")])
+    assert comparison.left_out[0] == ("strict.py", "it holds 8 activations, more than --memory-limit 4")
+    assert any(row.scheme == "lpp.py" and "--memory-limit 4 " in row.command for row in comparison.rows)
+    assert "lpp.py: memory limit stops" in refused(run("compare", "lpp.py", *SMALL, "--memory-limit", 1), 2)
+    wrong = refused(run("compare", "wrong.py", *SMALL, "--memory-limit", 4), 2)
+    assert wrong == "schedgen: wrong.py: n(s=0, b=0, d=F) raised ValueError: 8"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("gpipe", "", "gpipe is a built-in scheme, and compare shows all of them: leave it out"),
+        ("gpip", "", "there is no scheme 'gpip' (a file would end in .py or .csv); did you mean gpipe?"),
+        ("x.py", "edges = [(0, 2), (1, 2), (2, 3)]\n" + ROUND, "x.py has edges of its own, but "),
+        ("x.py", ROUND.replace("workers", "groups"), "x.py: w asks for 'groups': give --groups, or a default value"),
+        ("x.py", ROUND.replace("% workers", ""), "x.py: w puts weights on a worker outside 0..1: 2 for "),
+        ("x.csv", "0F0,0B0\n", "x.csv has its own sizes: compare it with --stages 1 --microbatches 1 --workers 1"),
+    ],
+    ids=["built in", "no file", "edges", "groups", "workers", "sizes"],
+)  # fmt: skip
+def test_a_file_that_does_not_fit_is_one_sentence(name, text, said, write, run, refused):
+    write(name, text)
+    assert refused(run("compare", name, *SMALL), 2).startswith(f"schedgen: {said}")
 
 
 def test_what_cannot_be_compared_is_one_sentence(run, refused, monkeypatch, tmp_path):
