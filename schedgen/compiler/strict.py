@@ -36,7 +36,7 @@ def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delaye
     stack = np.concatenate([ready, np.empty(len(worker) - len(ready), np.int64)])
     run = _strict.sized(4 * len(worker))
     start: Times = run(
-        following, previous, delayed, waits, first_after, after, length, graph.microbatches, stack, len(ready)
+        worker, following, previous, delayed, waits, first_after, after, length, graph.microbatches, stack, len(ready)
     )
     if (start < 0).any():
         raise UsageError(f"n stops the schedule: {cycle(graph, worker, start, previous)}")
@@ -45,7 +45,7 @@ def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delaye
 
 @kernel
 def _strict(
-    following: Numbers, previous: Numbers, delayed: Flags, waits: Numbers, first: Numbers, after: Numbers,
+    worker: Ints, following: Numbers, previous: Numbers, delayed: Flags, waits: Numbers, first: Numbers, after: Numbers,
     length: Times, batches: int, stack: Numbers, top: int,
 ) -> Times:  # fmt: skip
     """Start times by longest path; -1: never. Overwrites `waits` and `stack`; stack[:top] are jobs that can start."""
@@ -54,13 +54,15 @@ def _strict(
         top -= 1
         job = stack[top]
         end = start[job] + length[job]
-        # The output of the job leaves now unless it is delayed, and the output of the previous job if it is delayed.
+        # Other workers get the output of the job now unless it is delayed, and that of the previous job if it is.
         for sender in (job, previous[job]):
-            if sender < 0 or delayed[sender] != (sender != job):
+            if sender < 0 or (sender != job and not delayed[sender]):
                 continue
             node = sender // batches
             for k in range(first[node], first[node + 1]):
                 other = after[k] * batches + sender % batches
+                if (delayed[sender] and worker[other] != worker[sender]) != (sender != job):
+                    continue
                 start[other] = max(start[other], end)
                 waits[other] -= 1
                 if waits[other] == 0:

@@ -1,16 +1,18 @@
 """A schedule as CSV for torch's pipelining: one row per rank, one compute action per cell, as in 2F0.
 
-`schedgen.schemes.csv_scheme` reads such files and defines what an action is.
+`schedgen.schemes.csv_scheme` reads such files and defines what an action is. A forward whose output is sent only after
+the backward that comes next shares a cell with this backward, as in (0F1;3B0)OVERLAP_F_B.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 
 import numpy as np
 
-from schedgen.ir.instructions import COMPUTE, Kind, Op
+from schedgen.ir.instructions import COMPUTE, Flags, Kind, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.util.errors import UsageError
@@ -30,9 +32,18 @@ def as_torch_csv(program: Program) -> str:
         raise UsageError(f"torch's CSV has no versions of weights, which --updates {updates} makes")
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    for rank in range(program.header.workers):
-        instructions = program.instructions(rank)
-        rows.writerow([f"{i.stage}{LETTER[Op(i.op)]}{i.mb}" for i in instructions if i.op in LETTER])
+    in_pair = set(_delayed_sends(program)[0].tolist())
+    for begin, end in itertools.pairwise(program.bounds.tolist()):
+        cells, forward = list[str](), ""
+        for row in range(begin, end):
+            i = program.instruction(row)
+            if i.op not in LETTER:
+                continue
+            action = f"{i.stage}{LETTER[Op(i.op)]}{i.mb}"
+            if row not in in_pair:
+                cells.append(f"({forward};{action})OVERLAP_F_B" if forward else action)
+            forward = action if row in in_pair else ""
+        rows.writerow(cells)
     return text.getvalue()
 
 
@@ -45,14 +56,21 @@ def lost_in_csv(program: Program) -> list[str]:
         "ties": bool(header.tied),
         "weights away from their jobs": bool(header.part_owners) or not np.array_equal(weights, header.compute),
         "forwards that are redone": bool((program.rows.op == Op.RECOMPUTE).any()),
-        "sends that wait for the worker's next job": _has_delayed_sends(program),
+        "sends that wait for the worker's next job": _delayed_sends(program)[1],
     }
     return [words for words, is_lost in lost.items() if is_lost]
 
 
-def _has_delayed_sends(program: Program) -> bool:
-    """Whether a rank sends an activation after a job that follows the activation's forward."""
+def _delayed_sends(program: Program) -> tuple[Numbers, bool]:
+    """The forwards whose output is sent after the next job, a backward; and whether another output waits for a job."""
     table, jobs, sends = program.rows, program.rows_of(*COMPUTE), program.rows_of(Op.SEND)
     sends = sends[table.kind[sends] == Kind.X]
-    before = jobs[np.searchsorted(jobs, sends) - 1]
-    return bool(((table.stage[before] != table.stage[sends]) | (table.mb[before] != table.mb[sends])).any())
+    place = np.searchsorted(jobs, sends) - 1
+    before, earlier = jobs[place], jobs[place - 1]
+
+    def is_forward_of_send(row: Numbers) -> Flags:
+        same: Flags = (table.stage[row] == table.stage[sends]) & (table.mb[row] == table.mb[sends])
+        return same & (table.op[row] == Op.FWD)
+
+    in_pair = is_forward_of_send(earlier) & np.isin(table.op[before], (Op.BWD, Op.BWD_I))
+    return earlier[in_pair], not (in_pair | is_forward_of_send(before)).all()

@@ -1,7 +1,8 @@
 """A scheme read from CSV as torch's pipelining writes it: one row per rank, one compute action per cell, as in 2F0.
 
 An action is stage, type and microbatch; the types are F forward, B unsplit backward, and I and W its halves. A cell may
-be empty (a bubble) or hold several actions at once, as in (0F1;3B0)OVERLAP_F_B, which here run one after another.
+be empty (a bubble) or hold several actions at once, as in (0F1;3B0)OVERLAP_F_B. These run one after another here, and
+the forward's output leaves after the next of them, as in torch's own lowering.
 Actions of lowered schedules that concern messages and sharding (SEND_F, UNSHARD, ...) are left out, because torch and
 schedgen each have a lowering of their own.
 """
@@ -33,6 +34,7 @@ class _Action(NamedTuple):
     letter: str  # F, B, I or W
     mb: int
     rank: int
+    delayed: bool = False  # whether it is a forward whose output leaves only after the next action of its cell
 
 
 def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
@@ -47,16 +49,17 @@ def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
     _check_complete((direction * S + stage) * batches + mb, S, batches, directions, name)
     n, worker = np.empty((2, directions, S, batches), np.int64)
     n[direction, stage, mb], worker[direction, stage, mb] = np.arange(len(rank)), rank
-    unsplit = [(action.stage, action.mb) for action in actions if action.letter == "B"]
-    is_unsplit = np.zeros((S, batches), np.bool_)
-    is_unsplit[tuple(np.array(unsplit, np.int64).reshape(-1, 2).T)] = True
+    is_unsplit, is_delayed = np.zeros((2, S, batches), np.bool_)
+    for action in actions:
+        is_unsplit[action.stage, action.mb] |= action.letter == "B"
+        is_delayed[action.stage, action.mb] |= action.delayed
     stem = Path(name).stem
     if not stem.isprintable():
         raise RefusedFile(f"{clip(name)}: a scheme is named after its file, and this name is not printable")
 
     scheme = Scheme(
         stem, ranks, lambda s, b, d: (worker[d, s, b],) * 2, lambda s, b, d: n[d, s, b], stem, "strict", split,
-        (lambda s, b: is_unsplit[s, b]) if split else None,
+        (lambda s, b: is_unsplit[s, b]) if split else None, lambda s, b: is_delayed[s, b],
     )  # fmt: skip
     return scheme, Sizes(S, batches, ranks)
 
@@ -71,6 +74,7 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
     for rank, cells in enumerate(lines):
         for column, cell in enumerate(cells, start=1):
             overlapped = _OVERLAPPED.fullmatch(cell.strip())
+            first = len(actions)
             for part in overlapped[1].split(";") if overlapped else [cell]:
                 if not part.strip():
                     continue
@@ -79,6 +83,8 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
                     reason = "not an action, a stage, one of F, B, I, W and a microbatch, as in 2F0"
                     raise RefusedFile(f"{name}:{rank + 1}: cell {column}: '{clip(part)}' is {reason}")
                 if match[2]:
+                    if len(actions) > first:
+                        actions[-1] = actions[-1]._replace(delayed=actions[-1].letter == "F")
                     actions.append(_Action(int(match[1]), match[2], int(match[3]), rank))
     if not actions:
         raise RefusedFile(f"{name}: it has no action of the form 2F0")
@@ -88,7 +94,7 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
 def _jobs(actions: list[_Action], split: bool) -> Numbers:
     """Direction, stage, microbatch and rank of all jobs, shape (4, n); in a split schedule a B becomes an I and a W."""
     jobs = []
-    for stage, letter, mb, rank in actions:
+    for stage, letter, mb, rank, _ in actions:
         jobs.append((_DIRECTION[letter], stage, mb, rank))
         if split and letter == "B":
             jobs.append((W, stage, mb, rank))
