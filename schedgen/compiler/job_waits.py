@@ -17,12 +17,13 @@ def edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
     return waits, first, np.array([node for nodes in graph.succ for node in nodes], np.int64)
 
 
-def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str:
+def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers, sent: Numbers | None = None) -> str:
     """A cycle of jobs that wait for one another, in words, found from a job that never started.
 
     Of a long cycle it names the first jobs and the last one, which waits for the first.
 
     `previous`: by job, the job that its worker must run directly before it; -1: none.
+    `sent`: by job, the job after which its output leaves; None: itself.
     """
     job = int(np.flatnonzero(start < 0)[0])
     path: dict[int, int] = {}
@@ -30,7 +31,10 @@ def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str
     while job not in path:
         path[job] = len(path)
         node, b = divmod(job, graph.microbatches)
-        before = [*(p * graph.microbatches + b for p in graph.pred[node]), int(previous[job])]
+        before = [p * graph.microbatches + b for p in graph.pred[node]]
+        if sent is not None:
+            before += [int(sent[producer]) for producer in before if worker[producer] != worker[job]]
+        before.append(int(previous[job]))
         blocked = [other for other in before if other >= 0 and start[other] < 0]
         if not blocked:  # a limit holds it back: it waits for the backward of a microbatch in flight
             blocked = _in_flight(graph, worker, start, job)

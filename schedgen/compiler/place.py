@@ -85,8 +85,8 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
         graph=StageGraph(stages, edges, scheme.per_consumer),
         part_owners=placement.part_owners,
         caps=limits,
-        unsplit_backward=_marks(scheme.unsplit_backward, stages, batches),
-        delayed_send=_marks(scheme.delayed_send, stages, batches),
+        unsplit_backward=_marks("unsplit_backward", scheme.unsplit_backward, stages, batches),
+        delayed_send=_marks("delayed_send", scheme.delayed_send, stages, batches),
         recompute=np.zeros((stages, batches), bool),
         tied=(),
         tensor_parallel=TensorParallel(1, (), stages),
@@ -188,12 +188,25 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _marks(function: Function | None, stages: int, microbatches: int) -> Flags:
-    """A function of s and b on every stage and microbatch, (S, B); None marks nothing."""
+def _marks(name: str, function: Function | None, stages: int, microbatches: int) -> Flags:
+    """A function of s and b on every stage and microbatch, (S, B); None marks nothing. UsageError unless it is bool."""
+    shape = (stages, microbatches)
     if function is None:
-        return np.zeros((stages, microbatches), bool)
-    s, b = np.ix_(np.arange(stages), np.arange(microbatches))
-    return np.broadcast_to(np.asarray(function(s, b), bool), (stages, microbatches))
+        return np.zeros(shape, bool)
+    try:
+        marks = np.asarray(function(*np.ix_(*map(np.arange, shape))))
+    except (Exception, SystemExit):  # not made for arrays, or wrong: calling it one by one tells which
+        try:
+            marks = np.array([[function(s, b) for b in range(microbatches)] for s in range(stages)])
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{name} raised {raised(error)}") from None
+    if marks.dtype != bool:
+        raise UsageError(f"{name} must return True or False, not {marks.dtype}")
+    try:
+        return np.broadcast_to(marks, shape)
+    except ValueError:
+        words = f"which does not fit (stages, microbatches) = {shape}"
+        raise UsageError(f"{name} returned an array of shape {marks.shape}, {words}") from None
 
 
 def caps(scheme: Scheme, stages: int) -> Numbers | None:

@@ -39,7 +39,8 @@ def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delaye
         worker, following, previous, delayed, waits, first_after, after, length, graph.microbatches, stack, len(ready)
     )
     if (start < 0).any():
-        raise UsageError(f"n stops the schedule: {cycle(graph, worker, start, previous)}")
+        sent = np.where(delayed, following, np.arange(len(worker)))
+        raise UsageError(f"n stops the schedule: {cycle(graph, worker, start, previous, sent)}")
     return start
 
 

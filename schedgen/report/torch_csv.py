@@ -69,8 +69,9 @@ def _delayed_sends(program: Program) -> tuple[Numbers, bool]:
     before, earlier = jobs[place], jobs[place - 1]
 
     def is_forward_of_send(row: Numbers) -> Flags:
-        same: Flags = (table.stage[row] == table.stage[sends]) & (table.mb[row] == table.mb[sends])
-        return same & (table.op[row] == Op.FWD)
+        same = (table.stage[row] == table.stage[sends]) & (table.mb[row] == table.mb[sends])
+        forward: Flags = same & (table.op[row] == Op.FWD)
+        return forward
 
     in_pair = is_forward_of_send(earlier) & np.isin(table.op[before], (Op.BWD, Op.BWD_I))
     return earlier[in_pair], not (in_pair | is_forward_of_send(before)).all()

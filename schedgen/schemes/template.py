@@ -43,9 +43,16 @@ def n(s, b, d, *, stages):
 #
 # split = True                      d is F, I (gradient of the input) or W (gradient of the weights)
 # edges = [(0, 2), (1, 2)]          producer and consumer stages, where they are no chain
+# apart = [0]                       stages that give each of several consumers an output of its own
+# updates = "stash"                 when weights change: "flush", "stash", "vertical" or "2bw"
+# accumulated = 8                   2bw: microbatches of an update; else as many as stages
 #
 # def cap(s, *, stages):            greedy: so many microbatches in flight on a stage and worker
 #     return stages - s
+# def unsplit_backward(s, b):       split: whether a backward is one job after all
+#     return s == 0
+# def delayed_send(s, b):           strict: whether a forward's output leaves only after the worker's next job
+#     return b > 2
 '''
 
 

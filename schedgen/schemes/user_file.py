@@ -1,21 +1,28 @@
-"""A user's own scheme: a file with w, n unless --n is given, and optionally cap, edges, apart, mode, split, updates."""
+"""A user's own scheme: a file with w, n unless --n is given, and optionally the names of `_OPTIONAL`."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
-from schedgen.ir.weight_versions import FLUSH, UPDATES
-from schedgen.schemes.scheme import Scheme, Sizes, bind_sizes, fourth_argument, keyword_arguments, no_order
-from schedgen.util.errors import UsageError, raised
+from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS, UPDATES
+from schedgen.schemes.scheme import Function, Scheme, Sizes, bind_sizes, fourth_argument, keyword_arguments, no_order
+from schedgen.util.errors import UsageError, note, raised
+
+_OPTIONAL: Mapping[str, type | tuple[type, ...]] = {  # what a file may define besides w and n, and the types of it
+    "mode": str, "split": bool, "unsplit_backward": FunctionType, "delayed_send": FunctionType, "cap": FunctionType,
+    "edges": (list, tuple), "apart": (list, tuple), "updates": str, "accumulated": int,
+}  # fmt: skip
+_OF_COMPILE = ("cost", "memory_limit", "recompute")  # options that a file might be thought to have
 
 
 def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
@@ -31,6 +38,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     for name in ("tied", "whole"):
         if hasattr(module, name):
             raise UsageError(f"{path}: {name} is a model's, not a scheme's: put it into a graph file, for --graph")
+    _check_names(path, module)
     w, n = _aside(module.w), _aside(n) if n is not no_order else n
     by_shard = fourth_argument(w) == "t"
     if not by_shard:
@@ -44,13 +52,30 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
     if not isinstance(updates, str) or updates not in UPDATES:
         raise UsageError(f"{path}: updates must be {', '.join(map(repr, UPDATES))}, not {updates!r}")
-    cap = getattr(module, "cap", None)
-    functions = (module.w, n, cap, getattr(module, "edges", None))
+    split, accumulated = getattr(module, "split", False), getattr(module, "accumulated", None)
+    if not isinstance(split, bool):
+        raise UsageError(f"{path}: split must be True or False, not {split!r}")
+    if accumulated is not None and (updates != TWO_BUFFERS or type(accumulated) is not int or accumulated < 1):
+        raise UsageError(f"{path}: accumulated must be a whole number of at least 1, and needs updates = '2bw'")
+    cap, unsplit, delayed = (getattr(module, name, None) for name in ("cap", "unsplit_backward", "delayed_send"))
+    for function, name, needed in (
+        (unsplit, "unsplit_backward", "" if split else "split = True"),
+        (delayed, "delayed_send", "" if mode == "strict" else "mode = 'strict'"),
+    ):
+        if function is not None and not callable(function):
+            raise UsageError(f"{path}: {name} is no function {name}(s, b)")
+        if function is not None and needed:
+            raise UsageError(f"{path}: {name} needs {needed}")
+    functions = (module.w, n, cap, unsplit, delayed, getattr(module, "edges", None))
     taken = {argument.name for function in functions for argument in keyword_arguments(function)}
     given = {name: options[name] for name in ("groups", "chunks", "group", "replicas") if options[name] is not None}
     for name in given:
         if name not in taken:
             raise UsageError(f"{path.name} takes no --{name}: none of its functions has a keyword argument {name}")
+
+    def bound(function: Function | None) -> Function | None:
+        return None if function is None else bind_sizes(_aside(function), options)
+
     return Scheme(
         name=path.stem,
         workers=sizes.workers,
@@ -58,14 +83,39 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         n=bind_sizes(n, options),
         order=path.stem,
         mode=mode,
-        split=bool(getattr(module, "split", False)),
+        split=split,
+        unsplit_backward=bound(unsplit),
+        delayed_send=bound(delayed),
         parameters={name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
-        cap=None if cap is None else bind_sizes(_aside(cap), options),
+        cap=bound(cap),
         edges=edges,
         per_consumer=check_per_consumer(apart, edges) if edges else (),
         updates=updates,
+        accumulated=accumulated,
         by_shard=by_shard,
     )
+
+
+def _check_names(path: Path, module: ModuleType) -> None:
+    """Refuse a name that is one of `_OPTIONAL` but for case and a final s; print a note on others that are much alike.
+
+    What the file imports, names of one letter or with a leading underscore, and names beside the right one are its own.
+    """
+    missing = {known: known.removesuffix("s") for known in _OPTIONAL if not hasattr(module, known)}
+    for name, value in vars(module).items():
+        imported = isinstance(value, ModuleType) or getattr(value, "__module__", module.__name__) != module.__name__
+        if name.startswith("_") or len(name) == 1 or name in _OPTIONAL or imported:
+            continue
+        if name in _OF_COMPILE and not callable(value):
+            note(f"{path}: {name} is no setting of a scheme: give --{name.replace('_', '-')} to compile")
+        for known, stem in missing.items():
+            same = name.lower().removesuffix("s") == stem
+            if same and isinstance(value, _OPTIONAL[known]):
+                raise UsageError(
+                    f"{path} defines {name}, which is not read: call it {known}, or _{name} if it is yours"
+                )
+            if same or difflib.SequenceMatcher(None, name.lower(), known).ratio() > 0.9:
+                note(f"{path} defines {name}, which is not read; a scheme may have {known}")
 
 
 def _executed(path: Path) -> ModuleType:

@@ -13,7 +13,7 @@ from schedgen.compiler.passes.find_rows import job_rows, next_compute
 from schedgen.compiler.passes.shard_allreduce import defining_rows
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Flags, Ints, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, B, F, Flags, Ints, Kind, Numbers, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
@@ -41,7 +41,9 @@ def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, Numbers]:
     after = defining_rows(program, Kind.X, forward, stage, mb, consumer)
     if delayed_send.any():
         delayed = delayed_send[stage, mb]
-        after[delayed] = np.maximum(after[delayed], next_compute(program, forward[delayed]))
+        following = next_compute(program, forward[delayed])
+        follows = program.is_one_of(*COMPUTE)[following] & (program.rows.rank[following] == source[delayed])
+        after[delayed] = np.where(follows, np.maximum(after[delayed], following), after[delayed])
     return _pairs(Kind.X, stage, mb, consumer, source, to, after)
 
 

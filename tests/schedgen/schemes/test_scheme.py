@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +119,39 @@ WRONG = {
     "cap: no function": ("cap = 3", [], "cap(0)"),
     "cap: raises": ("def cap(s): return 4 // (2 - s)", [], "cap(2) raised ZeroDivisionError"),
     "cap: strict": ("mode = 'strict'\ndef cap(s): return 1", [], "--mode greedy"),
+    "split: no bool": ("def split(s): return s", [], "split must be True or False"),
+    "unsplit_backward: not split": ("def unsplit_backward(s, b): return True", [], "needs split = True"),
+    "unsplit_backward: no function": ("split = True\nunsplit_backward = True", [], "is no function"),
+    "unsplit_backward: a number": (
+        "split = True\ndef unsplit_backward(s, b): return s",
+        [],
+        "True or False, not int64",
+    ),
+    "unsplit_backward: raises": (
+        "split = True\ndef unsplit_backward(s, b): return [0, 0 == 0, 1 == 0][int(s)]",
+        [],
+        "unsplit_backward raised IndexError",
+    ),
+    "delayed_send: greedy": ("def delayed_send(s, b): return b > 1", [], "needs mode = 'strict'"),
+    "delayed_send: a shape that does not fit": (
+        f"mode = 'strict'\n{n('return s + 8 * b + 99 * d')}def delayed_send(s, b): return s[:2] > 0",
+        [],
+        "shape (2, 1), which does not fit (stages, microbatches) = (4, 4)",
+    ),
+    "delayed_send: two wait for one another": (
+        "mode = 'strict'\ndef w(s, b, d): return s % 2, (s + b) % 2\n"
+        + n("return 9 * (s > 1) + b + 99 * d * (4 - s)")
+        + "def delayed_send(s, b): return b >= 0",
+        [],
+        "F(1, 0) on worker 1 waits for F(1, 1), F(1, 1) on worker 0 waits for F(0, 1)",
+    ),
+    "accumulated: not 2bw": ("accumulated = 4", [], "needs updates = '2bw'"),
+    "accumulated: True": ("updates = '2bw'\naccumulated = True", [], "whole number of at least 1"),
+    "accumulated: 0": ("updates = '2bw'\naccumulated = 0", [], "whole number of at least 1"),
+    "a name in capitals": ("MODE = 'strict'", [], "defines MODE, which is not read: call it mode, or _MODE"),
+    "a name in the singular": ("edge = [(0, 3)]", [], "call it edges"),
+    "a name in the plural": ("def caps(s): return 1", [], "call it cap"),
+    "a name in both": ("def Delayed_Sends(s, b): return True", [], "call it delayed_send"),
     "edges: backwards": ("edges = [(0, 1), (2, 1), (1, 3)]", [], "edge (2, 1)"),
     "edges: a cycle": ("edges = [(0, 1), (1, 2), (2, 0), (2, 3)]", [], "edge (2, 0)"),
     "edges: to itself": ("edges = [(0, 1), (1, 1), (1, 2), (2, 3)]", [], "edge (1, 1)"),
@@ -203,6 +237,62 @@ def test_schemes_wrap(arguments, sizes, compiled):
     result = compiled(*arguments, **sizes)
     assert (result.code, result.err) == (0, "")
     assert json.loads(result.out)["scheme"]["workers"] == arguments[2]
+
+
+def test_a_name_that_may_be_the_files_own_is_noted_at_most(scheme, compiled):
+    own = """
+        import dataclasses as modes
+        from schedgen import W
+        from bisect import insort as update
+        N, M, CAPS, splits, edge_cases, model, parts, cap_of = 4, 8, "3", 2, [1], "gpt", [0], lambda s: 1
+        edges = [(0, 1), (1, 2), (2, 3)]
+        for edge in edges: pass
+        def _cap(s): return 1
+        def cost(d): return 1
+        """
+    assert compiled(scheme(own)).err.splitlines() == [
+        f"schedgen: note: {scheme(own)} defines {name}, which is not read; a scheme may have {known}"
+        for name, known in (("CAPS", "cap"), ("splits", "split"))
+    ]
+    noted = scheme("recompute = [0]\ndef unsplit_backwrd(s, b): return True")
+    result = compiled(noted)
+    assert result.code == 0 and result.err.splitlines() == [
+        f"schedgen: note: {noted}: recompute is no setting of a scheme: give --recompute to compile",
+        f"schedgen: note: {noted} defines unsplit_backwrd, which is not read; a scheme may have unsplit_backward",
+    ]
+
+
+def test_a_file_may_choose_the_microbatches_of_an_update(scheme, compiled):
+    """As --group does for the built-in scheme; and marks are called one by one where they take no arrays."""
+    text = """
+        mode, updates, accumulated = "strict", "2bw", 6
+        def w(s, b, d): return s, s
+        def n(s, b, d, *, stages): return (s if d == 0 else 2 * stages - 1 - s) + 2 * b
+        def delayed_send(s, b, *, stages): return s == stages and b > 0
+        """
+    own, built_in = compiled(scheme(text), microbatches=12), compiled("pipedream-2bw", "--group", 6, microbatches=12)
+    assert json.loads(own.out)["lowering"]["accumulated"] == 6
+    assert json.loads(own.out)["programs"] == json.loads(built_in.out)["programs"]
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 10), (8, 20)])
+def test_dualpipe_has_its_authors_bubble(p, m, run, tmp_path):
+    """(p/2 - 1)(F&B + B - 3W), where a pair F&B takes as long as both [DeepSeek-AI 2024, DeepSeek-V3, table 2]."""
+    file = Path(__file__).parents[2] / "data" / "dualpipe.py"
+    sizes = ("--stages", p, "--microbatches", m, "-o", tmp_path / "x.json")
+    assert run("compile", file, *sizes) == (0, "", "")
+    numbers = json.loads(run("stats", tmp_path / "x.json", "--cost", "F=2,I=2,W=1", "--json").out)
+    assert numbers["own_window_bubble"] == (p // 2 - 1) * ((2 + 3) + 3 - 3 * 1)
+
+
+def test_a_delayed_output_of_a_last_job_leaves_at_once(scheme, compiled):
+    text = """
+        mode = "strict"
+        def w(s, b, d, *, stages): return s + 0 * d, s + stages * d
+        def n(s, b, d, *, stages): return 2 * b + s + d * 2 * (stages - s)
+        def delayed_send(s, b): return b >= 0
+        """
+    assert compiled(scheme(text)).code == 0
 
 
 def test_keyword_arguments_receive_the_options(scheme, compiled):
