@@ -230,7 +230,7 @@ def run_search(options: SearchOptions) -> int:
     cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
     machine = options.machine
     if options.profile:
-        edges = stages - 1 if scheme.edges is None else len(scheme.edges)
+        edges = chain(stages) if scheme.edges is None else scheme.edges
         cost, machine = read_profile(read_text(options.profile), display_name(options.profile), stages, edges)
     if set(cost) <= {"F", REDO}:
         given = display_name(options.profile) if options.profile else "--cost"

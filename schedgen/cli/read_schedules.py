@@ -150,7 +150,7 @@ def _read_profile(name: str, program: Program) -> tuple[dict[str, Amount], Machi
     """Durations of jobs by direction, and the machine, as given by a profile."""
     header = program.header
     shown = display_name(name)
-    cost, machine = read_profile(read_text(name), shown, header.stages, len(header.graph.edges), header)
+    cost, machine = read_profile(read_text(name), shown, header.stages, header.graph.edges, header)
     durations(cost, len(header.directions), shown)  # UsageError if they do not fit the schedule
     return cost, machine
 

@@ -115,7 +115,7 @@ def _parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
     if graph is not None:
         _check_graph(graph, count, name)
     edges = chain(count) if graph is None or graph.edges is None else graph.edges
-    times, machine = read_profile(text, name, count, len(edges), counted="its first list is of")
+    times, machine = read_profile(text, name, count, edges, counted="its first list is of")
     if len(times.keys() - {REDO}) < 2:
         raise RefusedFile(f"{name}: a plan needs backwards: give B, or I and W, beside F")
     by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,13 +56,19 @@ _TIMES = ("alpha", "beta", "overhead", "step")  # the entries that are no bytes
 
 
 def read_profile(
-    text: str, name: str, stages: int, edges: int = 0, header: Header | None = None, counted: str = "the schedule has"
+    text: str,
+    name: str,
+    stages: int,
+    edges: Sequence[tuple[int, int]] = (),
+    header: Header | None = None,
+    counted: str = "the schedule has",
 ) -> tuple[dict[str, Amount], Machine]:
     """The durations of jobs and the machine, from a JSON object: F, with B or I and W or all, and optionally keys of
     `PROFILE_KEYS`.
 
     Times and bytes are numbers, or lists by stage (apart: by edge); workspace and overhead may be objects that have
-    these for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
+    these for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model. `edges`
+    ascend.
     Bytes are rounded up to whole numbers.
     Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
     the number of stages or edges.
@@ -87,7 +93,8 @@ def read_profile(
                 _check(amount, f"{name}: {key} of {direction}", stages, of_stages)
             continue
         if key == "apart":
-            _check(value, f"{name}: apart", edges, f"{counted} {edges} edges")
+            named = clip(", ".join(f"{producer}-{consumer}" for producer, consumer in edges[:30]))
+            _check(value, f"{name}: apart", len(edges), f"{counted} {len(edges)} edges: {named}")
             continue
         amounts = _check(value, f"{name}: {key}", stages, of_stages, single=key in ("alpha", "beta"))
         if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):

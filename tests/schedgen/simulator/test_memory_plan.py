@@ -278,6 +278,7 @@ def test_what_a_profile_leaves_out(run, refused, tmp_path):
         ({"workspace": {"F": "much"}}, "workspace of F should be a number"),
         ({"half": -1}, "half should be a number"),
         ({"owned": [1]}, "owned has 1 numbers"),
+        ({"apart": [1, 2, 3, 4]}, "apart has 4 numbers, but the schedule has 1 edges: 0-1"),
     ):
         costs = profile(tmp_path, F=1, I=1, W=1, **wrong)
         assert words in refused(run("stats", path, "--profile", costs), 1)
@@ -287,7 +288,7 @@ def test_what_a_profile_leaves_out(run, refused, tmp_path):
 def test_bytes_are_rounded_up():
     text = """{"F": 1, "B": 2, "beta": 0.5, "activation": 0.5, "saved": [1.1, 2], "half": 1e-9, "owned": 3.0,
                "workspace": {"F": [0.1, 7]}, "apart": [1.5], "step": 0.5, "overhead": {"B": 0.5}}"""
-    assert read_profile(text, "p.json", 2, 1)[1] == Machine(
+    assert read_profile(text, "p.json", 2, [(0, 1)])[1] == Machine(
         beta=0.5, activation=1, saved=[2, 2], half=1, owned=3, workspace={"F": [1, 7]}, edge_activation=[2], step=0.5,
         overhead={"B": 0.5},
     )  # fmt: skip
