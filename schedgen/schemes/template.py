@@ -47,7 +47,7 @@ def n(s, b, d, *, stages):
 # updates = "stash"                 when weights change: "flush", "stash", "vertical" or "2bw"
 # accumulated = 8                   2bw: microbatches of an update; else as many as stages
 #
-# def cap(s, *, stages):            greedy: so many microbatches in flight on a stage and worker
+# def cap(s, *, stages):            greedy: so many microbatches in flight on a stage and worker, until I or B ends
 #     return stages - s
 # def unsplit_backward(s, b):       split: whether a backward is one job after all
 #     return s == 0
