@@ -124,9 +124,11 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
             "workers": workers, "recomputed": recomputed, "work": round(found.work, 1), "seconds": round(seconds, 1),
         }  # fmt: skip
         return json.dumps(numbers, indent=1)
-    proved = "optimal" if found.optimal else f"no order takes less than {found.bound:.6g}: gap {gap:.1%}"
+    is_free = found.program.header.scheme["name"] == FREE
+    among = " with each stage on one worker" * is_free
+    proved = f"optimal{among}" if found.optimal else f"no order{among} takes less than {found.bound:.6g}: gap {gap:.1%}"
     redone = f"; {recomputed} forwards are redone" * (recomputed > 0)
-    placed = f"; stages on workers {' '.join(map(str, workers))}" * (found.program.header.scheme["name"] == FREE)
+    placed = f"; stages on workers {' '.join(map(str, workers))}" * is_free
     return f"{objective} {found.value:.6g} by {found.source}{placed}{redone}; {proved}. {seconds:.0f} s"
 
 
