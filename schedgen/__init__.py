@@ -5,12 +5,14 @@
     sizes = schedgen.Sizes(stages=4, microbatches=8)
     program = schedgen.compile(schedgen.load("1f1b", sizes), sizes, schedgen.Options(prefetch=0))
     schedgen.check(program)
+    with open("1f1b.json", "wb") as file:
+        schedgen.write(program, file)
 
 load      the name of a scheme, or a FILE.py with w and n, to a scheme
 compile   scheme, sizes and options to a program
 forward_list  the forwards of any program as a program of their own, for evaluation and prediction
-read      a schedule file to its program, and what is wrong with its hash
-write     a program to a schedule file
+read      a schedule file, opened in binary mode, and its name to its program, and what is wrong with its hash
+write     a program to a schedule file, opened in binary mode
 check     proves a program right; returns every rank's peak memory
 simulate  a program and a cost model to the start and end times of all instructions
 stats     a program to latency, bubble, memory and messages, by name

@@ -6,17 +6,16 @@ Each takes its options, prints or writes the result, and returns the exit code.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options, Redone
+from schedgen.compiler.options import Options
 from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both, without_redo
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph
@@ -65,7 +64,7 @@ def run_compile(options: CompileOptions) -> int:
                 weight_slots=options.weight_slots,
                 fan_out=options.fan_out,
                 prefetch=options.prefetch,
-                recompute=_redone(options.recompute, sizes.stages * substages, sizes.microbatches),
+                recompute=options.recompute,
                 memory_limit=options.memory_limit,
                 tied=graph.tied if graph else (),
                 updates=options.updates,
@@ -97,13 +96,6 @@ def _slow_schemes_noted() -> Iterator[None]:
 def _graph(name: str | None) -> ModelGraph | None:
     """The model's graph in the file `name`; None if no file is given."""
     return None if name is None else read_graph(read_text(name), display_name(name))
-
-
-def _redone(named: str | Sequence[Redone], stages: int, microbatches: int) -> Collection[Redone]:
-    """The forwards that --recompute names; `except-last` is torchgpipe's: all microbatches but the last."""
-    if not isinstance(named, str):
-        return named
-    return range(stages) if named == "all" else list(itertools.product(range(stages), range(microbatches - 1)))
 
 
 def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]:

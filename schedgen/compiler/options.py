@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 from schedgen.ir.limits import check_jobs
 from schedgen.ir.weight_versions import FLUSH, UPDATES
@@ -26,7 +27,8 @@ class Options:
     weight_slots: int = 2  # foreign weight copies that a worker may hold at a time
     fan_out: int = 2  # copies of a stage's weights, or sums of its gradients, through one worker at a time
     prefetch: int = 1  # jobs by which a receive comes before its SEND
-    recompute: Collection[Redone] = ()  # forwards that keep nothing and are redone before the backward
+    # Forwards that keep nothing and are redone before the backward: "all", "except-last" (microbatch), or which.
+    recompute: str | Collection[Redone] = ()
     memory_limit: int | None = None  # saved forwards that a worker may hold at a time (greedy)
     tied: Collection[Sequence[int]] = ()  # lists of stages that share parameters
     updates: str | None = None  # when weights change, one of UPDATES; None: the scheme's own
@@ -73,9 +75,12 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         raise UsageError("replicated_stages are those that all shards compute alike: give tensor, too")
     if options.tensor > 1 and updates != FLUSH:
         raise UsageError(f"--updates {updates}: weights that have versions have no shards: leave --tensor out")
-    redone = [each if isinstance(each, tuple) else (each, 0) for each in options.recompute]
+    listed: Collection[Any] = () if options.recompute in ("all", "except-last") else options.recompute
+    redone = [each if isinstance(each, tuple) else (each, 0) for each in listed]
     if not all(len(pair) == 2 and all(isinstance(number, Integral) for number in pair) for pair in redone):
-        raise UsageError(f"recompute {options.recompute!r} is not stages, or pairs of a stage and a microbatch")
+        raise UsageError(
+            f"recompute {options.recompute!r} is not 'all', 'except-last', stages, or pairs of a stage and a microbatch"
+        )
     for option, named in (("replicated_stages", options.replicated_stages), ("--recompute", [s for s, _ in redone])):
         for stage in named:
             if not 0 <= stage < stages:

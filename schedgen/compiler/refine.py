@@ -33,8 +33,11 @@ def _substages(placed: PlacedScheme) -> PlacedScheme:
         backward = np.arange(len(n))[:, None, None] != F
         n = np.repeat(rank, P, axis=1) + np.where(backward, P - 1 - p, p)
     recompute = np.zeros((stages * P, n.shape[2]), bool)
-    for redone in options.recompute:  # a stage, or a pair of a stage and a microbatch
-        recompute[redone] = True
+    if isinstance(options.recompute, str):  # torchgpipe's words
+        recompute[:, : None if options.recompute == "all" else -1] = True
+    else:
+        for redone in options.recompute:  # a stage, or a pair of a stage and a microbatch
+            recompute[redone] = True
     within = [(s * P + k, s * P + k + 1) for s in range(stages) for k in range(P - 1)]
     between = [(producer * P + P - 1, consumer * P) for producer, consumer in placed.graph.edges]
     last = tuple(stage * P + P - 1 for stage in placed.graph.per_consumer)

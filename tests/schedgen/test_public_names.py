@@ -19,6 +19,24 @@ def test_every_public_name_is_there_and_told(name):
     )
 
 
+def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = schedgen.__doc__.splitlines()
+    exec("\n".join(line[4:] for line in lines if line.startswith("    ")))
+    with (tmp_path / "1f1b.json").open("rb") as file:
+        assert schedgen.read(file, "1f1b.json")[0].header.stages == 4
+
+
+@pytest.mark.parametrize(("word", "named"), [("all", [0, 1]), ("except-last", [(0, 0), (1, 0)])])
+def test_all_forwards_may_be_redone_by_a_word(word, named):
+    programs = [
+        schedgen.compile(schedgen.load("gpipe", SIZES), SIZES, schedgen.Options(recompute=value))
+        for value in (word, named)
+    ]
+    assert programs[0].header.lowering == programs[1].header.lowering
+    assert [column.tolist() for column in programs[0].rows] == [column.tolist() for column in programs[1].rows]
+
+
 def test_other_names_are_not_there():
     with pytest.raises(AttributeError, match="no attribute lower"):
         schedgen.lower  # noqa: B018
@@ -32,7 +50,7 @@ def test_importing_it_alone_imports_no_numpy():
     "options",
     [
         {"mode": "Greedy"}, {"mode": "greedy", "memory_limit": 2.5}, {"mode": "greedy", "memory_limit": 0},
-        {"tensor": 0}, {"substages": 0}, {"prefetch": -1}, {"weight_slots": 0}, {"fan_out": 0}, {"recompute": "all"},
+        {"tensor": 0}, {"substages": 0}, {"prefetch": -1}, {"weight_slots": 0}, {"fan_out": 0}, {"recompute": "al"},
     ],
     ids=str,
 )  # fmt: skip
