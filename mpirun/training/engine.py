@@ -300,6 +300,7 @@ class Engine:
         self._prepared.batches.give(session.steps, batch, self._prepared.verifies, weights)
         compared = is_compared(session.steps - session.begun)
         result = session.step(shares(batch.samples if weights is None else weights), total * of_shape.tokens)
+        self._checkpoints.note_step()
         if batch.loader is not None:
             batch.loader.trained(batch)
         if compared:
@@ -539,8 +540,11 @@ class Engine:
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
         # If other runs are open in this process, this may be a teacher: the student's next step saves and leaves.
-        saves = self._checkpoints.at_sigterm is not None
-        may_leave = saves and not sleeping_any(self.comm, not session.sigterm.is_alone)
+        # If a script has changed the weights of a step that is not saved, the next step, with those it trains, does.
+        checkpoints = self._checkpoints
+        may_leave = checkpoints.at_sigterm is not None and not sleeping_any(
+            self.comm, not (session.sigterm.is_alone and checkpoints.has_step())
+        )
         leaves = False
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, note, refuse, together
@@ -14,6 +17,7 @@ from mpirun.training.batches import InputOrder
 from mpirun.training.session import Session
 
 KEEP_ALL = sys.maxsize  # how many checkpoints stay if the script has not said how many
+SAMPLED = 1024  # bytes of a unit's weights that tell whether a script has changed them
 
 
 class Saving(NamedTuple):
@@ -32,6 +36,8 @@ class Checkpoints:
         self.session, self.order = session, order
         self.at_sigterm: Saving | None = None  # what SIGTERM saves, and where
         self.resumed: Saving | None = None  # the directory and the data that the run resumed with
+        self.written: dict[Path, tuple[Loader | None, int]] = {}  # by directory: the data and the steps last saved
+        self.stepped: list[Tensor] | None = None  # samples of this rank's weights as a step left them
 
     def resume(self, directory: Path, data: Loader | None) -> Manifest | None:
         """The newest whole checkpoint, whose position `data` gets; None if the directory has no checkpoint."""
@@ -65,10 +71,31 @@ class Checkpoints:
             return before._replace(keep=now.keep) if now.directory == before.directory else before
         return now if now.directory in (before.directory, resumed and resumed.directory) else before
 
+    def note_step(self) -> None:
+        """Record samples of the weights as a step leaves them, if SIGTERM saves. Not collective."""
+        self.stepped = None if self.at_sigterm is None else self._samples()
+
+    def has_step(self) -> bool:
+        """Whether SIGTERM could end the run now: the last step is saved, or this rank's weights are those that it left.
+
+        A script may exchange weights for their average in an evaluation. Not collective.
+        """
+        return self._is_saved() or (self.stepped is not None and all(map(torch.equal, self.stepped, self._samples())))
+
+    def _is_saved(self) -> bool:
+        """Whether this run has saved the last step where SIGTERM saves."""
+        saving = self.at_sigterm
+        return saving is not None and self.written.get(saving.directory) == (saving.data, self.session.steps)
+
+    def _samples(self) -> list[Tensor]:
+        """Copies of some bytes of all weights that this rank owns."""
+        owned = [flat for stage in self.session.interpreter.stages.values() for flat in stage.owned.values()]
+        return [flat[:: len(flat) // SAMPLED | 1].clone() for flat in owned]  # an odd step: every byte of the numbers
+
     def leave(self) -> None:
-        """Save what SIGTERM saves, and end all ranks."""
-        saved = False
-        if self.at_sigterm is not None:
+        """Save what SIGTERM saves, unless this run has saved it already, and end all ranks."""
+        saved = self._is_saved()
+        if self.at_sigterm is not None and not saved:
             try:
                 self._open(self.at_sigterm)
                 saved = self._write(self.at_sigterm)
@@ -88,4 +115,7 @@ class Checkpoints:
         writer.settings["inputs"] = self.order.to_save
         if saving.data is not None:
             writer.settings["loader"] = saving.data.state()
-        return self.session.save(saving.keep)
+        saved = self.session.save(saving.keep)
+        if saved:
+            self.written[saving.directory] = saving.data, self.session.steps
+        return saved

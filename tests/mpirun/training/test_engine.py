@@ -795,6 +795,45 @@ with engine(2) as run:
     assert (done.code, found) == (0, ["143 [1, 2]", "2 2"] * 2), done.err
 
 
+def test_weights_that_a_script_exchanges_for_an_evaluation_are_not_saved_as_those_of_the_step(tmp_path, scripts):
+    """A step that is saved is not saved again; after an unsaved one the run goes on to the next, and leaves then.
+
+    `data` changes a parameter unseen by autograd, as many implementations of an average do.
+    """
+    script = """
+import signal
+from safetensors.torch import load_file
+def asked(number, output):
+    if number == 1:
+        signal.raise_signal(signal.SIGTERM)
+def weights(step):
+    (file,) = (folder / "last" / f"step-{step:08}").glob("weights*")
+    return load_file(file)["stage0.weight"]
+def exchanged(run):
+    for stage in run.session.interpreter.stages.values():
+        for parameter in stage.parameters:
+            parameter.data.neg_()
+for unsaved in (False, True):
+    with engine() as run:
+        run.resume(folder / "last")
+        run.step((x, x))
+        run.save(folder / "last")
+        if unsaved:
+            run.step((x, x))
+        before = {number: weights(number) for number in steps("last")}
+        exchanged(run)
+        print(refused(lambda: run.predict([(x, x)] * 4, each=asked)))
+        if unsaved:
+            exchanged(run)
+            print(refused(lambda: run.step((x, x))))
+        print(steps("last"), all(weights(number).equal(value) for number, value in before.items()))
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    found = [line for line in done.out.splitlines() if not line.startswith(("checkpoint", "resumed"))]
+    wanted = ["143", "[1] True", "None", "143", "[1, 2, 4] True"]
+    assert (done.code, found) == (0, wanted), done.err
+
+
 def test_evaluations_leave_the_buffers_alone_with_which_other_ranks_train(tmp_path, scripts):
     """Each rank has its own mean of the microbatches that it has seen; those of rank 0 are the model's."""
     script = """
