@@ -36,6 +36,7 @@ class Origin(NamedTuple):
     join        (stages, numbers) -> the fields stages, tied and reads of a Model whose stage k joins the next
                 numbers[k] of these stages; UsageError if they are not the stages that were cut. None: only stages that
                 are given by their layers can be joined.
+    rebuild     the last stage's output -> the module's own; None: they are the same.
     """
 
     named: bool = False
@@ -44,6 +45,7 @@ class Origin(NamedTuple):
     traced: bool = False
     check_eval: CheckEval = lambda: None
     join: Callable[[Sequence[StageEntry], Sequence[int]], Mapping[str, Any]] | None = None
+    rebuild: Callable[[Any], Any] | None = None
 
 
 class Model(NamedTuple):

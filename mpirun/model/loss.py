@@ -38,6 +38,14 @@ def check_loss(function: object) -> None:
         )
 
 
+def of_last_stage(
+    function: Callable[[Any, Any], Any], rebuild: Callable[[Any], Any] | None
+) -> Callable[[Any, Any], Any]:
+    """A loss of the last stage's output, from a loss of the module's own; `rebuild`: as Origin.rebuild."""
+    check_loss(function)
+    return function if rebuild is None else lambda output, target: function(rebuild(output), target)
+
+
 @contextlib.contextmanager
 def watched(function: object) -> Iterator[ForwardWatch]:
     """Watch the trial of a loss; UsageError if it changes buffers of its own."""

@@ -23,10 +23,10 @@ from mpirun.engine.recipe import Factory, Recipe
 from mpirun.model.contract import Model
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.load_model import check_model, join_stages
+from mpirun.model.loss import of_last_stage
 from schedgen.util.errors import UsageError
 
 Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
-Taken = tuple[Model, Callable[[Any], Any] | None]  # and the function from the last stage's output to the model's
 Optimizers = Factory | type[torch.optim.Optimizer] | partial[torch.optim.Optimizer]
 Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
 
@@ -38,8 +38,8 @@ def take_model(
     layers: Sequence[int] | None,
     weights: Path | None,
     seed: int,
-) -> Taken:
-    """A script's model as a Model, and the function from the last stage's output to its own; None: they are the same.
+) -> Model:
+    """A script's model as a Model.
 
     stages   how many there should be; None: as many as there are
     layers   how many of the model's own stages each stage joins; None: one
@@ -53,12 +53,9 @@ def take_model(
             raise UsageError("stages: say how many the function is to make")
         torch.manual_seed(seed)
         model = model(sum(layers) if layers else stages)
-    rebuild = None
     if isinstance(model, Cut):
         if loss is None:
             raise UsageError("loss: say what it is, a split module has none")
-        if model.output is not None:
-            rebuild = model.output.rebuild
         model = model.model(loss)
     elif not isinstance(model, Model):
         if loss is None:
@@ -69,11 +66,11 @@ def take_model(
             split = f"split it first, mpirun.split(model, example, stages={wanted})"
             raise UsageError(f"the model, a {type(given).__name__}, is not in {wanted} stages: {split}")
     elif loss is not None:
-        model = model._replace(loss=loss)
+        model = model._replace(loss=of_last_stage(loss, model.origin.rebuild))
     if layers is not None:
         model = join_stages(model, layers)
     model = check_model(model, len(model.stages) if stages is None else stages)
-    return (model if weights is None else model._replace(weights=Pretrained(weights))), rebuild
+    return model if weights is None else model._replace(weights=Pretrained(weights))
 
 
 def directory_of(what: str, name: object) -> Path:

@@ -34,12 +34,12 @@ from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.host import threads_kept, use_host
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
 from mpirun.engine.setup import StepOptions
+from mpirun.model.contract import Model
 from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,
     Models,
     Optimizers,
-    Taken,
     check_batches,
     check_data,
     check_options,
@@ -181,7 +181,7 @@ class Engine:
                 recipe=recipe, seed=seed, passes=accumulate, canonical=canonical, on_nan=on_nan,
                 autocast_dtype=torch.bfloat16 if autocast else None, graphs=graphs,
             )  # fmt: skip
-            file, (self._model, self._rebuild) = self._load(schedule, model, loss, stages, microbatches)
+            file, self._model = self._load(schedule, model, loss, stages, microbatches)
             self.session = session = Session(self.comm, file, timeout)
             session.end_with_script()
             together(self.comm, lambda: check_buckets(buckets, self._model, session.header))
@@ -201,10 +201,10 @@ class Engine:
         loss: Callable[[Any, Any], Any] | None,
         stages: int | None,
         microbatches: int | None,
-    ) -> tuple[Schedule, Taken]:
+    ) -> tuple[Schedule, Model]:
         """Read or compile the schedule, and take the model that was given."""
 
-        def take(stages: int | None, layers: Sequence[int] | None = None) -> Taken:
+        def take(stages: int | None, layers: Sequence[int] | None = None) -> Model:
             weights, seed = self._weights_directory, self._options.seed
             with print_notes(self.comm):
                 return together(self.comm, lambda: take_model(model, loss, stages, layers, weights, seed))
@@ -216,7 +216,7 @@ class Engine:
         elif is_scheme(name):
             taken = take(stages)
             with print_notes(self.comm):
-                program = on_rank_0(self.comm, lambda: compile_for(taken[0], name, microbatches, self.comm.size))
+                program = on_rank_0(self.comm, lambda: compile_for(taken, name, microbatches, self.comm.size))
             return share_program(self.comm, program), taken
         else:
             file = read_schedule(self.comm, name)
@@ -336,9 +336,7 @@ class Engine:
         to write it; then nothing is gathered. The target may be None if microbatches of this shape have been trained
         on or evaluated: the first microbatch of a shape is used to try the loss.
         """
-        return self._over(
-            loader, batches, lambda session, given: predict(session, given, self._rebuild, each), scores=False
-        )
+        return self._over(loader, batches, lambda session, given: predict(session, given, each), scores=False)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

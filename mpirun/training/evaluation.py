@@ -124,14 +124,13 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh
 def predict(
     session: Session,
     batches: Iterable[tuple[Evaluator, Batch]],
-    rebuild: Callable[[Any], Any] | None,
     each: Callable[[int, Any], None] | None,
 ) -> Any:
     """The outputs of all samples in their order, nested like one output, on rank 0; None elsewhere.
 
-    rebuild  the last stage's output -> the model's own; None: they are the same
-    each     is called with the number of a microbatch and its output on the rank that has it; then there is no result
+    `each` is called with the number of a microbatch and its output on the rank that has it; then there is no result.
     """
+    rebuild = session.setup.model.origin.rebuild
     outputs: dict[int, tuple[int, Any]] = {}  # by microbatch, how many samples and their output
 
     def keep(number: int, output: Any, batch: Microbatch) -> None:

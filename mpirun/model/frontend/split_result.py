@@ -15,7 +15,7 @@ from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
 from mpirun.model.contract import CheckEval, Model, Origin, StageEntry, Weights
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
-from mpirun.model.loss import check_loss
+from mpirun.model.loss import of_last_stage
 from mpirun.model.module_copy import MetaModule, ModuleCopy
 from schedgen.util.errors import UsageError
 
@@ -63,11 +63,7 @@ class Cut(NamedTuple):
 
     def loss(self, function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """A loss of the last stage's outputs, from a loss of the module's own output."""
-        check_loss(function)
-        if self.output is None:
-            return function
-        rebuild = self.output.rebuild
-        return lambda outputs, target: function(rebuild(outputs), target)
+        return of_last_stage(function, None if self.output is None else self.output.rebuild)
 
     def model(
         self,
@@ -109,6 +105,7 @@ class Cut(NamedTuple):
                 traced=self.example is not None,
                 check_eval=self.check_eval,
                 join=None if cut_at is None else join,
+                rebuild=None if self.output is None else self.output.rebuild,
             ),
         )
 

@@ -317,7 +317,7 @@ def test_rates_are_numbers_of_any_type_that_are_not_negative():
 def test_a_module_that_is_not_in_stages_is_to_be_split():
     """A Sequential's children are its stages, if there are as many as are asked for."""
     module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
-    taken, _ = take_model(module, torch.nn.functional.mse_loss, 4, None, None, 0)
+    taken = take_model(module, torch.nn.functional.mse_loss, 4, None, None, 0)
     assert [*taken.stages] == [*module]
     for given, name in ((module, "Sequential"), (module[0], "Linear")):
         words = f"the model, a {name}, is not in 2 stages: split it first, mpirun.split(model, example, stages=2)"
@@ -2069,6 +2069,35 @@ with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], microbatches=2, loss=mse_lo
 def test_an_evaluation_in_the_middle_of_an_epoch_is_over_all_of_it(scripts):
     (done,) = scripts(1, [[WITHIN]])
     assert (done.code, done.out) == (0, "0 1 5 4\n0 2 5 4\n1 0 5 4\n5 3\n"), done.err
+
+
+MODULE_S_OUTPUT = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    def forward(self, x):
+        between = self.first(x)
+        return {"out": self.second(between), "between": between}
+def loss(output, target):
+    return mse_loss(output["out"], target)
+torch.manual_seed(0)
+x, net = torch.randn(8, 4), Two()
+cut = mpirun.split(net, x[:4], stages=2)
+for model, own in ((cut, loss), (cut.model(loss), None), (cut.model(lambda output, _: output["between"].sum()), loss)):
+    with mpirun.Engine("1f1b", model, loss=own, microbatches=2, timeout=0) as run:
+        found, scored = run.predict([(x, x)]), run.evaluate([(x, x)]).loss
+        if run.rank == 0:
+            print({name: value.allclose(net(x)[name]) for name, value in found.items()}, end=" ")
+            print(abs(scored - loss(net(x), x)).item() < 1e-5)
+"""
+
+
+def test_losses_and_predictions_are_of_the_module_s_own_output_whoever_makes_the_model(scripts):
+    (done,) = scripts(2, [[MODULE_S_OUTPUT]])
+    assert (done.code, done.out.splitlines()) == (0, ["{'out': True, 'between': True} True"] * 3), done.err
 
 
 WITHOUT_TARGETS = """
