@@ -46,6 +46,11 @@ class Batch(NamedTuple):
     loader: Loader | None = None  # the loader that made the batch; None: a script made it
     is_last: bool = False  # of its epoch
 
+    @property
+    def is_padded_in_part(self) -> bool:
+        """Whether a microbatch has both samples and padding."""
+        return self.loader is not None and any(0 < real < self.loader.microbatch_size for real in self.samples)
+
 
 @dataclass(eq=False)
 class Loader(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from mpi4py import MPI
@@ -21,7 +21,7 @@ from mpirun.engine.options import SetupOptions
 from mpirun.engine.recipe import Recipe, command_line_recipe
 from mpirun.engine.running_statistics import check_shared_buffers
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_reads
+from mpirun.model.dataflow import Dataflow, Reads, TensorSpec, all_outputs, check_reads
 from mpirun.model.load_model import load_model
 from mpirun.model.loss import on_copies
 from mpirun.model.shapes import Trial
@@ -53,6 +53,7 @@ class Setup(StepOptions, Host):
     dataflows: Sequence[Dataflow]  # by microbatch of a list; the first is the largest
     microbatches: MicrobatchSource
     text: Tensor | None  # what the command line's microbatches are made from
+    outputs_of_one_more: Callable[[], Sequence[TensorSpec] | None]  # as Trial's, for the first example. Collective
 
 
 def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Setup:
@@ -113,6 +114,7 @@ def set_up(
     return Setup(
         **vars(options), **vars(host), model=model, unsharded_model=unsharded_model, shapes=shapes_by_size[0],
         dataflows=dataflows, microbatches=source, text=text,
+        outputs_of_one_more=cache(lambda: from_rank_0(comm, trial(source.examples()[0]).outputs_of_one_more)),
     )  # fmt: skip
 
 

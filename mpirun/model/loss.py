@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from mpirun.data.chunks import one_per_sample
 from mpirun.data.microbatches import Microbatch, copy_of
@@ -181,13 +181,24 @@ def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
     )
 
 
-def why_uncut(what: str, tree: Any, size: int) -> str | None:
-    """A sentence: why padding cannot be removed from these tensors of a microbatch of `size` samples; None: it can."""
-    for x in tree_leaves(tree):
-        if isinstance(x, Tensor) and not (x.dim() and len(x) == size):
-            return (
-                f"the {what} of a microbatch of {size} samples has shape {tuple(x.shape)}, but the last step of an "
-                "epoch is padded: give tensors with the samples in dimension 0, or the loader a microbatch_size that "
-                'divides them, or last="drop"'
-            )
+def why_uncut(what: str, tree: Any, size: int, one_more: Any = None) -> str | None:
+    """A sentence: why padding cannot be removed from these tensors of a microbatch of `size` samples; None: it can.
+
+    `one_more`: the same of a microbatch of one sample more, which tells tensors that are as long by chance, and those
+    that have the samples in another dimension, too, as similarities of all pairs have; None: it is not known.
+    """
+    for number, (path, x) in enumerate(tree_leaves_with_path(tree)):
+        if not isinstance(x, Tensor):
+            continue
+        also, wanted = "", (size + 1, *x.shape[1:])
+        if x.dim() and len(x) == size:
+            shape = wanted if one_more is None else tuple(tree_leaves(one_more)[number].shape)
+            if shape == wanted:
+                continue
+            also = f", one of {size + 1} samples {shape}"
+        return (
+            f"the {what}{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}{also}, but the "
+            "last step of an epoch is padded: give tensors with the samples in dimension 0 alone (expand over them "
+            'what is not by sample), or the loader a microbatch_size that divides them, or last="drop"'
+        )
     return None

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class Trial:
     """Runs all stages on one microbatch, one after the other.
 
     `prepare`: is called with every stage and its module before its forward; None: modules stay in train mode, as built.
+    `asks_for_values`: a stage that fails on fake tensors runs with real values.
     """
 
     model: Model
@@ -53,6 +54,7 @@ class Trial:
     autocast_dtype: torch.dtype | None = None
     device: torch.device = CPU
     prepare: Callable[[int, nn.Module], object] | None = None
+    asks_for_values: bool = True
     fake: FakeTensorMode = field(default_factory=fake_mode)
     real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
@@ -97,6 +99,8 @@ class Trial:
             try:
                 made, shape = self._forward(stage, outputs, self.fake)
             except _Failed:
+                if not self.asks_for_values:
+                    raise
                 made, shape = self.with_values(stage)
                 made = [self.fake.from_tensor(x) for x in made]
             outputs.append(made)
@@ -104,6 +108,26 @@ class Trial:
             if (shard := self.model.shard_of(stage)).count > 1:
                 _check_shard(shard.index, shapes)
         return shapes
+
+    def outputs_of_one_more(self) -> Sequence[TensorSpec] | None:
+        """The last stage's outputs for a microbatch of one sample more; None: fake tensors do not tell.
+
+        A module that `split` has traced runs as a whole: its stages are for microbatches of one size.
+        """
+        batch, whole = self.batch, self.model.origin.whole
+        leaves = [
+            torch.cat([x, x[-1:]]) if isinstance(x, Tensor) and x.dim() and len(x) == batch.size else x
+            for x in batch.leaves
+        ]
+        trial = replace(self, batch=batch._replace(leaves=leaves), asks_for_values=False)
+        if whole is not None:
+            reads = [[Input(leaf) for leaf in range(len(leaves))]]
+            prepare = None if self.prepare is None else lambda _, module: module.eval()
+            trial = replace(trial, model=Model([whole], self.model.loss), reads=reads, prepare=prepare)
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first trial has warned of the same
+            return trial._without_loss()[-1].outputs
+        return None
 
     def with_values(self, stage: int) -> tuple[Sequence[Tensor], StageShape]:
         """The outputs of a stage, and its shape, when all stages up to it run with real values."""

@@ -6,8 +6,10 @@ A shape is that of a microbatch's input; there is one in a run, or one for each 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +22,8 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Setup, StepOptions, set_up
 from mpirun.model.build_stage import check_weights
 from mpirun.model.contract import Model
-from mpirun.model.loss import why_uncut
+from mpirun.model.dataflow import TensorSpec
+from mpirun.model.loss import loss_input, why_uncut
 from mpirun.training.batches import InputOrder, LossWeight, StepBatches, loss_weight
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
@@ -31,7 +34,7 @@ class OfShape(NamedTuple):
 
     interpreter: Interpreter
     tokens: int  # elements of the target per sample
-    why_uncut: str | None  # why padding cannot be removed from a microbatch; None: it can
+    why_uncut: Callable[[], str | None]  # why padding cannot be removed from a microbatch; None: it can. Collective
     example: Microbatch
 
 
@@ -83,8 +86,9 @@ class Prepared:
                 made = self.session.add_interpreter(replace(setup, microbatches=self.batches))
             self.of_shape[shape] = _of_shape(made, setup, example)
         of_shape = self.of_shape[shape]
-        if of_shape.why_uncut is not None and batch.loader is not None and batch.loader.pads_in_part:
-            raise Stop(of_shape.why_uncut)
+        pads_in_part = batch.loader is not None and batch.loader.pads_in_part
+        if (pads_in_part or batch.is_padded_in_part) and (why := of_shape.why_uncut()) is not None:
+            raise Stop(why)
         self.session.use(of_shape.interpreter)
         return of_shape
 
@@ -99,6 +103,7 @@ class Prepared:
             example = self.of_shape[shape].example if shape in self.of_shape else self._example(batch)
             self.evaluators[shape] = Evaluator(self.session, example, self.options, self.host)
         evaluator = self.evaluators[shape]
+        padded = padded or batch.is_padded_in_part
         if padded and (why := _why_uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
             raise Stop(why)
         return evaluator
@@ -153,12 +158,23 @@ def _real(microbatch: Microbatch) -> int:
 
 
 def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> OfShape:
-    why = _why_uncut(setup, example, scores=True)
-    return OfShape(interpreter, tokens(example) // max(1, example.size), why, example)
+    why_uncut = cache(lambda: _why_uncut(setup, example, scores=True))
+    return OfShape(interpreter, tokens(example) // max(1, example.size), why_uncut, example)
 
 
 def _why_uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:
-    """Why padding cannot be removed from the output and, if `scores`, the target of a microbatch; None: it can."""
-    outputs = [torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs]
-    of_target = why_uncut("target", example.target, example.size) if scores else None
-    return why_uncut("output", outputs, example.size) or of_target
+    """Why padding cannot be removed from the output and, if `scores`, the target of a microbatch; None: it can.
+
+    Collective.
+    """
+    size, rebuild = example.size, setup.model.origin.rebuild
+
+    def output(specs: Sequence[TensorSpec]) -> Any:
+        made = loss_input([torch.empty(spec.size, device="meta") for spec in specs])
+        return made if rebuild is None else rebuild(made)
+
+    outputs = output(setup.shapes[-1].outputs)
+    why = why_uncut("output", outputs, size) or (why_uncut("target", example.target, size) if scores else None)
+    if why is None and (one_more := setup.outputs_of_one_more()) is not None:
+        why = why_uncut("output", outputs, size, output(one_more))
+    return why

@@ -27,7 +27,7 @@ from mpirun.model.frontend.errors import unknown_name, warn_user
 from mpirun.model.frontend.export_graph import ExportedGraph, export_graph
 from mpirun.model.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
 from mpirun.model.frontend.mode_ops import keep_eval_mode
-from mpirun.model.frontend.module_io import Call
+from mpirun.model.frontend.module_io import Call, WholeModule
 from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.frontend.stage_modules import StageBuilder
@@ -79,7 +79,8 @@ def split(
         cut = _build_stages(dependencies, starts, shared)
         if in_eval_mode:
             keep_eval_mode(cut.stages)
-        return cut._replace(meta=meta, aliases=aliases, check_eval=check_eval, join=join)
+        whole = WholeModule(module, dependencies.exported.example, dependencies.exported.output()[1])
+        return cut._replace(meta=meta, aliases=aliases, check_eval=check_eval, join=join, whole=whole)
 
     def join(numbers: Sequence[int]) -> Cut:
         return cut_at([starts[begin - 1] for begin in accumulate(numbers[:-1])])

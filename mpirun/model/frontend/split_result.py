@@ -37,6 +37,7 @@ class Cut(NamedTuple):
     aliases     by parameter or buffer, other names that it has in the module.
     join        numbers -> the Cut whose stage k joins the next numbers[k] of these stages; None: as Origin.join.
     check_eval  as Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
+    whole       as Origin.whole.
     """
 
     stages: list[nn.Module]
@@ -51,6 +52,7 @@ class Cut(NamedTuple):
     aliases: Mapping[str, Sequence[str]] = {}
     check_eval: CheckEval = lambda: None
     join: Callable[[Sequence[int]], Cut] | None = None
+    whole: nn.Module | None = None
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -106,6 +108,7 @@ class Cut(NamedTuple):
                 check_eval=self.check_eval,
                 join=None if cut_at is None else join,
                 rebuild=None if self.output is None else self.output.rebuild,
+                whole=self.whole,
             ),
         )
 

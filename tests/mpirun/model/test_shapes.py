@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import mse_loss
 
+import mpirun
 from mpirun.data.microbatches import Microbatch, Microbatches
 from mpirun.model.contract import Model
+from mpirun.model.dataflow import Input
 from mpirun.model.forward_watch import ReadWatch
-from mpirun.model.loss import loss_and_metrics
+from mpirun.model.loss import loss_and_metrics, why_uncut
 from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
 from schedgen.util.errors import UsageError
@@ -278,6 +280,33 @@ def test_a_loss_that_changes_its_target_in_place_is_found_and_tried_on_a_copy():
     losses = [mse_loss, masked, lambda output, target: mse_loss(output, target.mul_(0.5))]
     assert [shapes_of(nn.Linear(6, 6), loss=loss)[0].loss.overwrites_target for loss in losses] == [False, True, True]
     assert torch.equal(ROWS, before)
+
+
+class Pairs(nn.Module):
+    """Outputs that have the samples in both dimensions, in the first, in none."""
+
+    def __init__(self, asks: bool = False):
+        super().__init__()
+        self.linear, self.asks = nn.Linear(4, 4), asks
+
+    def forward(self, x):
+        y = self.linear(x if not self.asks or x.sum() > 0 else -x)
+        return y @ y.T, y, self.linear.weight[0] * 2
+
+
+@pytest.mark.parametrize("how", ["split", "module", "asks for values"])
+def test_a_sample_more_shows_which_dimensions_of_outputs_are_samples(how):
+    model = Model([Pairs(how == "asks for values")], mse_loss)
+    if how == "split":
+        model = mpirun.split(Pairs(), torch.zeros(4, 4), stages=1).model(mse_loss)
+    found = Trial(model, [[Input(0)]], Microbatch([torch.zeros(4, 4)], None, 1.0, size=4)).outputs_of_one_more()
+    sizes = None if found is None else [tuple(spec.size) for spec in found]
+    assert sizes == (None if how == "asks for values" else [(5, 5), (5, 4), (4,)])
+
+
+def test_an_output_that_cannot_be_cut_is_named():
+    words = "the output['one'] of a microbatch of 4 samples has shape (2,), but the last step of an epoch is padded: "
+    assert (why_uncut("output", {"all": ROWS, "one": torch.zeros(2)}, 4) or "").startswith(words)
 
 
 @pytest.mark.parametrize("padding", [0, 1])

@@ -1609,11 +1609,19 @@ class Turned(torch.nn.Linear):
 class Mean(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x).mean()
+class Pairs(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x).flatten(1)
+        return y @ y.T
+class AsMany(torch.nn.Linear):
+    def forward(self, x):
+        return self.weight[:2, 0].exp()
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(data)
 def loss(output, target):
-    return cross_entropy(output.view(-1, 4), target.flatten()) if output.dim() else output
+    rows = output.shape[-1:] == (4,)
+    return cross_entropy(output.view(-1, 4), target.flatten()) if rows else output.mean()
 def flat(items):
     return torch.stack([x for x, _ in items]), torch.cat([y for _, y in items])
 def train(run, loader):
@@ -1627,6 +1635,9 @@ for name, do, kind, samples, collate in [
     ("predicted", predict, Flat, data, None), ("numbers", predict, Mean, whole, None),
     ("turned", predict, Turned, whole, None),
     ("a loss of padding", train, Mean, data, None),
+    ("pairs", train, Pairs, data, None), ("as many", evaluate, AsMany, data, None),
+    ("pairs in a stream", train, Pairs, Stream(), None),
+    ("no pairs padded", lambda *given: train(*given) and evaluate(*given).samples, Pairs, whole, None),
     ("target not used", lambda *given: len(predict(*given)), torch.nn.Linear, data, flat),
     ("none padded in part", lambda *given: train(*given) and len(predict(*given)), Flat, whole, flat),
     ("not so far", lambda *given: evaluate(*given, batches=1).samples, Flat, data, None),
@@ -1649,12 +1660,16 @@ def test_padding_that_cannot_be_taken_off_is_refused(scripts):
     assert done.code == 0, done.err
     has = "mpirun: the {} of a microbatch of 2 samples has shape {}, but the last step of an epoch is padded: "
     give = (
-        "give tensors with the samples in dimension 0, or the loader a microbatch_size that divides them, or "
-        'last="drop"'
+        "give tensors with the samples in dimension 0 alone (expand over them what is not by sample), or the loader a "
+        'microbatch_size that divides them, or last="drop"'
     )
-    output, target, number = (
-        [has.format(*of) + give] for of in (("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"))
-    )
+    output, target, number, pairs, as_many = (
+        [has.format(*of) + give]
+        for of in (
+            ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2), one of 3 samples (3, 3)"),
+            ("output", "(2,), one of 3 samples (2,)"),
+        )
+    )  # fmt: skip
     numbers = ["mpirun: predict: outputs without dimensions cannot be joined: take each of them with each="]
     turned = [
         "mpirun: predict: outputs are joined along dimension 0, but that of 2 samples has shape (3, 2, 4): give "
@@ -1663,7 +1678,8 @@ def test_padding_that_cannot_be_taken_off_is_refused(scripts):
     assert json.loads(done.out) == {
         "output": [0, output], "target": [0, target], "in a stream": [1, output], "evaluated": [0, output],
         "predicted": [0, output], "numbers": [0, numbers], "turned": [0, turned], "a loss of padding": [0, number],
-        "target not used": [0, 5], "none padded in part": [2, 18], "not so far": [0, 4],
+        "target not used": [0, 5], "none padded in part": [2, 18], "not so far": [0, 4], "pairs": [0, pairs],
+        "pairs in a stream": [1, pairs], "as many": [0, as_many], "no pairs padded": [2, 6],
     }  # fmt: skip
 
 
