@@ -46,7 +46,9 @@ def check_minibatch_loss(header: Header, passes: int) -> None:
         )
     last = header.compute[:, -1]
     if (last != last[0, 0]).any():
-        raise UsageError("the model's loss is of the whole minibatch: the last stage must be computed by one worker")
+        raise UsageError(
+            "the model's loss is of the whole minibatch: the last stage must be computed by one worker, as in gpipe"
+        )
 
 
 def check_forwards_first(header: Header, instructions: Sequence[Instruction]) -> None:

@@ -65,8 +65,9 @@ class Model(NamedTuple):
     loss             (output of the last stage, target) -> scalar, a mean over the microbatch, or (scalar, metrics by
                      name). The gradient is the mean over microbatches. The output is a tuple if the stage returns one.
     batch            (text, rng) -> (input, target) of one microbatch, each a tensor or any pytree of them. `text` is a
-                     uint8 tensor, shape (bytes,); `rng` is seeded by the run's seed, the step and the microbatch. Or a
-                     Minibatch, which is made as a whole and then cut. None: a script gives the data.
+                     uint8 tensor, shape (bytes,); `rng`, a numpy Generator, is seeded by the run's seed, the step and
+                     the microbatch. Or a Minibatch, which is made as a whole and then cut. None: a script gives the
+                     data.
     length           how many bytes of text `batch` needs at least.
     tied             shared parameters: for each, where it occurs, as (stage, name). All copies get the value of the
                      first, and the sum of the gradients of all; all are trained, or all frozen. Modules that share a

@@ -135,7 +135,8 @@ def loss_and_metrics(
         raise UsageError("the loss should be one number, or a pair of it and a dict of metrics")
     for name, value in metrics.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.numel() != 1:
-            raise UsageError(f"the metric {name} should be a tensor of one number")
+            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise UsageError(f"the metric {name} should be a tensor of one number, not {found}")
         if name in STEP_NUMBERS:
             raise UsageError(f"a metric is called {name}, as another number of a step: give it another name")
     loss = returned.reshape(()) if returned.dim() else returned

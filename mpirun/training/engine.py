@@ -84,6 +84,8 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 class Engine:
     """A run. It learns what the data look like from the first batch that is trained on or evaluated.
 
+    It trains copies: the script's own modules keep their first values, and `export` writes the trained ones.
+
     Its arguments:
 
     schedule      a file written by schedgen, or a schedgen.Program. Or a scheme whose sizes `stages` and `microbatches`
@@ -254,8 +256,8 @@ class Engine:
     ) -> Loader:
         """The batches of a dataset, of which this rank makes the microbatches that its list reads.
 
-        dataset          map-style, iterable, or a function: step, microbatch, generator -> (input, target). Its items
-                         are pairs (input, target), or mappings, of which the loss gets all entries
+        dataset          map-style, iterable, or a function: step, microbatch, numpy Generator -> (input, target). Its
+                         items are pairs (input, target), or mappings, of which the loss gets all entries
         microbatch_size  samples of a microbatch; a function's has as many as dimension 0 of what it returns
         shuffle          a new order in every epoch, from `seed` and the epoch; the same for any number of ranks
         seed             None: the run's
@@ -386,7 +388,7 @@ class Engine:
         Returns False, and does nothing, if the directory has no checkpoint.
         """
         session = self._running
-        refuse(self.comm, bool(session.steps), "resume: this run has done steps already")
+        refuse(self.comm, bool(session.steps), "resume: this run has done steps already: make a new Engine")
         again = "verify=True does all steps again, but not those before a checkpoint: resume without it"
         refuse(self.comm, self._prepared.verifies, again)
         together(self.comm, lambda: check_data(data))

@@ -91,7 +91,9 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh
     """
     model = session.setup.model
     if model.loss_of == "minibatch":
-        raise Stop("evaluate: the model's loss is of the whole minibatch")
+        raise Stop(
+            "evaluate: the model's loss is of the whole minibatch: take predict(each=) and compute it from the outputs"
+        )
     found: dict[int, tuple[float, dict[str, float], float, int]] = {}  # by microbatch: loss, metrics, weight, samples
 
     def add(number: int, output: Any, batch: Microbatch) -> None:

@@ -80,7 +80,7 @@ def test_a_loss_of_the_whole_minibatch_needs_its_forwards_first(mistakes, compil
     model = "models_for_tests:contrastive"
     ((code, _),) = several(1, [["graph", "--model", model, "--stages", 4, "-o", tmp_path / "towers.graph"]])
     assert code == 0
-    for scheme, words in (("1f1b", "as in gpipe"), ("ddp", "computed by one worker")):
+    for scheme, words in (("1f1b", "as in gpipe"), ("ddp", "computed by one worker, as in gpipe")):
         schedule = compiled(scheme, graph=tmp_path / "towers.graph", microbatches=8, workers=4)
         (ended,) = mistakes(4, [[schedule, "--model", model, "--text", text]])
         assert ended.code == 2 and words in ended.err

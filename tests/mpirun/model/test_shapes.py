@@ -330,6 +330,11 @@ def test_losses_and_metrics_are_real_numbers():
             shapes_of(nn.Linear(6, 6), loss=lambda output, target, turn=turn: turn(mse_loss(output, target)))
 
 
+def test_a_metric_that_is_no_tensor_is_refused_by_its_type():
+    with pytest.raises(UsageError, match="the metric half should be a tensor of one number, not a float"):
+        shapes_of(nn.Linear(6, 6), loss=lambda output, target: (mse_loss(output, target), {"half": 0.5}))
+
+
 def test_a_view_reads_a_tensor_but_its_device_does_not():
     with FakeTensorMode():
         weight = nn.Parameter(torch.ones(3, 3))

@@ -220,7 +220,7 @@ SENTENCES = {
     "plateau": "a ReduceLROnPlateau does not tell the learning rate by the step",
     "pieces": "the optimizer Alone steps pieces of stage0.linear.weight differently from the whole, and several",
     "muon": "compile without --shards",
-    "metric": "the metric shape should be a tensor of one number",
+    "metric": "the metric shape should be a tensor of one number, not of shape (2, 8)",
     "different data": "ranks 0 and 3 have got different data for microbatch 0 of step 1",
     "different data later": "ranks 0 and 3 have got different data for microbatch 0 of step 4",
     "not divisible": "a batch of 31 samples cannot be cut into 8 microbatches of one size",
@@ -1690,6 +1690,10 @@ data = [(x, x) for x in torch.randn(13, 4)]
 model = mpirun.Model([torch.nn.Linear(4, 4)], mse_loss, loss_of="minibatch")
 with mpirun.Engine("gpipe", model, stages=1, microbatches=2, timeout=0) as run:
     run.predict(run.loader(data[:8], 1))
+    try:
+        run.evaluate(run.loader(data[:8], 1))
+    except SystemExit as end:
+        print(end.code)
     for batch in run.loader(data, 4):
         run.step(batch)
 """
@@ -1698,6 +1702,7 @@ with mpirun.Engine("gpipe", model, stages=1, microbatches=2, timeout=0) as run:
 def test_padding_is_refused_whatever_shape_came_first(scripts):
     (done,) = scripts(1, [[PADDED_MINIBATCH]])
     assert done.code == 2 and "the loss is of the whole minibatch, so no microbatch may be padded" in done.err
+    assert done.out == "2\n" and "minibatch: take predict(each=) and compute it from the outputs\n" in done.err
 
 
 PADDED_LATER = """
@@ -2028,6 +2033,7 @@ with engine() as run:
         lambda: engine(timeout=None), lambda: engine(clip="1"), lambda: engine(buckets=64), lambda: engine(export=3),
         lambda: run.save(None), lambda: of_another("resume", None), lambda: run.export(5), lambda: run.evaluate((x, x)),
         lambda: run.predict({"x": x}), lambda: engine(stages=3), lambda: of_another("step", (x, x), loss=scored),
+        lambda: run.resume("nowhere"), lambda: engine(optimizer=torch.optim.Adam([x])),
     ):
         try:
             refused()
@@ -2039,7 +2045,7 @@ with engine() as run:
 def test_an_argument_that_is_not_what_it_should_be_is_refused_with_one_sentence(scripts):
     (done,) = scripts(1, [[OF_OTHER_TYPES]])
     give = "give the name of a directory, not a"
-    assert (done.code, done.out, done.err.splitlines()) == (0, 11 * "2\n", [
+    assert (done.code, done.out, done.err.splitlines()) == (0, 13 * "2\n", [
         "mpirun: timeout should be a number of at least 0, not None",
         "mpirun: clip should be a positive number, not '1'",
         "mpirun: buckets should be sizes, whole numbers of at least 1, not 64",
@@ -2048,6 +2054,8 @@ def test_an_argument_that_is_not_what_it_should_be_is_refused_with_one_sentence(
         *["mpirun: this is one batch: give a list of batches, or what loader(...) returns"] * 2,
         "mpirun: the model has 1 stages, not the 3 that it is asked for",
         "mpirun: a metric is called lr, as another number of a step: give it another name",
+        "mpirun: resume: this run has done steps already: make a new Engine",
+        "mpirun: optimizer: give a class, or a function that makes one for each stage, not an object of Adam",
     ])  # fmt: skip
 
 
