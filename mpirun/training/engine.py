@@ -84,7 +84,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 class Engine:
     """A run. It learns what the data look like from the first batch that is trained on or evaluated.
 
-    It trains copies: the script's own modules keep their first values, and `export` writes the trained ones.
+    It trains copies of the modules, which keep their first values: `state_dict` and `export` give the trained ones.
 
     Its arguments:
 
