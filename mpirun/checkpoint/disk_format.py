@@ -37,6 +37,7 @@ MANIFEST = "manifest.json"
 _DRAFT, _REMOVED = ".writing-", ".old-"  # prefixes of folders that are not checkpoints yet, or no longer
 _REPLACED = ".replaced-"  # prefix of a step's older checkpoint, which counts until the new one has its name
 _FOLDER_NAME = re.compile(rf"({re.escape(_REPLACED)})?step-[0-9]+")
+_UNFINISHED = re.compile(rf"{re.escape(_DRAFT)}[0-9]{{8,}}|{re.escape(_REMOVED)}{_FOLDER_NAME.pattern}")
 _FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")
 
 
@@ -159,10 +160,11 @@ def prune(directory: Path, step: int, keep: int, damaged: Collection[Path] = ())
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove drafts, checkpoints that have been replaced, and folders whose removal was interrupted."""
-    folders = [folder for folder in directory.glob(f"{_REPLACED}*") if _has_other(folder)]
-    for folder in [*folders, *directory.glob(f"{_DRAFT}*"), *directory.glob(f"{_REMOVED}*")]:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove drafts, checkpoints that have been replaced, and folders whose removal was interrupted; no others."""
+    for folder in directory.glob(".*"):
+        replaced = _FOLDER_NAME.fullmatch(folder.name) and _has_other(folder)
+        if replaced or _UNFINISHED.fullmatch(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:

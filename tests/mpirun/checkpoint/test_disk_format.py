@@ -69,6 +69,17 @@ def test_what_cannot_be_removed_stays(tmp_path):
     assert [disk_format.read_manifest(folder).step for folder in disk_format.step_folders(tmp_path)] == [2, 1]
 
 
+def test_folders_of_other_names_are_never_removed(tmp_path):
+    """Such as a user's own, or the draft of an export."""
+    own = [".writing-00000001", ".old-step-00000001", ".old-.replaced-step-00000001", ".replaced-step-00000002"]
+    others = [".writing-model", ".writing-1", ".old-results", ".old-step-1-best", ".replaced-notes", "notes"]
+    for name in [*own, *others]:
+        (tmp_path / name).mkdir()
+    write(tmp_path, 2)
+    disk_format.prune(tmp_path, 2, keep=1)
+    assert {one.name for one in tmp_path.iterdir()} == {*others, "step-00000002"}
+
+
 PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["a"]}
 
 
