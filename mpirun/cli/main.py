@@ -19,7 +19,7 @@ from mpi4py import MPI
 from mpirun.cli.options import graph_options, profile_options, run_options
 from mpirun.comm.fail_together import Stop
 from mpirun.training.errors import end_all_ranks
-from schedgen.util.files import replace_closed_streams
+from schedgen.util.files import prepare_streams
 
 if TYPE_CHECKING:
     from mpirun.cli.graph import Graph
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Execute a command; returns the exit code. `arguments`: by default those of the process. Collective."""
-    replace_closed_streams()
+    prepare_streams()
     comm, command = MPI.COMM_WORLD, None
     try:
         command = _command(comm, sys.argv[1:] if arguments is None else arguments)

@@ -7,7 +7,6 @@ are diff(1)'s: 0 no difference, 1 a difference, 2 trouble. An error is one sente
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import schedgen
 from schedgen.cli import make_schedules, options, read_schedules
 from schedgen.util.errors import RefusedFile, UsageError, one_line
-from schedgen.util.files import replace_closed_streams
+from schedgen.util.files import prepare_streams
 from schedgen.util.option_fields import Parser, add_arguments, read
 from schedgen.util.progress import allow
 
@@ -116,10 +115,7 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `schedgen ARGUMENTS`, by default those of this process; return the exit code."""
-    replace_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a file name may hold anything
+    prepare_streams()
     values = vars(parser().parse_args(arguments))
     allow(values["quiet"])
     command: Command = values["command"]
@@ -134,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:
-        name = error.filename or values.get("output") or "standard output"
+        name = error.filename or "standard output"
         print(f"schedgen: {one_line(name)}: {error.strerror}", file=sys.stderr)
         return command.refused
     except MemoryError:

@@ -6,6 +6,7 @@ Input that is read whole is limited in size. A regular file that is written appe
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import tempfile
@@ -19,11 +20,14 @@ BLOCK = 2**22  # bytes read at a time
 READ_LIMIT = 2**28  # bytes of a file that is read at once
 
 
-def replace_closed_streams() -> None:
-    """Connect standard streams that were closed at the start of this process to the null device."""
+def prepare_streams() -> None:
+    """Make a command's standard streams take any text, and connect those that were closed to the null device."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file name may hold anything
 
 
 def display_name(name: str) -> str:
@@ -65,31 +69,50 @@ def read_text(name: str, limit: int = READ_LIMIT) -> str:
 
 @contextlib.contextmanager
 def open_output(name: str) -> Iterator[BinaryIO]:
-    """The file `name`, opened for writing; an older regular file is replaced only once everything is written."""
+    """The file `name`, opened for writing; an older regular file is replaced only once everything is written.
+
+    OSError names the file, also if it is raised inside, as on a full disk.
+    """
     if (stream := _standard_stream(name)) is not None:
         yield stream.buffer
         stream.buffer.flush()
         return
     path = Path(name)
     if path.exists() and not path.is_file():  # /dev/null or a pipe cannot be replaced by renaming
-        with path.open("wb") as out:
+        with _naming(name), path.open("wb") as out:
             yield out
         return
     path = Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".schedgen-")
     except OSError as error:
         raise OSError(error.errno, error.strerror, name) from None
     try:
-        with os.fdopen(handle, "wb") as out:
+        with _naming(name), os.fdopen(handle, "wb") as out:
             yield out
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)
+        Path(temporary).chmod(path.stat().st_mode & 0o777 if path.exists() else new_file_mode())
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Give an OSError of the block that names no file this name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = name
+        raise
+
+
+def new_file_mode() -> int:
+    """The permissions of a new file: what the umask allows."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def is_standard_output(name: str | None) -> bool:

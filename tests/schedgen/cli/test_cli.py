@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -241,6 +243,29 @@ def test_output_appears_whole_or_not_at_all(files, run, tmp_path):
     os.umask(umask)
     assert [stat.S_IMODE(p.stat().st_mode) for p in (path, path_again)] == [0o640, 0o666 & ~umask]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*(p.name for p in files.values()), "again.json"])
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_part_of_it(files, run, refused, tmp_path, monkeypatch):
+    """A limit on the size of files emulates it."""
+    (tmp_path / "full").mkdir()
+    monkeypatch.chdir(tmp_path / "full")
+    monkeypatch.setattr("schedgen.util.jit.SMALL", 10**9)  # nothing is compiled, and written to numba's cache
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limit[1]))
+    try:
+        ended = run("new", "mine"), run("simulate", files["1f1b"], "--trace", "trace.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    said = [refused(result, 1) for result in ended]
+    assert said == [f"schedgen: {name}: File too large" for name in ("mine.py", "trace.json")]
+    assert list((tmp_path / "full").iterdir()) == []
+    assert refused(run("simulate", files["1f1b"], "--trace", "/dev/full"), 1).startswith("schedgen: /dev/full: ")
+
+
+def test_output_may_have_the_longest_name(run, tmp_path):
+    path = tmp_path / ("x" * 250 + ".json")
+    assert run(*command_line(**{"-o": str(path)})).code == 0 and [*tmp_path.iterdir()] == [path]
 
 
 def test_output_follows_a_link(files, run, tmp_path):
