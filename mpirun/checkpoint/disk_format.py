@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from schedgen.util.errors import RefusedFile
+from schedgen.util.files import new_file_mode
 
 VERSION = 3
 MANIFEST = "manifest.json"
@@ -92,6 +93,7 @@ def save_tensors(entries: Mapping[str, Tensor], file: Path, metadata: dict[str, 
             save_file(dict(entries), file, metadata)
         except (KeyError, ValueError) as error:  # a type or layout that the format lacks
             raise RefusedFile(f"{file}: {error}") from None
+        file.chmod(new_file_mode())  # safetensors makes it private
         sync(file)
 
 

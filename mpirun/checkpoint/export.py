@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -49,8 +51,8 @@ def export(
     `stages`: this rank's; `source`: a directory whose files, except weights, are copied; `beat` is called after each
     stage, and after each parameter that is gathered. Stop if the directory is not empty or cannot be written.
     """
-    directory = Path(directory)
-    draft = directory.with_name(f".writing-{directory.name}")
+    directory = Path(comm.bcast(os.path.realpath(directory)))
+    draft = directory.with_name(f".exporting-{comm.bcast(secrets.token_hex(8))}")  # another run has another
     on_rank_0(comm, lambda: _begin(directory, draft, source))
     try:
         together(comm, lambda: _check_visible(draft))
@@ -175,10 +177,20 @@ def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:
 
 
 def check_new(directory: Path) -> None:
-    """UsageError if there is a directory that is not empty, or a file."""
+    """UsageError if a directory cannot be exported to: there is something in it, or it cannot be made or replaced."""
+    real, wrong = Path(os.path.realpath(directory)), ""  # of a link the directory that it points to
     with refusing(directory):
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UsageError(f"export {directory}: it is not empty: export to a new directory")
+        parent = next(path for path in (*real.parents, real) if os.path.lexists(path))
+        if os.path.lexists(real) and (not real.is_dir() or any(real.iterdir())):
+            wrong = "it is not empty: export to a new directory"
+        elif real.exists() and (real.samefile(".") or real.is_mount()):
+            wrong = "it is the working directory or a mount point: export to a new directory in it"
+        elif not parent.is_dir():
+            wrong = f"{parent} is not a directory"
+        elif not os.access(parent, os.W_OK | os.X_OK):
+            wrong = f"{parent}: Permission denied"
+    if wrong:
+        raise UsageError(f"export {directory}: {wrong}")
 
 
 def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
@@ -186,7 +198,6 @@ def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
         raise UsageError(f"export: {source} is no directory")
     check_new(directory)
     with refusing(directory):
-        shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
 
 

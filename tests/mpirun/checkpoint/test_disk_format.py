@@ -37,6 +37,7 @@ def test_what_is_written_is_read(tmp_path):
         disk_format.verify_file(found.folder, part)
     assert (found.step, found.seed) == (7, 0)
     assert disk_format.read_entries(found.entry_files("weights"), ["a", "b"])["a"].tolist() == [7, 7]
+    assert len({file.stat().st_mode for file in found.folder.iterdir()}) == 1  # the manifest's: as the umask allows
 
 
 def test_the_newest_is_that_of_the_highest_step(tmp_path):
