@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
+from mpirun.comm.fail_together import say
 from schedgen.util.errors import RefusedFile, UsageError
 
 NAME = ".lock"
@@ -50,7 +51,7 @@ class FolderLock:
             if error.errno not in _UNSUPPORTED:
                 raise RefusedFile(f"{self.path}: {error.strerror}") from None
             sentence = "its file system has no locks: let one run save there at a time"
-            print(f"mpirun: note: {folder}: {sentence}", file=sys.stderr)
+            say(f"mpirun: note: {folder}: {sentence}", sys.stderr)
         try:
             return os.path.samestat(os.fstat(self.file), self.path.stat())
         except FileNotFoundError:

@@ -19,7 +19,7 @@ from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.entry_names import Entries, untrained_tensors
 from mpirun.checkpoint.run_settings import both_options
-from mpirun.comm.fail_together import Stop, from_rank_0, together
+from mpirun.comm.fail_together import Stop, from_rank_0, say, together
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
@@ -41,7 +41,7 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
             return _verified(comm, folder)._replace(skipped=folders[:number])
         except Stop as stop:
             if comm.rank == 0:
-                print(f"mpirun: {stop}: skipped", file=sys.stderr, flush=True)
+                say(f"mpirun: {stop}: skipped", sys.stderr)
     if not folders and save and Path(save).resolve() == directory.resolve():
         return None
     reason = "no checkpoint there is complete" if folders else "there is no checkpoint"

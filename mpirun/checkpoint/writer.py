@@ -106,7 +106,7 @@ class CheckpointWriter:
         self.last = manifest.step
         if self.comm.rank == 0:
             self.damaged = {folder.resolve() for folder in manifest.skipped}
-            print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)
+            say(f"resumed after step {manifest.step}: {manifest.folder}", sys.stdout)
             differing = differing_settings(manifest.settings, self.settings)
             for words in [*differing, *other_threads(manifest.settings, self.settings)]:
                 note(comm, f"the checkpoint was made with {words}")

@@ -25,7 +25,7 @@ class Progress:
     def __init__(self, begun: int, steps: int, metrics: str | None) -> None:
         """`begun`: steps done by an earlier run; `metrics`: a file. UsageError if it cannot be written."""
         self.begun, self.steps, self.path = begun, steps, metrics
-        self.failed = False  # whether a line or a row could not be written
+        self.failed = False  # whether a row could not be written
         with contextlib.ExitStack() as end:
             self.metrics = _metrics(metrics, begun, end) if metrics else None
             self.end = end.pop_all()
@@ -46,9 +46,8 @@ class Progress:
             self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} tokens/s")
             self.bar.update()
         elif (step - self.begun) % self.every == 0 or step + 1 == self.steps:
-            self._print(
-                f"step {step + 1}/{self.steps}  loss {loss:.4f}  grad {result.grad_norm:.3f}  {rate:.0f} tokens/s"
-            )
+            shown = f"loss {loss:.4f}  grad {result.grad_norm:.3f}  {rate:.0f} tokens/s"
+            say(f"step {step + 1}/{self.steps}  {shown}", sys.stdout)
         if self.metrics is not None:
             numbers = {"loss": loss, "grad_norm": result.grad_norm, **result.metrics}
             finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
@@ -68,15 +67,13 @@ class Progress:
             self.bar.close()
         if self.losses:
             rate = float(np.median(self.rates))
-            self._print(
+            say(
                 f"{header.scheme['name']}: {len(self.losses)} steps on {header.workers} ranks, "
-                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, {rate:.0f} tokens/s, {self.total:.1f} s"
+                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, {rate:.0f} tokens/s, {self.total:.1f} s",
+                sys.stdout,
             )
         else:
-            self._print(f"{self.begun} of {self.steps} steps are done")
-
-    def _print(self, line: str) -> None:
-        self.failed |= not say(line, sys.stdout)
+            say(f"{self.begun} of {self.steps} steps are done", sys.stdout)
 
 
 def _metrics(path: str, begun: int, end: contextlib.ExitStack) -> BinaryIO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 
 from mpi4py import MPI
@@ -10,7 +11,7 @@ from mpi4py import MPI
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
-from mpirun.comm.fail_together import check_writable, note, on_rank_0
+from mpirun.comm.fail_together import all_said, check_writable, note, on_rank_0, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_any
 from mpirun.engine.memory_tracker import track_memory
@@ -74,7 +75,7 @@ class Run:
                 session.leave(saved)
             code = session.verify(options.tolerance)
             unsaved = options.save and begun < steps and not saved
-            unwritten = self.progress is not None and self.progress.failed
+            unwritten = not all_said() or (self.progress is not None and self.progress.failed)
             return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # no rank is done before all are
 
     def _steps(self, traced: int) -> tuple[bool, bool]:
@@ -104,6 +105,6 @@ class Run:
             self.memory.close()
             if counts is not None:
                 peaks, reserved = (" ".join(map(str, column)) for column in zip(*counts, strict=True))
-                print(f"memory: most bytes of tensors at once, by rank: {peaks}", flush=True)
+                say(f"memory: most bytes of tensors at once, by rank: {peaks}", sys.stdout)
                 if None not in counts[0]:
-                    print(f"memory: most bytes that the allocator had at once, by rank: {reserved}", flush=True)
+                    say(f"memory: most bytes that the allocator had at once, by rank: {reserved}", sys.stdout)

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -150,19 +151,27 @@ def print_notes(comm: MPI.Comm) -> Iterator[None]:
 def note(comm: MPI.Comm, sentence: object) -> None:
     """Rank 0 prints a line for the user."""
     if comm.rank == 0:
-        print(f"mpirun: note: {sentence}", file=sys.stderr, flush=True)
+        say(f"mpirun: note: {sentence}", sys.stderr)
 
 
-def say(line: str, stream: TextIO) -> bool:
-    """Print a line to a standard stream; False, after a note, if that fails, as on a full disk: the run continues."""
+def say(line: str, stream: TextIO) -> None:
+    """Print a line to a standard stream. If that fails, as on a full disk, a note says so, and the run continues."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
-        print(line, file=stream, flush=True)
+        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
     except OSError as error:
+        _incomplete.add(stream)
         _write_nowhere(stream)
         which = "error" if stream is sys.stderr else "output"
         say(f"mpirun: note: standard {which}: {error.strerror}: no more is printed", sys.stderr)
-        return False
-    return True
+
+
+_incomplete = WeakSet[TextIO]()  # streams to which `say` could not print
+
+
+def all_said() -> bool:
+    """Whether `say` could print all lines to this process's standard streams."""
+    return sys.stdout not in _incomplete and sys.stderr not in _incomplete
 
 
 def _write_nowhere(stream: TextIO) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
 from mpirun.comm.device import CudaGraph, Device
+from mpirun.comm.fail_together import say
 from mpirun.engine.capture_check import CaptureCheck
 from mpirun.model.rng import LayerRng
 from schedgen.ir.instructions import Instruction, Op
@@ -90,7 +91,7 @@ class JobGraphs:
         if i.stage not in self.said:
             self.said.add(i.stage)
             sentence = f"rank {self.rank}: a microbatch of stage {i.stage} has other shapes or padding than its graph"
-            print(f"mpirun: note: graphs: {sentence}: computed without a graph", file=sys.stderr, flush=True)
+            say(f"mpirun: note: graphs: {sentence}: computed without a graph", sys.stderr)
 
 
 class Job:

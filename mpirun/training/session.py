@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.run_settings import differing_settings, other_sums, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, together
+from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, say, together
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleep_until, sleeping_barrier
 from mpirun.engine.build import build_interpreter
@@ -110,7 +110,7 @@ class Session:
         if verify:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter)
         if self.comm.rank == 0 and self.setup.device.description:
-            print(self.setup.device.description, flush=True)
+            say(self.setup.device.description, sys.stdout)
         note_odd_model(self.comm, setup, self.header)
         note_other_names(self.comm, setup, {s: stage.module for s, stage in self.interpreter.stages.items()})
 
@@ -280,7 +280,7 @@ class Session:
         if stop:
             raise Stop(sentence, 1, speaker=rank if sentence else -1)
         if sentence:
-            print(f"mpirun: {sentence}", file=sys.stderr, flush=True)
+            say(f"mpirun: {sentence}", sys.stderr)
 
     def verify(self, tolerance: float | None = None) -> int:
         """Repeat all steps in one process, and print how far the results differ; returns 0 if that is allowed, else 1.

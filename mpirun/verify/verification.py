@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.comm.fail_together import say
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Setup
@@ -69,7 +71,7 @@ class Verification:
         used = used_versions(self.comm, self.program)
         code = 0
         if isinstance(ours, str):
-            print(f"verify: failed: {ours}")
+            _say(f"failed: {ours}")
             code = 1
         elif ours is not None and used is None:
             theirs = run_in_one_process(setup, header, statistics, begun, steps, beat)
@@ -85,23 +87,27 @@ class Verification:
         tolerance = default_tolerance(self.setup) if tolerance is None else tolerance
         limit = 0.0 if self.setup.canonical else tolerance
         if len(ours.gradients) != len(theirs.gradients):
-            print("verify: failed: the steps that changed nothing are not those of one process", flush=True)
+            _say("failed: the steps that changed nothing are not those of one process")
             return 1
         left_out = directionless(theirs) if limit and self._divides_by_gradients() else None
         differences = compare(ours, theirs, limit, left_out)
         for difference in differences:
             where = f" ({difference.where})" if difference.where else ""
-            print(f"verify: {difference.what} differ from one process by at most {difference.size:.3g}{where}")
+            _say(f"{difference.what} differ from one process by at most {difference.size:.3g}{where}")
         if left_out is not None and (count := sum(int(mask.sum()) for mask in left_out.values())):
             elements = sum(mask.numel() for mask in left_out.values())
-            print(f"verify: {count} of {elements} parameter elements are left out: their gradients are rounding alone")
+            _say(f"{count} of {elements} parameter elements are left out: their gradients are rounding alone")
         for stage, why in statistics.left_out.items():
-            print(f"verify: {clip(', '.join(statistics.names[stage]))} of stage {stage} are not compared: {why}")
+            _say(f"{clip(', '.join(statistics.names[stage]))} of stage {stage} are not compared: {why}")
         code = 0 if all(difference.size <= difference.limit for difference in differences) else 1
         equal = not code and self.setup.canonical and same_bits(ours, theirs)
         why = "every bit of losses, gradients and parameters equals one process" if equal else f"the limit is {limit:g}"
-        print(f"verify: {'failed' if code else 'passed'}: {why}", flush=True)
+        _say(f"{'failed' if code else 'passed'}: {why}")
         return code
+
+
+def _say(line: str) -> None:
+    say(f"verify: {line}", sys.stdout)
 
 
 def check_repeatable(changed: Sequence[str]) -> None:
