@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
@@ -90,6 +91,9 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
     values = _values(comm, parser, arguments, file="FILE", model="--model")
     _check_company(parser, values)
     _check_files(comm, read=[values["file"], values["text"]], written=[values["metrics"], values["trace"]])
+    for name in ("save", "resume", "metrics", "trace"):  # the model's module may change the working directory
+        if values[name] not in (None, "-"):
+            values[name] = str(Path(values[name]).absolute())
     if values["trace"] and not values["steps"]:
         parser.error("--trace: there is nothing to trace in 0 steps")
     return _made(RunOptions, values, setup=_made(SetupOptions, values, seed=values["seed"] or 0))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from mpirun.checkpoint.disk_format import refusing
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.comm.device import WAYS
 from mpirun.data.loader import Batch, Loader
@@ -74,10 +75,14 @@ def take_model(
 
 
 def directory_of(what: str, name: object) -> Path:
-    """`name` as a Path; UsageError if it is not a name. `what`: the method or argument that got it, for the message."""
+    """`name` as an absolute Path, which stays the same when the script changes its working directory.
+
+    UsageError if it is not a name. `what`: the method or argument that got it, for the message.
+    """
     if not isinstance(name, str | os.PathLike):
         raise UsageError(f"{what}: give the name of a directory, not a {type(name).__name__}")
-    return Path(name)
+    with refusing(path := Path(name)):
+        return path.absolute()
 
 
 def make_recipe(

@@ -15,6 +15,7 @@ import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -61,6 +62,7 @@ from mpirun.training.session import Result, Session, is_compared
 from mpirun.training.shapes import Shapes, check_buckets, check_loss_weight, check_padding
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
 from schedgen.ir.program import Program
+from schedgen.util.option_fields import refuse_overwriting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -184,6 +186,9 @@ class Engine:
                 autocast_dtype=torch.bfloat16 if autocast else None, graphs=graphs,
             )  # fmt: skip
             file, self._model = self._load(schedule, model, loss, stages, microbatches)
+            self._schedule: str | None = None  # the file, which no trace may overwrite
+            if not isinstance(schedule, Program) and Path(schedule).is_file():
+                self._schedule = str(Path(schedule).absolute())
             self.session = session = Session(self.comm, file, timeout)
             session.end_with_script()
             together(self.comm, lambda: check_buckets(buckets, self._model, session.header))
@@ -347,27 +352,31 @@ class Engine:
         Rank 0 writes the trace at the end of the block, for `schedgen stats --measured`, `draw` and Perfetto.
         On a GPU traced steps are slower: each instruction that computes is waited for.
         """
-        self._begin_trace(path)
+        name = self._begin_trace(path)
         try:
             yield
         except BaseException:
             if self.session is not None:
                 self.session.drop_trace()
             raise
-        self._end_trace(path)
+        self._end_trace(name)
 
     @_collective
-    def _begin_trace(self, path: str | os.PathLike[str]) -> None:
+    def _begin_trace(self, path: str | os.PathLike[str]) -> str:
+        """Returns the file's name, absolute unless it is - for standard output."""
         session = self._running
         refuse(self.comm, not self._prepared.has_stages, "trace: the first step builds the stages: trace a later one")
         refuse(self.comm, session.trace is not None, "trace: steps are traced already")
-        on_rank_0(self.comm, lambda: check_writable("trace", os.fspath(path)))
+        name = os.fspath(path) if os.fspath(path) == "-" else str(Path(path).absolute())
+        on_rank_0(self.comm, lambda: check_writable("trace", name))
+        on_rank_0(self.comm, lambda: refuse_overwriting([self._schedule], [name]))
         session.begin_trace()
+        return name
 
     @_collective
-    def _end_trace(self, path: str | os.PathLike[str]) -> None:
-        if not self._running.end_trace("trace", os.fspath(path)):
-            note(self.comm, f"trace: no step is done, so {os.fspath(path)} is not written")
+    def _end_trace(self, name: str) -> None:
+        if not self._running.end_trace("trace", name):
+            note(self.comm, f"trace: no step is done, so {name} is not written")
 
     @_collective
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:

@@ -707,6 +707,38 @@ with engine() as third:
     assert lines[0].endswith(", which is this script: close its earlier Engine")
 
 
+def test_names_are_those_of_the_working_directory_at_the_call_and_no_trace_overwrites_the_schedule(tmp_path, scripts):
+    script = """
+import os
+before = os.getcwd()
+for name in ("here", "there"):
+    (folder / name).mkdir()
+(folder / "mine.py").write_text("def w(s, b, d): return s, s\\ndef n(s, b, d): return b\\n")
+with engine() as other:
+    other.step((x, x))
+    other.save(folder / "there" / "saved")
+os.chdir(folder)
+with mpirun.Engine("mine.py", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
+    run.step((x, x))
+    os.chdir(folder / "here")
+    run.save("saved")
+    with run.trace("trace"):
+        run.step((x, x))
+        os.chdir(folder / "there")
+    assert (folder / "here" / "trace").exists()
+    assert refused(lambda: run.save("saved")) == 2
+    assert refused(lambda: run.trace("../mine.py").__enter__()) == 2
+os.chdir(before)
+assert (steps("here/saved"), steps("there/saved")) == ([1], [1])
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    path = tmp_path / "there" / "saved"
+    assert (done.code, done.err.splitlines()) == (0, [
+        f"mpirun: saving to {path}: it has checkpoints already: resume from it, or save elsewhere",
+        f"mpirun: {path.parent}/../mine.py would be overwritten, but it is read, too: give the output another name",
+    ])  # fmt: skip
+
+
 def test_a_restarted_run_saves_to_both_directories_again(tmp_path, scripts):
     """To those of the run that it resumed, or of one that resumed the same; to no others, nor with other settings."""
     script = """
