@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from mpi4py import MPI
+
+from mpirun.cli.options import run_options
 
 MLP = "mpirun.examples.mlp:tiny"
 OVER = " would be overwritten, but it is read, too: give the output another name"
@@ -282,6 +285,14 @@ def test_whoever_may_write_to_a_device_may_name_it(launch):
     check = "import os; from mpirun.comm.fail_together import check_writable"
     run = launch(None, program=("-c", f"{check}\nos.getuid() or os.setuid(65534)\ncheck_writable('-o', '/dev/null')"))
     assert (run.code, run.err) == (0, "")
+
+
+def test_names_are_absolute_as_the_model_may_change_the_working_directory():
+    names = ["--save", "a", "--resume", "../b", "--trace", "/c", "--metrics", "-"]
+    options = run_options(MPI.COMM_SELF, ["file", "--model", MLP, *names])
+    here = Path.cwd()
+    assert (options.save, options.resume) == (f"{here}/a", f"{here}/../b")
+    assert (options.trace, options.metrics) == ("/c", "-")
 
 
 def test_help_is_no_mistake(launch):
