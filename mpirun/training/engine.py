@@ -363,7 +363,7 @@ class Engine:
 
     @_collective
     def _begin_trace(self, path: str | os.PathLike[str]) -> str:
-        """Returns the file's name, absolute unless it is - for standard output."""
+        """Begin to record; returns the name of the file, absolute unless it is - for standard output."""
         session = self._running
         refuse(self.comm, not self._prepared.has_stages, "trace: the first step builds the stages: trace a later one")
         refuse(self.comm, session.trace is not None, "trace: steps are traced already")

@@ -73,7 +73,15 @@ def test_what_cannot_be_removed_stays(tmp_path):
 def test_folders_of_other_names_are_never_removed(tmp_path):
     """Such as a user's own, or the draft of an export."""
     own = [".writing-00000001", ".old-step-00000001", ".old-.replaced-step-00000001", ".replaced-step-00000002"]
-    others = [".writing-model", ".writing-1", ".old-results", ".old-step-1-best", ".replaced-notes", "notes"]
+    others = [
+        ".exporting-00000001",
+        ".writing-model",
+        ".writing-1",
+        ".old-results",
+        ".old-step-1-best",
+        ".replaced-notes",
+        "notes",
+    ]
     for name in [*own, *others]:
         (tmp_path / name).mkdir()
     write(tmp_path, 2)
