@@ -82,7 +82,18 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     with suppress(RuntimeError, AttributeError):  # no writable cache folder, or this numba caches differently
         compiled.enable_caching()
         compiled._cache._cache_file._source_stamp = sources()
+        compiled._cache.save_overload = _without_errors(compiled._cache.save_overload)
     return cast(Callable[..., Any], compiled)
+
+
+def _without_errors(save: Callable[P, None]) -> Callable[P, None]:
+    """`save` that does without a full disk: the next process compiles again."""
+
+    def saved(*args: P.args, **kwargs: P.kwargs) -> None:
+        with suppress(OSError):
+            save(*args, **kwargs)
+
+    return saved
 
 
 @cache

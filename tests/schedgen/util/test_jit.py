@@ -124,10 +124,10 @@ def compiled(tmp_path):
         "@kernel\ndef add(a):\n    return a + NUMBER\n\nprint(add.sized(SMALL)(1))\n"
     )
 
-    def compiled(number, **environment):
+    def compiled(number, first="", **environment):
         (package / "other.py").write_text(f"NUMBER = {number}\n")
         done = subprocess.run(
-            [sys.executable, "-B", "-c", "import schedgen.mine"], cwd=tmp_path, capture_output=True, text=True,
+            [sys.executable, "-B", "-c", f"{first}import schedgen.mine"], cwd=tmp_path, capture_output=True, text=True,
             env={**os.environ, "NUMBA_CACHE_DIR": str(kept), **environment},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -146,3 +146,8 @@ def test_a_kernel_is_compiled_where_nothing_can_be_kept(compiled, tmp_path):
     """A file stands where the cache folder would be, so that none can be made."""
     Path(tmp_path / "schedgen" / "__pycache__").touch()
     assert compiled(1, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(tmp_path / "schedgen" / "mine.py")) == (2, [])
+
+
+def test_a_kernel_is_compiled_where_the_disk_is_full(compiled):
+    nothing = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)); "
+    assert compiled(1, nothing) == (2, [])
