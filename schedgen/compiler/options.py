@@ -75,9 +75,11 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         raise UsageError("replicated_stages are those that all shards compute alike: give tensor, too")
     if options.tensor > 1 and updates != FLUSH:
         raise UsageError(f"--updates {updates}: weights that have versions have no shards: leave --tensor out")
-    listed: Collection[Any] = () if options.recompute in ("all", "except-last") else options.recompute
+    is_word = isinstance(options.recompute, str) and options.recompute in ("all", "except-last")
+    listed: Collection[Any] = () if is_word else options.recompute
     redone = [each if isinstance(each, tuple) else (each, 0) for each in listed]
-    if not all(len(pair) == 2 and all(isinstance(number, Integral) for number in pair) for pair in redone):
+    are_pairs = all(len(pair) == 2 and all(isinstance(number, Integral) for number in pair) for pair in redone)
+    if isinstance(listed, str) or not are_pairs:
         raise UsageError(
             f"recompute {options.recompute!r} is not 'all', 'except-last', stages, or pairs of a stage and a microbatch"
         )

@@ -15,7 +15,7 @@ from schedgen.compiler.greedy import greedy
 from schedgen.compiler.place import PlacedScheme
 from schedgen.compiler.strict import strict
 from schedgen.ir.cost import redo_duration
-from schedgen.ir.instructions import DIRECTIONS, B, Times
+from schedgen.ir.instructions import DIRECTIONS, B, Times, W
 
 
 def order(placed: PlacedScheme) -> Times:
@@ -24,13 +24,19 @@ def order(placed: PlacedScheme) -> Times:
     UsageError if n, caps or the memory limit block the schedule.
     """
     graph, (_, stages, batches) = placed.job_graph, placed.compute.shape
-    worker, n, length = placed.compute.ravel(), placed.n.ravel(), _lengths(placed)
-    if placed.scheme.mode == "greedy":
+    worker, n, joined, length = placed.compute.ravel(), placed.n, np.zeros(placed.n.shape, bool), _lengths(placed)
+    is_greedy = placed.scheme.mode == "greedy"
+    if placed.unsplit_backward.any():  # whatever n says of their W, it is part of the I
+        joined[W] = placed.unsplit_backward
+        n = np.unique(n, return_inverse=True)[1].reshape(n.shape) if is_greedy else n.copy()
+        n[joined] = -1 if is_greedy else n[B, placed.unsplit_backward]
+    n = n.ravel()
+    if is_greedy:
         one_by_one = placed.redone.ravel() if len(placed.compute) == 2 else None  # halves may interleave: I, I, W, W
         return greedy(graph, worker, n, length, placed.caps, placed.options.memory_limit, one_by_one)
     delayed = np.zeros(len(length), bool)
     delayed[: stages * batches] = placed.delayed_send.ravel()
-    return strict(graph, worker, n, length, delayed)
+    return strict(graph, worker, n, length, delayed, joined.ravel())
 
 
 def _lengths(placed: PlacedScheme) -> Times:

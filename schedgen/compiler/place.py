@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -193,13 +194,15 @@ def _marks(name: str, function: Function | None, stages: int, microbatches: int)
     shape = (stages, microbatches)
     if function is None:
         return np.zeros(shape, bool)
-    try:
+    marks = np.array(None)
+    with contextlib.suppress(Exception, SystemExit):  # not made for arrays, or wrong: calling it one by one tells which
         marks = np.asarray(function(*np.ix_(*map(np.arange, shape))))
-    except (Exception, SystemExit):  # not made for arrays, or wrong: calling it one by one tells which
+    if not marks.ndim:  # or one answer for all, as `b in array` gives
         try:
             marks = np.array([[function(s, b) for b in range(microbatches)] for s in range(stages)])
         except (Exception, SystemExit) as error:
             raise UsageError(f"{name} raised {raised(error)}") from None
+    marks = np.array(marks.tolist()) if marks.dtype == object else marks
     if marks.dtype != bool:
         raise UsageError(f"{name} must return True or False, not {marks.dtype}")
     try:

@@ -15,13 +15,27 @@ from schedgen.util.jit import kernel
 from schedgen.util.sort import stable_order
 
 
-def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delayed_send: Flags | None = None) -> Times:
-    """Start times of jobs. `delayed_send`: by job, whether its output leaves only after the worker's next job."""
+def strict(
+    graph: JobGraph,
+    worker: Ints,
+    n: NDArray[Any],
+    length: Times,
+    delayed_send: Flags | None = None,
+    joined: Flags | None = None,
+) -> Times:
+    """Start times of jobs.
+
+    `delayed_send`: by job, whether its output leaves only after the worker's next job.
+    `joined`: by job, whether it is a W that is part of its I, whose n it has.
+    """
     order = np.argsort(n, kind="stable")
     order = order[stable_order(worker[order])]  # by worker, then by n
     same_worker = worker[order[:-1]] == worker[order[1:]]
     former, latter = order[:-1][same_worker], order[1:][same_worker]
-    for i in np.flatnonzero(n[former] == n[latter])[:1]:
+    same_n = n[former] == n[latter]
+    if joined is not None:
+        same_n &= ~joined[latter]
+    for i in np.flatnonzero(same_n)[:1]:
         a, b = int(former[i]), int(latter[i])
         raise UsageError(
             f"strict n must differ within a worker, but {graph.job_name(a)} and {graph.job_name(b)} "

@@ -32,17 +32,16 @@ def as_torch_csv(program: Program) -> str:
         raise UsageError(f"torch's CSV has no versions of weights, which --updates {updates} makes")
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    in_pair = set(_delayed_sends(program)[0].tolist())
-    for begin, end in itertools.pairwise(program.bounds.tolist()):
-        cells, forward = list[str](), ""
-        for row in range(begin, end):
-            i = program.instruction(row)
-            if i.op not in LETTER:
-                continue
-            action = f"{i.stage}{LETTER[Op(i.op)]}{i.mb}"
-            if row not in in_pair:
+    table, jobs, in_pair = program.rows, program.rows_of(*LETTER), np.zeros(len(program), bool)
+    in_pair[_delayed_sends(program)[0]] = True
+    columns = (table.stage, table.op, table.mb)
+    for begin, end in itertools.pairwise(np.searchsorted(jobs, program.bounds).tolist()):
+        of_rank, cells, forward = jobs[begin:end], list[str](), ""
+        numbers = zip(*(column[of_rank].tolist() for column in (*columns, in_pair)), strict=True)
+        for action, joins in ((f"{stage}{LETTER[op]}{mb}", joins) for stage, op, mb, joins in numbers):
+            if not joins:
                 cells.append(f"({forward};{action})OVERLAP_F_B" if forward else action)
-            forward = action if row in in_pair else ""
+            forward = action if joins else ""
         rows.writerow(cells)
     return text.getvalue()
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import DIRECTIONS, B, F, Numbers, W
+from schedgen.ir.instructions import DIRECTIONS, B, F, Flags, Numbers, W
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, clip
 
@@ -49,10 +50,8 @@ def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
     _check_complete((direction * S + stage) * batches + mb, S, batches, directions, name)
     n, worker = np.empty((2, directions, S, batches), np.int64)
     n[direction, stage, mb], worker[direction, stage, mb] = np.arange(len(rank)), rank
-    is_unsplit, is_delayed = np.zeros((2, S, batches), np.bool_)
-    for action in actions:
-        is_unsplit[action.stage, action.mb] |= action.letter == "B"
-        is_delayed[action.stage, action.mb] |= action.delayed
+    is_unsplit = _marked((action for action in actions if action.letter == "B"), (S, batches))
+    is_delayed = _marked((action for action in actions if action.delayed), (S, batches))
     stem = Path(name).stem
     if not stem.isprintable():
         raise RefusedFile(f"{clip(name)}: a scheme is named after its file, and this name is not printable")
@@ -83,8 +82,8 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
                     reason = "not an action, a stage, one of F, B, I, W and a microbatch, as in 2F0"
                     raise RefusedFile(f"{name}:{rank + 1}: cell {column}: '{clip(part)}' is {reason}")
                 if match[2]:
-                    if len(actions) > first:
-                        actions[-1] = actions[-1]._replace(delayed=actions[-1].letter == "F")
+                    if len(actions) > first and actions[-1].letter == "F":
+                        actions[-1] = actions[-1]._replace(delayed=True)
                     actions.append(_Action(int(match[1]), match[2], int(match[3]), rank))
     if not actions:
         raise RefusedFile(f"{name}: it has no action of the form 2F0")
@@ -99,6 +98,13 @@ def _jobs(actions: list[_Action], split: bool) -> Numbers:
         if split and letter == "B":
             jobs.append((W, stage, mb, rank))
     return np.array(jobs, np.int64).T
+
+
+def _marked(actions: Iterable[_Action], shape: tuple[int, int]) -> Flags:
+    """By stage and microbatch, whether one of the actions is for it."""
+    marks, places = np.zeros(shape, np.bool_), [(action.stage, action.mb) for action in actions]
+    marks[tuple(np.array(places, np.int64).reshape(-1, 2).T)] = True
+    return marks
 
 
 def _check_complete(key: Numbers, S: int, batches: int, directions: int, name: str) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
+
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
 from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS, UPDATES
 from schedgen.schemes.scheme import Function, Scheme, Sizes, bind_sizes, fourth_argument, keyword_arguments, no_order
@@ -22,7 +24,9 @@ _OPTIONAL: Mapping[str, type | tuple[type, ...]] = {  # what a file may define b
     "mode": str, "split": bool, "unsplit_backward": FunctionType, "delayed_send": FunctionType, "cap": FunctionType,
     "edges": (list, tuple), "apart": (list, tuple), "updates": str, "accumulated": int,
 }  # fmt: skip
-_OF_COMPILE = ("cost", "memory_limit", "recompute")  # options that a file might be thought to have
+_OPTIONS: Mapping[str, type | tuple[type, ...]] = {  # of compile, which a file might be thought to have
+    "cost": dict, "memory_limit": int, "recompute": (list, tuple, str),
+}  # fmt: skip
 
 
 def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
@@ -38,7 +42,6 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     for name in ("tied", "whole"):
         if hasattr(module, name):
             raise UsageError(f"{path}: {name} is a model's, not a scheme's: put it into a graph file, for --graph")
-    _check_names(path, module)
     w, n = _aside(module.w), _aside(n) if n is not no_order else n
     by_shard = fourth_argument(w) == "t"
     if not by_shard:
@@ -52,8 +55,11 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
     if not isinstance(updates, str) or updates not in UPDATES:
         raise UsageError(f"{path}: updates must be {', '.join(map(repr, UPDATES))}, not {updates!r}")
-    split, accumulated = getattr(module, "split", False), getattr(module, "accumulated", None)
-    if not isinstance(split, bool):
+    _note_names(path, module, mode)
+    split, accumulated = getattr(module, "split", None), getattr(module, "accumulated", None)
+    if callable(split) and getattr(split, "__module__", "") != module.__name__:  # as numpy's
+        split = None
+    if not (split is None or isinstance(split, (int, np.bool_))):
         raise UsageError(f"{path}: split must be True or False, not {split!r}")
     if accumulated is not None and (updates != TWO_BUFFERS or type(accumulated) is not int or accumulated < 1):
         raise UsageError(f"{path}: accumulated must be a whole number of at least 1, and needs updates = '2bw'")
@@ -83,7 +89,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         n=bind_sizes(n, options),
         order=path.stem,
         mode=mode,
-        split=split,
+        split=bool(split),
         unsplit_backward=bound(unsplit),
         delayed_send=bound(delayed),
         parameters={name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
@@ -96,25 +102,20 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     )
 
 
-def _check_names(path: Path, module: ModuleType) -> None:
-    """Refuse a name that is one of `_OPTIONAL` but for case and a final s; print a note on others that are much alike.
+def _note_names(path: Path, module: ModuleType, mode: str) -> None:
+    """Print a note on a name that is one of `_OPTIONAL` but for case, a final s or a typing error, or one of _OPTIONS.
 
-    What the file imports, names of one letter or with a leading underscore, and names beside the right one are its own.
+    Its type must be that of the name, which the file lacks. Imported functions and names that begin with _ are ignored.
     """
-    missing = {known: known.removesuffix("s") for known in _OPTIONAL if not hasattr(module, known)}
+    missing = [known for known in _OPTIONAL if not hasattr(module, known) and (known != "cap" or mode == "greedy")]
     for name, value in vars(module).items():
-        imported = isinstance(value, ModuleType) or getattr(value, "__module__", module.__name__) != module.__name__
-        if name.startswith("_") or len(name) == 1 or name in _OPTIONAL or imported:
+        kind, alike = type(value), functools.partial(difflib.SequenceMatcher, None, name.lower().removesuffix("s"))
+        if name.startswith("_") or name in _OPTIONAL or (kind is FunctionType and value.__module__ != module.__name__):
             continue
-        if name in _OF_COMPILE and not callable(value):
+        if name in _OPTIONS and issubclass(kind, _OPTIONS[name]):
             note(f"{path}: {name} is no setting of a scheme: give --{name.replace('_', '-')} to compile")
-        for known, stem in missing.items():
-            same = name.lower().removesuffix("s") == stem
-            if same and isinstance(value, _OPTIONAL[known]):
-                raise UsageError(
-                    f"{path} defines {name}, which is not read: call it {known}, or _{name} if it is yours"
-                )
-            if same or difflib.SequenceMatcher(None, name.lower(), known).ratio() > 0.9:
+        for known in missing:
+            if issubclass(kind, _OPTIONAL[known]) and alike(known.removesuffix("s")).ratio() > 0.95:
                 note(f"{path} defines {name}, which is not read; a scheme may have {known}")
 
 
