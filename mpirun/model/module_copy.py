@@ -211,13 +211,15 @@ def compiled_in_place(module: nn.Module) -> list[str]:
 
 
 def tensor_aliases(module: nn.Module) -> dict[str, list[str]]:
-    """The other names of each parameter or buffer that has several names in a module, by each of its names."""
+    """The other names of each parameter or saved buffer that has several names in a module, by each of its names."""
     names: dict[int, list[str]] = {}  # by identity
+    temporary = temporary_buffers(module)
     for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ):
-        names.setdefault(id(tensor), []).append(name)
+        if name not in temporary:
+            names.setdefault(id(tensor), []).append(name)
     several = [known for known in names.values() if len(known) > 1]
     return {name: [other for other in known if other != name] for known in several for name in known}
 

@@ -9,6 +9,7 @@ Such a stage depends on values, and may draw, or change its buffers, in other mi
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -112,21 +114,28 @@ class Trial:
     def outputs_of_one_more(self) -> Sequence[TensorSpec] | None:
         """The last stage's outputs for a microbatch of one sample more; None: fake tensors do not tell.
 
+        They do not tell either if no leaf of the input, or not dimension 0 alone, is as long as the microbatch.
         A module that `split` has traced runs as a whole: its stages are for microbatches of one size.
         """
         batch, whole = self.batch, self.model.origin.whole
-        leaves = [
-            torch.cat([x, x[-1:]]) if isinstance(x, Tensor) and x.dim() and len(x) == batch.size else x
-            for x in batch.leaves
-        ]
+        grows = [isinstance(x, Tensor) and x.dim() and len(x) == batch.size for x in batch.leaves]
+        grown = [x for x, grown in zip(batch.leaves, grows, strict=True) if grown]
+        if not grown or any(batch.size in x.shape[1:] for x in grown):
+            return None
+        leaves = [torch.cat([x, x[-1:]]) if grown else x for x, grown in zip(batch.leaves, grows, strict=True)]
         trial = replace(self, batch=batch._replace(leaves=leaves), asks_for_values=False)
         if whole is not None:
             reads = [[Input(leaf) for leaf in range(len(leaves))]]
             prepare = None if self.prepare is None else lambda _, module: module.eval()
             trial = replace(trial, model=Model([whole], self.model.loss), reads=reads, prepare=prepare)
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first trial has warned of the same
-            return trial._without_loss()[-1].outputs
+        drawn = random.getstate(), np.random.get_state()
+        try:
+            with suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the first trial has warned of the same
+                return trial._without_loss()[-1].outputs
+        finally:  # no other rank draws here
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
         return None
 
     def with_values(self, stage: int) -> tuple[Sequence[Tensor], StageShape]:

@@ -115,7 +115,7 @@ def make_recipe(
     made: Any = optimizer or torch.optim.AdamW
     if not callable(made):
         what = f"an object of {type(made).__name__}"
-        raise UsageError(f"optimizer: give a class, or a function that makes one for each stage, not {what}")
+        raise UsageError(f"optimizer: give a class, or a function of a list of NamedParameters, not {what}")
     kind = made.func if isinstance(made, partial) else made
     of_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     factory: Factory = (lambda named: made([entry.parameter for entry in named])) if of_class else made

@@ -72,8 +72,8 @@ class Checkpoints:
         return now if now.directory in (before.directory, resumed and resumed.directory) else before
 
     def note_step(self) -> None:
-        """Record samples of the weights as a step leaves them, if SIGTERM saves. Not collective."""
-        self.stepped = None if self.at_sigterm is None else self._samples()
+        """Record samples of the weights as a step leaves them, if SIGTERM saves, or will. Not collective."""
+        self.stepped = None if self.at_sigterm is None and self.resumed is None else self._samples()
 
     def has_step(self) -> bool:
         """Whether SIGTERM could end the run now: the last step is saved, or this rank's weights are those that it left.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -287,19 +289,19 @@ class Pairs(nn.Module):
 
     def __init__(self, asks: bool = False):
         super().__init__()
-        self.linear, self.asks = nn.Linear(4, 4), asks
+        self.linear, self.asks = nn.Linear(5, 4), asks
 
     def forward(self, x):
         y = self.linear(x if not self.asks or x.sum() > 0 else -x)
-        return y @ y.T, y, self.linear.weight[0] * 2
+        return y @ y.T, y, self.linear.bias * 2
 
 
 @pytest.mark.parametrize("how", ["split", "module", "asks for values"])
 def test_a_sample_more_shows_which_dimensions_of_outputs_are_samples(how):
     model = Model([Pairs(how == "asks for values")], mse_loss)
     if how == "split":
-        model = mpirun.split(Pairs(), torch.zeros(4, 4), stages=1).model(mse_loss)
-    found = Trial(model, [[Input(0)]], Microbatch([torch.zeros(4, 4)], None, 1.0, size=4)).outputs_of_one_more()
+        model = mpirun.split(Pairs(), torch.zeros(4, 5), stages=1).model(mse_loss)
+    found = Trial(model, [[Input(0)]], Microbatch([torch.zeros(4, 5)], None, 1.0, size=4)).outputs_of_one_more()
     sizes = None if found is None else [tuple(spec.size) for spec in found]
     assert sizes == (None if how == "asks for values" else [(5, 5), (5, 4), (4,)])
 
@@ -342,3 +344,19 @@ def test_a_view_reads_a_tensor_but_its_device_does_not():
         assert not weight.is_cuda and not watch.read
         weight.t()
         assert watch.read
+
+
+class Drawing(nn.Module):
+    """Draws from the generators of Python and numpy, which all ranks share."""
+
+    def forward(self, x):
+        return x * random.random() * np.random.rand()
+
+
+@pytest.mark.parametrize(("sizes", "known"), [((4, 5), True), ((7, 4), False), ((4, 4), False), ((28,), False)])
+def test_a_sample_more_is_tried_where_dimension_0_alone_is_as_long_as_the_microbatch(sizes, known):
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    batch = Microbatch([torch.zeros(sizes)], None, 1.0, size=4)
+    found = Trial(Model([Drawing()], mse_loss), [[Input(0)]], batch).outputs_of_one_more()
+    assert (found is not None) == known
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before

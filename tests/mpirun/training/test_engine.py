@@ -2087,7 +2087,7 @@ def test_an_argument_that_is_not_what_it_should_be_is_refused_with_one_sentence(
         "mpirun: the model has 1 stages, not the 3 that it is asked for",
         "mpirun: a metric is called lr, as another number of a step: give it another name",
         "mpirun: resume: this run has done steps already: make a new Engine",
-        "mpirun: optimizer: give a class, or a function that makes one for each stage, not an object of Adam",
+        "mpirun: optimizer: give a class, or a function of a list of NamedParameters, not an object of Adam",
     ])  # fmt: skip
 
 
