@@ -226,6 +226,59 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return found
 
 
+class _Probe:
+    """A small parameter like `piece`, with two gradients, which an optimizer steps whole and in halves."""
+
+    def __init__(self, recipe: Recipe, piece: NamedParameter, dim: ShardedDim | None) -> None:
+        """`dim`: how tensor shards divide the parameter; None: pieces are flat."""
+        self.recipe, self.piece, self.dim = recipe, piece, dim
+        sizes = [min(size, PROBED) for size in piece.shape]
+        if dim is not None:
+            sizes[dim.dim] = 2 * dim.blocks
+        generator = torch.Generator().manual_seed(0)
+        self.start, *self.gradients = (torch.randn(sizes, generator=generator).to(piece.parameter) for _ in range(3))
+        self.optimizer = "the optimizer"  # in words
+
+    def halves(self, x: Tensor) -> Sequence[Tensor]:
+        if not x.dim():
+            return [x]
+        return x.reshape(-1).tensor_split(2) if self.dim is None else [self.dim.share(x, Shard(t, 2)) for t in range(2)]
+
+    def made(self, x: Tensor, whole: bool) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        parameter = like_parameter(self.piece.parameter, x.clone())
+        named = NamedParameter(self.piece.name, parameter, self.piece.shape, whole)
+        with contextlib.redirect_stdout(io.StringIO()):  # a factory that prints would do so for every parameter
+            optimizer = self.recipe.make([named]).optimizer
+        self.optimizer = f"the optimizer {type(optimizer).__name__}"
+        return parameter, optimizer
+
+    def options(self, x: Tensor, whole: bool) -> tuple[dict[str, Any], list[str]]:
+        """All, and those that have to be equal: a factory may add others, which its optimizer does not read."""
+        optimizer = self.made(x, whole)[1]
+        (found,) = group_options(optimizer)
+        return found, [key for key in optimizer.defaults if key != "lr" or self.recipe.rate is None]
+
+    def stepped(self, x: Tensor, whole: bool, gradients: Sequence[Tensor], rate: float) -> Tensor:
+        parameter, optimizer = self.made(x, whole)
+        for group in optimizer.param_groups:
+            group["lr"] = 0 * group["lr"] + rate
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        return parameter.detach().double()
+
+    def steps_alike(self, scale: float, rate: float) -> bool:
+        """Whether gradients of this size, at this learning rate, change the halves as they change the whole."""
+        scaled = [gradient * scale for gradient in self.gradients]
+        whole = self.halves(self.stepped(self.start, True, scaled, rate))
+        parts = [
+            self.stepped(half, False, of_half, rate)
+            for half, *of_half in zip(self.halves(self.start), *map(self.halves, scaled), strict=True)
+        ]
+        close = functools.partial(torch.allclose, rtol=1e-3, atol=1e-5 * rate * max(scale, 1), equal_nan=scale != 1)
+        return all(map(close, parts, whole))
+
+
 def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | None, tried: set[str]) -> None:
     """UsageError unless the optimizer steps pieces of a parameter as it steps the whole: element by element.
 
@@ -235,69 +288,26 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
     dim    how tensor shards divide the parameter; None: pieces are flat
     tried  sorts of parameters that are not stepped again: how they are divided, whether they have rows, options
     """
-    sizes = [min(size, PROBED) for size in piece.shape]
-    if dim is not None:
-        sizes[dim.dim] = 2 * dim.blocks
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(sizes, generator=generator).to(piece.parameter) for _ in range(3))
+    probe, differing, same = _Probe(recipe, piece, dim), list[str](), True
     why, option = "several ranks own its stage's weights", "--shards"
     if dim is not None:
         why, option = "its stage has tensor shards", "--tensor"
     refused = f"steps pieces of {piece.name} differently from the whole, and {why}: compile without {option}"
-    name = "the optimizer"
-
-    def halves(x: Tensor) -> Sequence[Tensor]:
-        if not x.dim():
-            return [x]
-        return x.reshape(-1).tensor_split(2) if dim is None else [dim.share(x, Shard(t, 2)) for t in range(2)]
-
-    def made(x: Tensor, whole: bool) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-        nonlocal name
-        parameter = like_parameter(piece.parameter, x.clone())
-        with contextlib.redirect_stdout(io.StringIO()):  # a factory that prints would do so for every parameter
-            optimizer = recipe.make([NamedParameter(piece.name, parameter, piece.shape, whole)]).optimizer
-        name = f"the optimizer {type(optimizer).__name__}"
-        return parameter, optimizer
-
-    def options(x: Tensor, whole: bool) -> tuple[dict[str, Any], list[str]]:
-        """All, and those that have to be equal: a factory may add others, which its optimizer does not read."""
-        optimizer = made(x, whole)[1]
-        (found,) = group_options(optimizer)
-        return found, [key for key in optimizer.defaults if key != "lr" or recipe.rate is None]
-
-    def stepped(x: Tensor, whole: bool, gradients: Sequence[Tensor], rate: float) -> Tensor:
-        parameter, optimizer = made(x, whole)
-        for group in optimizer.param_groups:
-            group["lr"] = 0 * group["lr"] + rate
-        for gradient in gradients:
-            parameter.grad = gradient.clone()
-            optimizer.step()
-        return parameter.detach().double()
-
-    differing: list[str] = []
-    same = True
     try:
-        own, equal = options(start, True)
-        for half in halves(start):
-            other, _ = options(half, False)
+        own, equal = probe.options(probe.start, True)
+        for half in probe.halves(probe.start):
+            other, _ = probe.options(half, False)
             differing += [key for key in equal if own.get(key) != other.get(key)]
         kind = repr((dim, len(piece.shape) > 1, {**own, "lr": None}))
         for scale, rate in () if differing or kind in tried else PROBED_SCALES:
-            scaled = [gradient * scale for gradient in gradients]
-            whole = halves(stepped(start, True, scaled, rate))
-            parts = [
-                stepped(half, False, of_half, rate)
-                for half, *of_half in zip(halves(start), *map(halves, scaled), strict=True)
-            ]
-            close = functools.partial(torch.allclose, rtol=1e-3, atol=1e-5 * rate * max(scale, 1), equal_nan=scale != 1)
-            same &= all(map(close, parts, whole))
+            same &= probe.steps_alike(scale, rate)
         tried.add(kind)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{name} {refused} ({raised(error)})") from None
+        raise UsageError(f"{probe.optimizer} {refused} ({raised(error)})") from None
     if differing:
         raise UsageError(
-            f"{name} has another {differing[0]} for pieces of {piece.name} than for the whole, and {why}: choose "
-            f"groups by the shape of a NamedParameter, or compile without {option}"
+            f"{probe.optimizer} has another {differing[0]} for pieces of {piece.name} than for the whole, and {why}: "
+            f"choose groups by the shape of a NamedParameter, or compile without {option}"
         )
     if not same:
-        raise UsageError(f"{name} {refused}")
+        raise UsageError(f"{probe.optimizer} {refused}")

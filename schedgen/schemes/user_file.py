@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,23 +50,11 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     edges, apart = _edges(path, module, options, sizes.stages), getattr(module, "apart", ())
     if not isinstance(apart, (list, tuple)) or (apart and edges is None):
         raise UsageError(f"{path}: apart is a list of stages, for a module with edges")
-    mode, updates = getattr(module, "mode", "greedy"), getattr(module, "updates", FLUSH)
-    if not isinstance(mode, str) or mode not in ("greedy", "strict"):
-        raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
-    if not isinstance(updates, str) or updates not in UPDATES:
-        raise UsageError(f"{path}: updates must be {', '.join(map(repr, UPDATES))}, not {updates!r}")
-    _note_names(path, module, mode)
-    split, accumulated = getattr(module, "split", None), getattr(module, "accumulated", None)
-    if callable(split) and getattr(split, "__module__", "") != module.__name__:  # as numpy's
-        split = None
-    if not (split is None or isinstance(split, (int, np.bool_))):
-        raise UsageError(f"{path}: split must be True or False, not {split!r}")
-    if accumulated is not None and (updates != TWO_BUFFERS or type(accumulated) is not int or accumulated < 1):
-        raise UsageError(f"{path}: accumulated must be a whole number of at least 1, and needs updates = '2bw'")
+    settings = _settings(path, module)
     cap, unsplit, delayed = (getattr(module, name, None) for name in ("cap", "unsplit_backward", "delayed_send"))
     for function, name, needed in (
-        (unsplit, "unsplit_backward", "" if split else "split = True"),
-        (delayed, "delayed_send", "" if mode == "strict" else "mode = 'strict'"),
+        (unsplit, "unsplit_backward", "" if settings.split else "split = True"),
+        (delayed, "delayed_send", "" if settings.mode == "strict" else "mode = 'strict'"),
     ):
         if function is not None and not callable(function):
             raise UsageError(f"{path}: {name} is no function {name}(s, b)")
@@ -88,18 +76,45 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         w=bind_sizes(w, options),
         n=bind_sizes(n, options),
         order=path.stem,
-        mode=mode,
-        split=bool(split),
+        mode=settings.mode,
+        split=settings.split,
         unsplit_backward=bound(unsplit),
         delayed_send=bound(delayed),
         parameters={name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
         cap=bound(cap),
         edges=edges,
         per_consumer=check_per_consumer(apart, edges) if edges else (),
-        updates=updates,
-        accumulated=accumulated,
+        updates=settings.updates,
+        accumulated=settings.accumulated,
         by_shard=by_shard,
     )
+
+
+class _Settings(NamedTuple):
+    """The settings of a file that are no functions, as in Scheme."""
+
+    mode: str
+    split: bool
+    updates: str
+    accumulated: int | None
+
+
+def _settings(path: Path, module: ModuleType) -> _Settings:
+    """The file's settings; UsageError for one that is none. Prints notes on names that look like settings."""
+    mode, updates = getattr(module, "mode", "greedy"), getattr(module, "updates", FLUSH)
+    if not isinstance(mode, str) or mode not in ("greedy", "strict"):
+        raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
+    if not isinstance(updates, str) or updates not in UPDATES:
+        raise UsageError(f"{path}: updates must be {', '.join(map(repr, UPDATES))}, not {updates!r}")
+    split, accumulated = getattr(module, "split", None), getattr(module, "accumulated", None)
+    if callable(split) and getattr(split, "__module__", "") != module.__name__:  # as numpy's
+        split = None
+    if not (split is None or isinstance(split, (int, np.bool_))):
+        raise UsageError(f"{path}: split must be True or False, not {split!r}")
+    if accumulated is not None and (updates != TWO_BUFFERS or type(accumulated) is not int or accumulated < 1):
+        raise UsageError(f"{path}: accumulated must be a whole number of at least 1, and needs updates = '2bw'")
+    _note_names(path, module, mode)
+    return _Settings(mode, bool(split), updates, accumulated)
 
 
 def _note_names(path: Path, module: ModuleType, mode: str) -> None:

@@ -95,17 +95,7 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     graph = exported.graph
     graph.set_codegen(fx.graph.CodeGen())
     set_lines_of_changes(graph)
-    for name, part in exported.named_modules():
-        if isinstance(part, fx.GraphModule) and name != "_guards_fn":
-            _check_nodes(part.graph)
-            for node in part.graph.find_nodes(op="call_function", target=ASSERT_TYPE):
-                part.graph.erase_node(node)
-            for operation, argument in SPARSE.items():
-                for node in part.graph.find_nodes(op="call_function", target=operation):
-                    if len(node.args) > argument:
-                        node.update_arg(argument, False)  # gradients are added up in dense buffers
-            part.recompile()
-            _set_region_lines(part)
+    _prepare_parts(exported)
     state = _state(module, exported, graph)
     if is_on_meta(module):
         _check_values(module, state, graph)
@@ -126,6 +116,21 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if not traced.output()[0]:
         raise UsageError(f"{line_of_forward(module)}: returns no tensor")
     return traced
+
+
+def _prepare_parts(exported: nn.Module) -> None:
+    """Check the operations of all graphs, and take out what stages do not need: asserted types, sparse gradients."""
+    for name, part in exported.named_modules():
+        if isinstance(part, fx.GraphModule) and name != "_guards_fn":
+            _check_nodes(part.graph)
+            for node in part.graph.find_nodes(op="call_function", target=ASSERT_TYPE):
+                part.graph.erase_node(node)
+            for operation, argument in SPARSE.items():
+                for node in part.graph.find_nodes(op="call_function", target=operation):
+                    if len(node.args) > argument:
+                        node.update_arg(argument, False)  # gradients are added up in dense buffers
+            part.recompile()
+            _set_region_lines(part)
 
 
 def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
