@@ -22,7 +22,7 @@ from mpirun import Model, MpirunWarning, split, split_sequential
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.engine.expand_shards import expand_model
 from mpirun.model.build_stage import build_stage, check_weights, fake_mode, stage_without_values
-from mpirun.model.module_copy import own_tensors
+from mpirun.model.module_copy import own_tensors, tensor_aliases
 from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard
 from schedgen.util.errors import UsageError
 
@@ -488,3 +488,14 @@ def test_compiled_modules_stay_compiled_or_it_is_said() -> None:
     with pytest.warns(MpirunWarning, match=r"^Module.compile of the Sequential is lost: compile its children$"):
         split_sequential(compiled(True), 2)
     torch._dynamo.reset()
+
+
+def test_only_saved_names_are_aliases():
+    one, other, tied = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    count = torch.zeros(1)
+    one.register_buffer("count", count)
+    other.register_buffer("count", count, persistent=False)
+    tied.register_buffer("count", count)
+    tied.weight = one.weight
+    found = tensor_aliases(nn.ModuleList([one, other, tied]))
+    assert found == {"0.weight": ["2.weight"], "2.weight": ["0.weight"], "0.count": ["2.count"], "2.count": ["0.count"]}

@@ -285,6 +285,21 @@ def test_names_that_are_the_files_own_are_its_own(scheme, compiled, mode):
     assert json.loads(result.out)["order"]["mode"] == mode and "I" not in json.loads(result.out)["order"]["cost"]
 
 
+@pytest.mark.parametrize("mode", ["greedy", "strict"])
+@pytest.mark.parametrize("late", [-9, 0, 10**6])
+def test_an_unsplit_backward_has_the_place_of_its_i_whatever_n_says_of_its_w(scheme, compiled, mode, late):
+    text = f"""
+        mode, split = "{mode}", True
+        def w(s, b, d, *, workers): return s % workers, s % workers
+        def n(s, b, d): return [10 * b + s, 1000 + 10 * b - s, {late}][d]
+        def unsplit_backward(s, b): return True
+        """
+    whole = text.replace("True\n        def w", "False\n        def w").replace("def unsplit_backward", "def _unused")
+    limit = ["--memory-limit", 4] if mode == "greedy" else []
+    own, as_whole = (compiled(scheme(each), "--workers", 3, *limit, stages=5, microbatches=7) for each in (text, whole))
+    assert json.loads(own.out)["programs"] == json.loads(as_whole.out)["programs"]
+
+
 def test_a_file_may_choose_the_microbatches_of_an_update(scheme, compiled):
     """As --group does for the built-in scheme; and marks are called one by one where they take no arrays."""
     text = """
