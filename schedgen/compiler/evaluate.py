@@ -1,4 +1,4 @@
-"""A user's w or n evaluated on every job: called once with arrays, or job by job; its mistakes become UsageError.
+"""A user's functions evaluated on every job: called once with arrays, or job by job; mistakes become UsageError.
 
 A job is (s, b, d), or (s, b, d, t) where w takes a fourth argument; arrays have these axes, in this order. Numbers that
 no other NumPy array holds exactly, such as Fractions, are in an array of objects.
@@ -6,6 +6,7 @@ no other NumPy array holds exactly, such as Fractions, are in an array of object
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import DIRECTIONS
+from schedgen.ir.instructions import DIRECTIONS, Flags
 from schedgen.schemes.scheme import Function
 from schedgen.util.errors import SlowScheme, UsageError, raised
 from schedgen.util.progress import over
@@ -37,6 +38,29 @@ def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int)
     if values > 1 and not _is_tuple(returned, values):
         raise _no_pair(name, returned)
     return [_broadcast(name, value, shape) for value in (returned if values > 1 else (returned,))]
+
+
+def evaluate_marks(name: str, function: Function | None, stages: int, microbatches: int) -> Flags:
+    """A function of s and b on every stage and microbatch, (S, B); None marks nothing. UsageError unless it is bool."""
+    shape = (stages, microbatches)
+    if function is None:
+        return np.zeros(shape, bool)
+    marks = np.array(None)
+    with contextlib.suppress(Exception, SystemExit):  # not made for arrays, or wrong: calling it one by one tells which
+        marks = np.asarray(function(*np.ix_(*map(np.arange, shape))))
+    if not marks.ndim:  # or one answer for all, as `b in array` gives
+        try:
+            marks = np.array([[function(s, b) for b in range(microbatches)] for s in range(stages)])
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{name} raised {raised(error)}") from None
+    marks = np.array(marks.tolist()) if marks.dtype == object else marks
+    if marks.dtype != bool:
+        raise UsageError(f"{name} must return True or False, not {marks.dtype}")
+    try:
+        return np.broadcast_to(marks, shape)
+    except ValueError:
+        words = f"which does not fit (stages, microbatches) = {shape}"
+        raise UsageError(f"{name} returned an array of shape {marks.shape}, {words}") from None
 
 
 def at_job(array: NDArray[Any], flat: int) -> str:

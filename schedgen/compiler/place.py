@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.evaluate import at_job, evaluate
+from schedgen.compiler.evaluate import at_job, evaluate, evaluate_marks
 from schedgen.compiler.options import Options, apply_options, part_counts
 from schedgen.ir.cost import REDO, durations, whole_numbers
 from schedgen.ir.instructions import B, F, Flags, Ints, Numbers, W
@@ -20,7 +19,7 @@ from schedgen.ir.job_graph import JobGraph, job_graph
 from schedgen.ir.limits import check_jobs, check_workers
 from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.ir.tensor_parallel import TensorParallel
-from schedgen.schemes.scheme import Function, Scheme, Sizes, fourth_argument
+from schedgen.schemes.scheme import Scheme, Sizes, fourth_argument
 from schedgen.util.errors import UsageError, raised
 
 
@@ -86,8 +85,8 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
         graph=StageGraph(stages, edges, scheme.per_consumer),
         part_owners=placement.part_owners,
         caps=limits,
-        unsplit_backward=_marks("unsplit_backward", scheme.unsplit_backward, stages, batches),
-        delayed_send=_marks("delayed_send", scheme.delayed_send, stages, batches),
+        unsplit_backward=evaluate_marks("unsplit_backward", scheme.unsplit_backward, stages, batches),
+        delayed_send=evaluate_marks("delayed_send", scheme.delayed_send, stages, batches),
         recompute=np.zeros((stages, batches), bool),
         tied=(),
         tensor_parallel=TensorParallel(1, (), stages),
@@ -187,29 +186,6 @@ def _is_finite(value: Any) -> bool:
         return bool(np.isrealobj(value) and -math.inf < value < math.inf)
     except (TypeError, ArithmeticError):  # a type that has no order; Decimal("NaN")
         return False
-
-
-def _marks(name: str, function: Function | None, stages: int, microbatches: int) -> Flags:
-    """A function of s and b on every stage and microbatch, (S, B); None marks nothing. UsageError unless it is bool."""
-    shape = (stages, microbatches)
-    if function is None:
-        return np.zeros(shape, bool)
-    marks = np.array(None)
-    with contextlib.suppress(Exception, SystemExit):  # not made for arrays, or wrong: calling it one by one tells which
-        marks = np.asarray(function(*np.ix_(*map(np.arange, shape))))
-    if not marks.ndim:  # or one answer for all, as `b in array` gives
-        try:
-            marks = np.array([[function(s, b) for b in range(microbatches)] for s in range(stages)])
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"{name} raised {raised(error)}") from None
-    marks = np.array(marks.tolist()) if marks.dtype == object else marks
-    if marks.dtype != bool:
-        raise UsageError(f"{name} must return True or False, not {marks.dtype}")
-    try:
-        return np.broadcast_to(marks, shape)
-    except ValueError:
-        words = f"which does not fit (stages, microbatches) = {shape}"
-        raise UsageError(f"{name} returned an array of shape {marks.shape}, {words}") from None
 
 
 def caps(scheme: Scheme, stages: int) -> Numbers | None:
