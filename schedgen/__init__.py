@@ -34,7 +34,7 @@ from schedgen.util.version import __version__
 if TYPE_CHECKING:
     from schedgen.checker import check
     from schedgen.compiler.compile import compile
-    from schedgen.compiler.forward import forward_list
+    from schedgen.compiler.forward_only import forward_list
     from schedgen.compiler.options import Options
     from schedgen.ir.file import read, write
     from schedgen.ir.instructions import B, F, I, W
@@ -59,7 +59,7 @@ _MODULES = {
     "Program": "schedgen.ir.program",
     "check": "schedgen.checker",
     "compile": "schedgen.compiler.compile",
-    "forward_list": "schedgen.compiler.forward",
+    "forward_list": "schedgen.compiler.forward_only",
     "load": "schedgen.schemes",
     "simulate": "schedgen.simulator.simulate",
     "stats": "schedgen.simulator.stats",

@@ -26,7 +26,7 @@ from mpirun.model.rng import LOSS, derived_seed
 from mpirun.training.batches import LossWeight, StepBatches, loss_weight
 from mpirun.training.session import Session
 from schedgen.checker import check
-from schedgen.compiler.forward import forward_list
+from schedgen.compiler.forward_only import forward_list
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError

@@ -7,9 +7,10 @@ instruction, reason and rule. Run time is linear in the length of the program, t
 proof.py            the program under proof, and how a refusal is worded
 jobs.py             rule 1
 buffers.py          rules 2, 7 and 8; the exact peak memory is `analysis.memory`
-messages.py         rules 3 and 6
+messages.py         rule 3
 deadlock.py         rule 4
 gradient_sums.py    rule 5
+collectives.py      rule 6
 weight_versions.py  rule 9, and rule 5 where weights have versions
 tensor_shards.py    rules 10 and 11
 files.py            reads and checks schedule files by name
@@ -19,10 +20,11 @@ from __future__ import annotations
 
 from schedgen.analysis import Memory, analyse
 from schedgen.checker.buffers import rule_2, rule_7, rule_8
+from schedgen.checker.collectives import rule_6
 from schedgen.checker.deadlock import rule_4
 from schedgen.checker.gradient_sums import rule_5, ties_entered_once
 from schedgen.checker.jobs import rule_1
-from schedgen.checker.messages import rule_3, rule_6
+from schedgen.checker.messages import rule_3
 from schedgen.checker.proof import RULES, Proof
 from schedgen.checker.tensor_shards import check_copies, rule_10, rule_11
 from schedgen.checker.weight_versions import rule_9

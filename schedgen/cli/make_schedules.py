@@ -21,14 +21,14 @@ from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
-from schedgen.planner import tables
+from schedgen.planner import plan_output
 from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers, read_layers
+from schedgen.planner.order_search.compiled_orders import compile_own, with_own_costs
 from schedgen.planner.order_search.cp_sat import is_installed
 from schedgen.planner.order_search.found_order import FoundOrder, Limits, Question
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.recompute import search_with_recompute
-from schedgen.planner.order_search.schedules import compile_own, with_own_costs
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import Hierarchy, hierarchy, partition
 from schedgen.planner.placement_search.families import FREE, free_scheme
@@ -39,7 +39,7 @@ from schedgen.report.compare_plot import plot_comparison
 from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes, no_order
-from schedgen.schemes.template import new
+from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import read_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import display_name, is_standard_output, open_output, read_text
@@ -180,8 +180,8 @@ def run_plan(options: PlanOptions) -> int:
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made
     if not options.partition_only:
         best = plan(layers, levels, microbatches, options.memory, schemes=options.schemes, budget=options.search)
-        numbers |= tables.plan_as_json(best)
-        lines += ["", *tables.plan_as_text(best)]
+        numbers |= plan_output.plan_as_json(best)
+        lines += ["", *plan_output.plan_as_text(best)]
         program = best.program
     elif options.output:
         program = pipedream(layers, levels, microbatches, options.memory)
@@ -199,13 +199,13 @@ def _partition(options: PlanOptions, layers: Layers, levels: Hierarchy) -> tuple
         most = "there are too many ways to cut the layers: only cuts along one order of them are tried"
         note(f"{display_name(options.profile)}: {most}")
     try:
-        numbers = tables.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
+        numbers = plan_output.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
     except UsageError as error:
         if options.partition_only:
             raise
         note(error)
         return {}, []
-    return numbers, list(tables.partition_as_text(numbers))
+    return numbers, list(plan_output.partition_as_text(numbers))
 
 
 def run_search(options: SearchOptions) -> int:
@@ -241,7 +241,7 @@ def run_search(options: SearchOptions) -> int:
     if options.output:
         _write_checked(best.program, options.output, options.cost)
     if not is_standard_output(options.output):
-        print(tables.search_table(best, options.objective, seconds, options.json))
+        print(plan_output.search_table(best, options.objective, seconds, options.json))
     if not (best.optimal or is_installed()):
         note("OR-Tools can prove more orders of small problems optimal: pip install ortools")
     return 0

@@ -9,7 +9,7 @@ lower   turns the jobs in that order into instructions, adds messages, sums, STE
 
 from __future__ import annotations
 
-from schedgen.compiler.forward import forwards
+from schedgen.compiler.forward_only import forwards
 from schedgen.compiler.lower import lower
 from schedgen.compiler.options import Options, check_options
 from schedgen.compiler.order import order

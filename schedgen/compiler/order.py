@@ -1,7 +1,7 @@
 """When every job starts: each worker runs one job at a time, in the order that n says.
 
-greedy   of the jobs that can start earliest, a free worker takes the one with the smallest n (`greedy.py`)
-strict   each worker runs its jobs in increasing n (`strict.py`)
+greedy   of the jobs that can start earliest, a free worker takes the one with the smallest n (`greedy_order.py`)
+strict   each worker runs its jobs in increasing n (`strict_order.py`)
 
 Messages take no time here (Rahimi 2025, section "Latency, network, and memory usage"). Arrays by job are flat over
 (direction, stage, microbatch), as are the resulting start times.
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.greedy import greedy
+from schedgen.compiler.greedy_order import greedy
 from schedgen.compiler.place import PlacedScheme
-from schedgen.compiler.strict import strict
+from schedgen.compiler.strict_order import strict
 from schedgen.ir.cost import redo_duration
 from schedgen.ir.instructions import DIRECTIONS, B, Times, W
 

@@ -9,5 +9,5 @@ candidate_bound.py  lower bounds on a candidate's time and memory, before it is 
 plan.py             candidates compiled and judged by the simulator; PipeDream's own schedule for its partition
 cut_moves.py        cuts near those of a good schedule
 found_orders.py     order searches for the placements of candidates
-tables.py           text and JSON of partitions, plans and found orders
+plan_output.py      partitions, plans and found orders, as text and JSON
 """

@@ -13,8 +13,8 @@ from operator import getitem
 
 from torch import fx, nn
 
-from mpirun.model.frontend.balance import NEVER, balanced_starts
 from mpirun.model.frontend.errors import line_of_node, unknown_name
+from mpirun.model.frontend.linear_partition import NEVER, balanced_starts
 from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
 from schedgen.util.errors import UsageError
 

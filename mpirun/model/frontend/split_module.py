@@ -20,17 +20,17 @@ from torch import fx, nn
 from mpirun.data.chunks import Dims
 from mpirun.model.contract import CheckEval
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
-from mpirun.model.frontend.compare_modes import compare_with_eval, follow_eval
+from mpirun.model.frontend.compare_train_eval import compare_with_eval, follow_eval
 from mpirun.model.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
 from mpirun.model.frontend.dynamic_sizes import merge_sizes, smaller_example
 from mpirun.model.frontend.errors import unknown_name, warn_user
 from mpirun.model.frontend.export_graph import ExportedGraph, export_graph
 from mpirun.model.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
-from mpirun.model.frontend.mode_ops import keep_eval_mode
 from mpirun.model.frontend.module_io import Call, WholeModule
 from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.frontend.stage_modules import StageBuilder
+from mpirun.model.frontend.train_eval_ops import keep_eval_mode
 from mpirun.model.module_copy import Init, compiled_in_place, meta_module, tensor_aliases
 from schedgen.util.errors import UsageError
 

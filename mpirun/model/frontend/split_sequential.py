@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import nn
 
 from mpirun.model.dataflow import Input, Value
-from mpirun.model.frontend.balance import balanced_starts, even_starts
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name, warn_user
+from mpirun.model.frontend.linear_partition import balanced_starts, even_starts
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.module_copy import Init, compiled_in_place, meta_module, shared_parameters, tensor_aliases
 from schedgen.util.errors import UsageError, raised

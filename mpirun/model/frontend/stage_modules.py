@@ -13,7 +13,6 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.frontend.dynamic_sizes import SHAPES
 from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.mode_ops import MODE_OPS, TRACED, counters_of, follow_mode_inside, mode_op
 from mpirun.model.frontend.node_dependencies import (
     Dependencies,
     is_buffer,
@@ -23,6 +22,7 @@ from mpirun.model.frontend.node_dependencies import (
 )
 from mpirun.model.frontend.size_and_device_lookup import depends_on_size, insert_lookups
 from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
+from mpirun.model.frontend.train_eval_ops import MODE_OPS, TRACED, counters_of, follow_mode_inside, mode_op
 from mpirun.model.module_copy import like_parameter
 from mpirun.model.rng import RandomOp
 from schedgen.util.errors import UsageError

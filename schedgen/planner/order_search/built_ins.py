@@ -12,9 +12,9 @@ from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import durations
 from schedgen.ir.instructions import B, F, Numbers
+from schedgen.planner.order_search.compiled_orders import mean_ratios
 from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.problem import OrderProblem, order_of
-from schedgen.planner.order_search.schedules import mean_ratios
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError

@@ -20,12 +20,12 @@ from schedgen.ir.instructions import Numbers, Times
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.built_ins import Start, starts
+from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, with_own_costs
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places, serial_order
-from schedgen.planner.order_search.schedules import compile_order, compile_own, judge, with_own_costs
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.simulator.simulate import Simulation
 from schedgen.util.errors import UsageError

@@ -1,7 +1,7 @@
 """`search_with_recompute`: an order, and the forwards that are redone so that it keeps to the memory limit.
 
 keep    the best order that redoes nothing, by `search_whole_or_split`
-loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`redo_choice`)
+loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`choose_recomputed`)
 redo    the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
         forwards for which there is room are kept after all
 
@@ -17,13 +17,13 @@ import numpy as np
 from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F, Flags, Numbers, Times
 from schedgen.ir.program import Program
+from schedgen.planner.order_search.choose_recomputed import Kept, most_held_with_redone, redone, without_needless
+from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of, with_own_costs
 from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, places
-from schedgen.planner.order_search.redo_choice import Kept, most_held_with_redone, redone, without_needless
-from schedgen.planner.order_search.schedules import compile_order, judge, numbers_of, with_own_costs
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError

@@ -23,13 +23,13 @@ from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves
 from schedgen.ir.instructions import B, F, Flags, Numbers, Op, Times, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
+from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Question, reached
 from schedgen.planner.order_search.local_search import Choice, anneal
 from schedgen.planner.order_search.order_search import PROVED_SECONDS, search_order
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
-from schedgen.planner.order_search.schedules import compile_order, judge, numbers_of
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always

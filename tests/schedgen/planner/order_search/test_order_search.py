@@ -13,6 +13,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.file import write
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.planner.order_search import cp_sat
+from schedgen.planner.order_search.compiled_orders import measured
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.found_order import Limits, Question
 from schedgen.planner.order_search.late_weights import with_late_weights
@@ -20,7 +21,6 @@ from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
 from schedgen.planner.order_search.problem import fits, order_of
-from schedgen.planner.order_search.schedules import measured
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes

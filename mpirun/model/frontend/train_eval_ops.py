@@ -1,7 +1,7 @@
 """Train and eval mode: operations of a traced stage that follow its `train()` and `eval()`, as in the module.
 
 A graph is traced in one mode, whose decisions are constants in it: whether a dropout drops, whether BatchNorm
-uses the batch's statistics. `compare_modes` finds what else differs.
+uses the batch's statistics. `compare_train_eval` finds what else differs.
 """
 
 from __future__ import annotations

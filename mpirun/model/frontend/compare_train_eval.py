@@ -1,7 +1,7 @@
 """What differs between train and eval mode, found by comparing the graphs that a module is traced to in both.
 
 `compare_with_eval` finds the operations that eval mode leaves out; `follow_eval` makes stages leave them out, too. Any
-difference but these and the operations of `mode_ops` is refused: stages cannot follow it.
+difference but these and the operations of `train_eval_ops` is refused: stages cannot follow it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,6 @@ from torch._ops import OpOverload
 
 from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.export_graph import ExportedGraph
-from mpirun.model.frontend.mode_ops import (
-    MODE_OPS,
-    TRACED,
-    Changed,
-    Choice,
-    changes_counter,
-    counters_of,
-    eval_arguments,
-)
 from mpirun.model.frontend.node_dependencies import (
     arguments_of,
     is_buffer,
@@ -32,6 +23,15 @@ from mpirun.model.frontend.node_dependencies import (
     written_roots,
 )
 from mpirun.model.frontend.subgraphs import attributes, same_values, subgraphs
+from mpirun.model.frontend.train_eval_ops import (
+    MODE_OPS,
+    TRACED,
+    Changed,
+    Choice,
+    changes_counter,
+    counters_of,
+    eval_arguments,
+)
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
