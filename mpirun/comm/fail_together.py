@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mpirun.comm.waiting import sleep_until, sleeping_any
 from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
-from schedgen.util.files import open_output
+from schedgen.util.files import is_standard_output, open_output
 
 T = TypeVar("T")
 _OURS = str(Path(__file__).parents[1])
@@ -181,20 +181,22 @@ def _write_nowhere(stream: TextIO) -> None:
 
 def check_writable(option: str, path: str | None) -> None:
     """UsageError if a file cannot be written there; "-" is standard output, None no file."""
-    if path in (None, "-"):
+    if path is None or is_standard_output(path):
         return
-    written, wrong = Path(os.path.realpath(path)).parent, None  # a file is written beside the old one, and renamed
+    written, wrong = [Path(os.path.realpath(path)).parent], None  # a file is written beside the old one, and renamed
     try:
         mode = Path(path).stat().st_mode
         if stat.S_ISDIR(mode):
             wrong = "Is a directory"
         elif not stat.S_ISREG(mode):  # a device or a pipe
-            written = Path(path)
+            written = [Path(path)]
+        else:
+            written.append(Path(path))
     except FileNotFoundError:
-        wrong = None if written.is_dir() else "No such file or directory"
+        wrong = None if written[0].is_dir() else "No such file or directory"
     except OSError as error:
         wrong = error.strerror
-    if wrong or not os.access(written, os.W_OK):
+    if wrong or not all(os.access(place, os.W_OK) for place in written):
         raise UsageError(f"{option} {path}: {wrong or 'Permission denied'}")
 
 

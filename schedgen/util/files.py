@@ -71,7 +71,7 @@ def read_text(name: str, limit: int = READ_LIMIT) -> str:
 def open_output(name: str) -> Iterator[BinaryIO]:
     """The file `name`, opened for writing; an older regular file is replaced only once everything is written.
 
-    OSError names the file, also if it is raised inside, as on a full disk.
+    OSError names the file, also if it is raised inside, as on a full disk, or if nothing may be written to the file.
     """
     if (stream := _standard_stream(name)) is not None:
         yield stream.buffer
@@ -82,6 +82,8 @@ def open_output(name: str) -> Iterator[BinaryIO]:
         with _naming(name), path.open("wb") as out:
             yield out
         return
+    if path.is_file():  # a rename would replace it even if it is write-protected
+        os.close(os.open(name, os.O_WRONLY))
     path = Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".schedgen-")

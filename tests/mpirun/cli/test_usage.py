@@ -281,10 +281,29 @@ def test_the_job_ends_with_that_sentence(sentence, made, files, name):
 
 
 def test_whoever_may_write_to_a_device_may_name_it(launch):
-    """Even if the user may not write to the device's folder: root, who may, becomes another user."""
-    check = "import os; from mpirun.comm.fail_together import check_writable"
-    run = launch(None, program=("-c", f"{check}\nos.getuid() or os.setuid(65534)\ncheck_writable('-o', '/dev/null')"))
-    assert (run.code, run.err) == (0, "")
+    """Even if the user may not write to the device's folder: root, who may, becomes another user.
+
+    A write-protected file in a folder of theirs is refused.
+    """
+    check = """if True:
+        import os, sys, tempfile
+        from mpirun.comm.fail_together import check_writable
+        folder = tempfile.TemporaryDirectory()
+        if not os.getuid():
+            os.chown(folder.name, 65534, 65534)
+            os.setuid(65534)
+        check_writable('-o', '/dev/null')
+        with open(f"{folder.name}/old", "w") as old:
+            check_writable('-o', old.name)
+        os.chmod(old.name, 0o444)
+        try:
+            check_writable('-o', old.name)
+        except Exception as error:
+            folder.cleanup()
+            sys.exit(str(error).split(": ")[1])
+    """
+    run = launch(None, program=("-c", check))
+    assert (run.code, run.err) == (1, "Permission denied\n")
 
 
 def test_names_are_absolute_as_the_model_may_change_the_working_directory():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -273,6 +274,16 @@ def test_output_follows_a_link(files, run, tmp_path):
     link.symlink_to(files["ddp"])
     assert run(*command_line(**{"-o": str(link)})).code == 0
     assert link.is_symlink() and files["ddp"].read_bytes() == files["gpipe"].read_bytes()
+
+
+def test_a_write_protected_file_is_not_replaced(files, process):
+    """Root may write to it, but not without capability 1, as here."""
+    files["ddp"].chmod(0o444)
+    before = files["ddp"].read_bytes()
+    compiling = command_line(**{"-o": "ddp.json"})
+    ended = process(*compiling, preexec_fn=lambda: ctypes.CDLL(None).prctl(24, 1))  # PR_CAPBSET_DROP
+    assert (ended.returncode, ended.stderr) == (1, b"schedgen: ddp.json: Permission denied\n")
+    assert files["ddp"].read_bytes() == before
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
