@@ -6,6 +6,7 @@ Input that is read whole is limited in size. A regular file that is written appe
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -19,12 +20,15 @@ from schedgen.util.errors import RefusedFile
 BLOCK = 2**22  # bytes read at a time
 READ_LIMIT = 2**28  # bytes of a file that is read at once
 
+_closed: list[TextIO] = []  # the null device in place of standard streams that were closed
+
 
 def prepare_streams() -> None:
     """Make a command's standard streams take any text, and connect those that were closed to the null device."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+            _closed.append(getattr(sys, name))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name may hold anything
@@ -74,6 +78,8 @@ def open_output(name: str) -> Iterator[BinaryIO]:
     OSError names the file, also if it is raised inside, as on a full disk, or if nothing may be written to the file.
     """
     if (stream := _standard_stream(name)) is not None:
+        if stream in _closed and name in ("-", "/dev/stdout", "/dev/stderr"):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), "standard output" if name == "-" else name)
         yield stream.buffer
         stream.buffer.flush()
         return

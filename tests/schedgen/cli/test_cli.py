@@ -359,7 +359,7 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_stream_may_be_closed(closed, files, tmp_path):
-    """Nothing is read from it, and what is written to it is lost."""
+    """Nothing is read from it. What is printed to it is lost; a file that should be written to it is an error."""
     command = [sys.executable, "-m", "schedgen"]
 
     def close(*arguments):
@@ -370,6 +370,10 @@ def test_a_stream_may_be_closed(closed, files, tmp_path):
     assert (good.returncode, good.stdout.count("\n"), good.stderr) == (0, int(closed != 1), "")
     assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (1, "", int(closed != 2))
     assert "Traceback" not in bad.stderr
+    if closed == 1:
+        lost, unwanted = close(*command_line()), close(*command_line(**{"-o": "/dev/null"}))
+        assert (lost.returncode, lost.stderr) == (1, "schedgen: standard output: Bad file descriptor\n")
+        assert (unwanted.returncode, unwanted.stderr) == (0, "")
 
 
 def test_standard_output_by_its_name_is_written_in_place(process, tmp_path):
