@@ -26,11 +26,13 @@ from mpirun.cli.options import ProfileOptions
 from mpirun.comm.fail_together import Stop, check_writable, from_rank_0, note, on_rank_0, together, write_output
 from mpirun.comm.link_speed import measure_link_speed
 from mpirun.engine.act import Act
+from mpirun.engine.allreduces import parameters_of_tie
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.setup import set_up_command
 from mpirun.engine.stage import LocalStage
+from mpirun.model.dataflow import ALIGN
 from mpirun.model.load_model import load_model
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile
@@ -155,8 +157,20 @@ class Profile:
                 direction: [max(job.workspace for job in measured[OPS[direction], s]) for s in stages]
                 for direction in ("F", "B", "I", "W")
             },
+            **({"tied": self._tied()} if self.program.header.tied else {}),
             "owned": [weight[s] + measured[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
         }
+
+    def _tied(self) -> list[int]:
+        """By tie: the bytes of the trained parameters that its stages share, as `tied_allreduce` packs them."""
+        sizes = []
+        for stages in self.program.header.tied:
+            shape = self.setup.shapes[stages[0]]
+            shared = {name for names in parameters_of_tie(self.setup.model, stages) for name in names[stages[0]]}
+            places = zip(shape.parameter_names, shape.layout, strict=True)
+            lengths = [place.end - place.begin for name, place in places if name in shared]
+            sizes.append(sum(-(-length // ALIGN) * ALIGN for length in lengths))
+        return sizes
 
     def _seconds(self) -> dict[str, object]:
         """Seconds of jobs and STEPs, and overheads of jobs, by stage: medians over ranks of each rank's medians."""

@@ -223,7 +223,8 @@ def run_search(options: SearchOptions) -> int:
     machine = options.machine
     if options.profile:
         edges = chain(stages) if scheme.edges is None else scheme.edges
-        cost, machine = read_profile(read_text(options.profile), display_name(options.profile), stages, edges)
+        shown, ties = display_name(options.profile), len(graph.tied) if graph else 0
+        cost, machine = read_profile(read_text(options.profile), shown, stages, edges, ties=ties)
     if set(cost) <= {"F", REDO}:
         given = display_name(options.profile) if options.profile else "--cost"
         raise UsageError(f"search orders backwards, too: {given} must give F and B, or F, I and W")

@@ -106,7 +106,8 @@ def read_layers(name: str, graph: ModelGraph | None = None) -> Layers:
 
 def _parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
     values = read_json(text, name)
-    lists = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
+    given = values.items() if isinstance(values, dict) else ()
+    lists = [value for key, value in given if isinstance(value, list) and key not in ("apart", "tied")]
     count = len(lists[0]) if lists else 1
     if not 1 <= count <= MOST_LAYERS:
         raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_LAYERS}")
@@ -115,7 +116,8 @@ def _parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
     if graph is not None:
         _check_graph(graph, count, name)
     edges = chain(count) if graph is None or graph.edges is None else graph.edges
-    times, machine = read_profile(text, name, count, edges, counted="its first list is of")
+    ties = 0 if graph is None else len(graph.tied)
+    times, machine = read_profile(text, name, count, edges, counted="its first list is of", ties=ties)
     if len(times.keys() - {REDO}) < 2:
         raise RefusedFile(f"{name}: a plan needs backwards: give B, or I and W, beside F")
     by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}

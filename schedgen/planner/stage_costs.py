@@ -118,6 +118,7 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
             owned=total(layers.owned),
             step=total(step),
             edge_activation=np.array([*by_edge.values()]) if graph and graph.per_consumer else None,
+            tied=None if machine.tied is None else _shared(layers, ends, machine.tied),
         ),
         passed_on,
         graph,
@@ -154,6 +155,16 @@ def joined_graph(
     )
     by_edge = {edge: sum(values.values()) for edge, values in sorted(read.items())}
     return joined, by_edge, [sum(values.values()) for values in sent]
+
+
+def _shared(layers: Layers, ends: Sequence[int], amount: Amount) -> Floats:
+    """By tie of the stages that end at cuts `ends`, in the order of `joined_graph`, what they share of `amount`."""
+    ties = layers.graph.tied if layers.graph else ()
+    shared: dict[tuple[int, ...], float] = {}
+    for tie, size in zip(ties, by_stage(amount, len(ties)).tolist(), strict=True):
+        stages = tuple(sorted({bisect(ends, layer) for layer in tie}))
+        shared[stages] = shared.get(stages, 0) + size
+    return np.array([size for stages, size in sorted(shared.items()) if len(stages) > 1])
 
 
 def _leaving(layers: Layers, begin: int, end: int) -> float:

@@ -16,7 +16,7 @@ from schedgen.util.errors import UsageError
 
 
 class BufferSizes(NamedTuple):
-    """Bytes of what a schedule handles, each an array by stage, shape (S,) of int64."""
+    """Bytes of what a schedule handles, each an array by stage, shape (S,) of int64, if nothing else is said."""
 
     activation: Numbers  # x.s.b and g.s.b
     weight: Numbers  # a copy of w.s with all its parts, and dw.s
@@ -26,6 +26,7 @@ class BufferSizes(NamedTuple):
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
     owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
     edge_activation: Numbers | None = None  # by edge, x.s.b.c of a stage with outputs per consumer; None: as x.s.b
+    tied: Numbers | None = None  # by tie, the parameters that its stages share; None: not known
 
     def outputs(self, header: Header) -> Numbers:
         """Bytes of x and g by stage and then by edge, shape (S + E,): see `StageGraph.size_columns`."""
@@ -53,8 +54,8 @@ class BufferSizes(NamedTuple):
         return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), shards.counts)
 
 
-def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
-    """The sizes for this many stages and edges, from the machine's amounts, rounded up to whole numbers.
+def buffer_sizes(machine: Machine, stages: int, edges: int = 0, ties: int = 0) -> BufferSizes:
+    """The sizes for this many stages, edges and ties, from the machine's amounts, rounded up to whole numbers.
 
     Unless `owned` is given, it is the weights without optimizer state.
     UsageError if an amount does not fit into 64 bits.
@@ -75,6 +76,7 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
         workspace={direction: count(amount) for direction, amount in workspaces(machine).items()},
         owned=weight if machine.owned is None else count(machine.owned),
         edge_activation=None if by_edge is None else count(by_edge, edges),
+        tied=None if machine.tied is None or not ties else count(machine.tied, ties),
     )
 
 
@@ -92,15 +94,16 @@ def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Number
 def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
     """By row: the bytes that an ALLREDUCE sums; 0 for other rows.
 
-    How much tied stages share is not known here: a tie counts as all weights of the smallest of its stages, the most
+    If it is not known how much tied stages share, a tie counts as all weights of the smallest of its stages, the most
     that they can share. Shards of one stage share next to nothing, and count as sharing nothing.
     """
     table, header = program.rows, program.header
     tied = [
         0 if header.ties_shards(tie) else sizes.weight[list(stages)].min() for tie, stages in enumerate(header.tied)
     ]
+    by_tie = np.array(tied, np.int64) if sizes.tied is None else sizes.tied
     summed = np.zeros(len(program), np.int64)
-    for kind, by_number in ((Kind.DW, sizes.weight), (Kind.T, np.array(tied, np.int64))):
+    for kind, by_number in ((Kind.DW, sizes.weight), (Kind.T, by_tie)):
         rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
         summed[rows] = by_number[table.stage[rows]]
     rows = program.exchanges()

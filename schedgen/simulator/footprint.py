@@ -1,7 +1,7 @@
 """Footprint: the bytes that every rank needs, the sum of three amounts.
 
 owned     what it holds throughout: weights, optimizer state and gradients of the units it owns, room for the sums that
-          it takes part in, losses; in a list of forwards alone, weights and room for sums
+          it takes part in, also over tied stages, losses; in a list of forwards alone, weights and room for sums
 slots     its memory plan
 computed  the most bytes at once of activations, gradients and saved forwards that it computes, and workspaces
 """
@@ -78,6 +78,21 @@ def _owned(header: Header, sizes: BufferSizes) -> Numbers:
             owned += sizes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
     for rank, ranks, size in _summed_parts(header, sizes.outputs(header)):
         owned[rank] += size + _received_slices(size, len(ranks))
+    return owned + _tied_sums(header, sizes)
+
+
+def _tied_sums(header: Header, sizes: BufferSizes) -> Numbers:
+    """By rank: the bytes of the sums over tied stages, if it is known how much these share.
+
+    A stage counts once, by its first owner: that packs its gradient into a row. Every owner has the total, and receives
+    one slice of all rows that others packed.
+    """
+    owned = np.zeros(header.workers, np.int64)
+    for tie, size in enumerate([] if sizes.tied is None else sizes.tied.tolist()):
+        stages, ranks = header.tied[tie], header.sharers(tie)
+        for rank in ranks:
+            packed = sum(header.owners[stage][0] == rank for stage in stages)
+            owned[rank] += (packed + 1) * size + (len(stages) - packed) * _slice(size, len(ranks))
     return owned
 
 
@@ -104,7 +119,12 @@ def _summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int,
 
 def _received_slices(size: int, members: int) -> int:
     """Bytes that a member needs to all-reduce `size` bytes: it adds up one slice, which it receives from all others."""
-    return (members - 1) * -(-size // (members * LINE)) * LINE
+    return (members - 1) * _slice(size, members)
+
+
+def _slice(size: int, members: int) -> int:
+    """Bytes of the slice of `size` bytes that one member adds up."""
+    return -(-size // (members * LINE)) * LINE
 
 
 def _share(owned: int, weight: int, size: int) -> int:

@@ -39,6 +39,7 @@ class Machine(NamedTuple):
     # The part of a job's time that its layers do not take: a stage of several layers has it once. Or by direction.
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
+    tied: Amount | None = None  # bytes of the parameters that a tie's stages share, by tie; None: not known
 
     def edge_bytes(self, graph: StageGraph) -> NDArray[np.float64]:
         """Bytes of the x, and of the g, that goes along each edge, shape (edges,)."""
@@ -62,13 +63,14 @@ def read_profile(
     edges: Sequence[tuple[int, int]] = (),
     header: Header | None = None,
     counted: str = "the schedule has",
+    ties: int = 0,
 ) -> tuple[dict[str, Amount], Machine]:
     """The durations of jobs and the machine, from a JSON object: F, with B or I and W or all, and optionally keys of
     `PROFILE_KEYS`.
 
-    Times and bytes are numbers, or lists by stage (apart: by edge); workspace and overhead may be objects that have
-    these for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model. `edges`
-    ascend.
+    Times and bytes are numbers, or lists by stage (apart: by edge, tied: by tie); workspace and overhead may be objects
+    that have these for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the
+    model. `edges` ascend. tied is left out where `ties` is 0.
     Bytes are rounded up to whole numbers.
     Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
     the number of stages or edges.
@@ -96,13 +98,17 @@ def read_profile(
             named = clip(", ".join(f"{producer}-{consumer}" for producer, consumer in edges[:30]))
             _check(value, f"{name}: apart", len(edges), f"{counted} {len(edges)} edges: {named}")
             continue
+        if key == "tied":
+            count = ties or len(value if isinstance(value, list) else ())
+            _check(value, f"{name}: tied", count, f"{counted} {count} ties")
+            continue
         amounts = _check(value, f"{name}: {key}", stages, of_stages, single=key in ("alpha", "beta"))
         if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):
             raise RefusedFile(f"{name}: {key} should be a time from 1e-12 to 1e12")
     given_fields = {
         PROFILE_KEYS[key]: value if key in _TIMES else _rounded_up(value)
         for key, value in values.items()
-        if key in PROFILE_KEYS
+        if key in PROFILE_KEYS and (ties or key != "tied")
     }
     machine = Machine(**given_fields)
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in (*names, REDO) if key in values}

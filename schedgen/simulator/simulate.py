@@ -111,7 +111,7 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     Raises UsageError if the machine's sizes are too large to be added up.
     """
     machine, header, table = machine or Machine(), program.header, program.rows
-    sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
+    sizes = buffer_sizes(machine, header.stages, len(header.graph.edges), len(header.tied))
     _check_sizes(program, sizes)
     with counted("simulate", 3, "step") as done:
         analysis = analyse(program)
@@ -133,8 +133,13 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
 
 def _check_sizes(program: Program, sizes: BufferSizes) -> None:
     """UsageError if bytes could exceed 64 bits: no sum of them is more than 16 times the amount tested here."""
-    amounts = (sizes.by_kind(program.header), *sizes.workspace.values(), sizes.owned)
-    largest = max(int(np.max(amount)) for amount in amounts)
+    amounts = (
+        sizes.by_kind(program.header),
+        *sizes.workspace.values(),
+        sizes.owned,
+        () if sizes.tied is None else sizes.tied,
+    )
+    largest = max(int(np.max(amount, initial=0)) for amount in amounts)
     if largest * (len(program) + program.header.workers) >= 2**59:
         raise UsageError(f"sizes of {largest} bytes are too large for {len(program)} instructions")
 

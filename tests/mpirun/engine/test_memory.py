@@ -20,7 +20,14 @@ MLP = "mpirun.examples.mlp:tiny"
 NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", *further("interleaved-1f1b", "zb-v"))  # the last two: 8 stages
 # Schemes, and the number of weight shards of their stages.
 PARTS = {"zb-h1": 4, **dict(further(("fsdp", 4), ("gpipe", 3)))}
-OTHERS = ("1f1b, recompute", "fsdp, one slot", "gpipe, prefetch 3", *(f"{scheme}, parts" for scheme in PARTS))
+MODELS = {"1f1b, tied": "mpirun.examples.gpt:tied"}  # of schedules that are not for the MLP
+OTHERS = (
+    "1f1b, recompute",
+    "fsdp, one slot",
+    "gpipe, prefetch 3",
+    "1f1b, tied",
+    *(f"{scheme}, parts" for scheme in PARTS),
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +38,7 @@ def schedules(traces, compiled):
     paths["1f1b, recompute"] = compiled("1f1b", **sizes, recompute="all")
     paths["fsdp, one slot"] = compiled("fsdp", **sizes, weight_slots=1)
     paths["gpipe, prefetch 3"] = compiled("gpipe", **sizes, prefetch=3)
+    paths["1f1b, tied"] = compiled("1f1b", graph={"stages": 4, "tied": [[0, 3]]}, microbatches=4)
     for scheme, shards in PARTS.items():
         paths[f"{scheme}, parts"] = compiled(scheme, **sizes, shards=shards)
     return paths
@@ -39,7 +47,10 @@ def schedules(traces, compiled):
 @pytest.fixture(scope="module")
 def measured(several, schedules, text):
     """By schedule: the peak bytes of every rank."""
-    runs = [[path, "--model", MLP, "--text", text, "--steps", 2, "--memory"] for path in schedules.values()]
+    runs = [
+        [path, "--model", MODELS.get(name, MLP), "--text", text, "--steps", 2, "--memory"]
+        for name, path in schedules.items()
+    ]
     by_name = {}
     for name, (code, out) in zip(schedules, several(4, runs), strict=True):
         assert code == 0, out
@@ -52,10 +63,11 @@ def measured(several, schedules, text):
 def predicted(several, schedules, text, tmp_path_factory):
     """By schedule: the peak bytes of every rank, as stats predicts them."""
     folder = tmp_path_factory.mktemp("profiles")
-    files = {stages: folder / f"{stages}.json" for stages in (4, *further(8))}
+    profiled = ((MLP, 4), *further((MLP, 8)), *((model, 4) for model in MODELS.values()))
+    files = {key: folder / f"{number}.json" for number, key in enumerate(profiled)}
     runs = [
-        ["profile", "--model", MLP, "--text", text, "--stages", stages, "--steps", 1, "-o", name]
-        for stages, name in files.items()
+        ["profile", "--model", model, "--text", text, "--stages", stages, "--steps", 1, "-o", name]
+        for (model, stages), name in files.items()
     ]
     assert [code for code, _ in several(1, runs)] == [0] * len(runs)
     by_name = {}
@@ -63,7 +75,7 @@ def predicted(several, schedules, text, tmp_path_factory):
         header = path.read_text().split('"programs"')[0]
         stages = int(re.search(r'"stages": (\d+)', header)[1])
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert schedgen(["stats", str(path), "--profile", str(files[stages]), "--json"]) == 0
+            assert schedgen(["stats", str(path), "--profile", str(files[MODELS.get(name, MLP), stages]), "--json"]) == 0
         by_name[name] = [worker["peak_bytes"] for worker in json.loads(out.getvalue())["workers"]]
     return by_name
 

@@ -41,6 +41,13 @@ def test_stages_read_what_their_layers_read():
     assert joined_graph(layers_of(graph), graph, (6,)) == (ModelGraph(1, ()), {}, [0])
 
 
+def test_stages_share_what_their_layers_share():
+    layers = layers_of(ModelGraph(6, SKIPS, tied=((0, 1, 2), (0, 5), (1, 2), (2, 5))), tied=[7, 10, 20, 40])
+    for ends, shared in (((1, 3, 5, 6), [7, 10, 40]), ((3, 6), [10 + 40]), ((6,), [])):
+        costs = stage_costs(layers, prefixes(layers), ends, bandwidth=1)
+        assert costs.machine.tied.tolist() == shared and len(costs.tied) == len(shared)
+
+
 def test_outputs_of_their_own_stay_apart():
     graph = ModelGraph(6, SKIPS, per_consumer=(0, 2))
     layers = layers_of(graph, edge_activation=[100, 200, 0, 300, 400, 0, 0])

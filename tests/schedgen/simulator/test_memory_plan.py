@@ -21,13 +21,18 @@ from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.schemes import load
-from schedgen.schemes.scheme import Sizes
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.simulator.footprint import footprint
 from schedgen.simulator.machine import Machine, read_profile
 from schedgen.simulator.memory_plan import memory_plan
 
 TRACES = Path(__file__).parents[3] / "traces"
+
+
+SCHEME = Scheme(
+    "pairs", 2, lambda s, b, d: (s // 2, s // 2), lambda s, b, d: b * 10 + np.where(d, 9 - s, s), "n", "greedy"
+)
 
 
 def compiled(name, *sizes, **options):
@@ -283,6 +288,30 @@ def test_what_a_profile_leaves_out(run, refused, tmp_path):
         costs = profile(tmp_path, F=1, I=1, W=1, **wrong)
         assert words in refused(run("stats", path, "--profile", costs), 1)
     assert run("stats", path, "--profile", costs, "--cost", "F=1,I=1,W=1").code == 2
+
+
+def test_what_tied_stages_share(run, refused, tmp_path):
+    """Stages 0 and 2 of 3 share 600 bytes: two ranks sum them in slices of 320. Stages 0 and 1 share 64 on one rank."""
+    path, whole = tmp_path / "a.json", {"F": 1, "B": 1, "activation": 0, "weight": 1000, "saved": 0, "beta": 1}
+
+    def numbers(**costs):
+        return json.loads(run("simulate", path, "--profile", profile(tmp_path, **whole, **costs), "--json").out)
+
+    for ties, tied, added, sooner in (
+        (((0, 2),), [599.5], [2 * 600 + 320, 2 * 600 + 320], 1000 - 600),
+        ((), [600], [0, 0], 0),
+        (((0, 1),), 64, [3 * 64, 0], 0),
+    ):
+        text = io.BytesIO()
+        write(compile(SCHEME, Sizes(3, 2, 2), Options(tied=ties)), text)
+        path.write_bytes(text.getvalue())
+        unknown, known = numbers(), numbers(tied=tied)
+        peaks = [[worker["peak_bytes"] for worker in each["workers"]] for each in (known, unknown)]
+        assert [a - b for a, b in zip(*peaks, strict=True)] == added
+        assert unknown["makespan"] - known["makespan"] == sooner
+    for wrong, words in (([1, 2], "tied has 2 numbers, but the schedule has 1 ties"), ("x", "tied should be a number")):
+        costs = profile(tmp_path, **whole, tied=wrong)
+        assert words in refused(run("stats", path, "--profile", costs), 1)
 
 
 def test_bytes_are_rounded_up():
