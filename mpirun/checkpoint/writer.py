@@ -145,7 +145,7 @@ class CheckpointWriter:
             if (folder / disk_format.MANIFEST).exists():
                 manifest = disk_format.read_manifest(folder)
                 if not self._is_of_this_run(manifest.settings):
-                    what = "it has checkpoints already: resume from it, or save elsewhere"
+                    what = "it has checkpoints of another run: resume from it, move it, or save elsewhere"
                     raise UsageError(f"saving to {directory}: {what}")
                 newest = max(newest, manifest.step)
         if newest > self.last:

@@ -383,7 +383,8 @@ class Engine:
         """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
         The newest `keep` checkpoints are kept. SIGTERM saves to the directory that a restart will resume: that of the
-        last `save` or `resume` with `data`; without any the first that was saved to, or the one that was resumed.
+        last `save` or `resume` with `data`, whether or not `resume` found one; without any the first that was saved
+        to, or the one that was resumed.
         """
         self._build_stages("save")
         together(self.comm, lambda: check_saving(data, keep))

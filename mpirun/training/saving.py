@@ -36,6 +36,7 @@ class Checkpoints:
         self.session, self.order = session, order
         self.at_sigterm: Saving | None = None  # what SIGTERM saves, and where
         self.resumed: Saving | None = None  # the directory and the data that the run resumed with
+        self.restart: Saving | None = None  # what a restart will ask for: as `resumed`, also if nothing was found
         self.written: dict[Path, tuple[Loader | None, int]] = {}  # by directory: the data and the steps last saved
         self.stepped: list[Tensor] | None = None  # samples of this rank's weights as a step left them
 
@@ -43,6 +44,9 @@ class Checkpoints:
         """The newest whole checkpoint, whose position `data` gets; None if the directory has no checkpoint."""
         comm = self.session.comm
         manifest = newest_checkpoint(comm, str(directory), str(directory))
+        asked = Saving(directory, data, KEEP_ALL)
+        if data is not None or self.restart is None or self.restart.data is None:
+            self.restart = asked
         if manifest is not None:
             if data is not None:
                 position = manifest.settings.get("loader", {})
@@ -51,7 +55,7 @@ class Checkpoints:
                 together(comm, lambda: data.restore(position))
             if "inputs" in manifest.settings:  # missing in older checkpoints
                 self.order.resume(manifest.settings["inputs"])
-            self.resumed = Saving(directory, data, KEEP_ALL)
+            self.resumed = asked
         return manifest
 
     def save(self, saving: Saving) -> bool:
@@ -62,18 +66,18 @@ class Checkpoints:
 
     def at_sigterm_after(self, now: Saving) -> Saving:
         """What SIGTERM saves after `now` has been saved: what a restart will resume."""
-        before, resumed = self.at_sigterm, self.resumed
-        if before is None and resumed is not None and resumed.data is not None:
-            before = resumed
+        before, restart = self.at_sigterm, self.restart
+        if before is None and restart is not None and restart.data is not None:
+            before = restart
         if before is None or now.data is not None:
             return now
         if before.data is not None:  # a restart needs a checkpoint with a position in the data
             return before._replace(keep=now.keep) if now.directory == before.directory else before
-        return now if now.directory in (before.directory, resumed and resumed.directory) else before
+        return now if now.directory in (before.directory, restart and restart.directory) else before
 
     def note_step(self) -> None:
         """Record samples of the weights as a step leaves them, if SIGTERM saves, or will. Not collective."""
-        self.stepped = None if self.at_sigterm is None and self.resumed is None else self._samples()
+        self.stepped = None if self.at_sigterm is None and self.restart is None else self._samples()
 
     def has_step(self) -> bool:
         """Whether SIGTERM could end the run now: the last step is saved, or this rank's weights are those that it left.

@@ -222,7 +222,7 @@ def test_the_first_of_several_runs_by_one_command_begins_at_the_beginning(damage
         ),
         ("into itself", 2, r"saving to \S.*: it is a checkpoint itself: save to another folder"),
         ("no name", 2, r"--save: the folder has no name \(see .*\)"),
-        ("used", 2, r"saving to \S.*: it has checkpoints already: resume from it, or save elsewhere"),
+        ("used", 2, r"saving to \S.*: it has checkpoints of another run: resume from it, move it, or save elsewhere"),
     ],
 )
 def test_what_cannot_be_resumed_or_saved_is_refused(damaged, name, code, sentence):

@@ -700,7 +700,8 @@ with engine() as third:
 """
     (done,) = scripts(1, [[SAVING + script, tmp_path]])
     begin = f"mpirun: saving to {tmp_path / 'last'}: "
-    refused = ["another run saves there: run ", *["it has checkpoints already: resume from it, or save elsewhere"] * 2]
+    others = "it has checkpoints of another run: resume from it, move it, or save elsewhere"
+    refused = ["another run saves there: run ", others, others]
     lines = done.err.splitlines()
     assert done.code == 0 and len(lines) == 3, done.err
     assert all(line.startswith(begin + words) for line, words in zip(lines, refused, strict=True)), done.err
@@ -734,7 +735,7 @@ assert (steps("here/saved"), steps("there/saved")) == ([1], [1])
     (done,) = scripts(1, [[SAVING + script, tmp_path]])
     path = tmp_path / "there" / "saved"
     assert (done.code, done.err.splitlines()) == (0, [
-        f"mpirun: saving to {path}: it has checkpoints already: resume from it, or save elsewhere",
+        f"mpirun: saving to {path}: it has checkpoints of another run: resume from it, move it, or save elsewhere",
         f"mpirun: {path.parent}/../mine.py would be overwritten, but it is read, too: give the output another name",
     ])  # fmt: skip
 
@@ -762,7 +763,7 @@ assert (steps("best"), steps("tuned")) == ([4, 5, 7], [7])
     (done,) = scripts(1, [[SAVING + script, tmp_path]])
     said = [line.replace(f"{tmp_path}/", "") for line in done.err.splitlines() if " was made with " not in line]
     ahead = "has a checkpoint of step 7, but this run went on from step 6"
-    others = "it has checkpoints already: resume from it, or save elsewhere"
+    others = "it has checkpoints of another run: resume from it, move it, or save elsewhere"
     assert done.code == 0, done.err
     assert said == [
         "mpirun: note: best has a checkpoint of step 4, but this run went on from step 3",
@@ -791,10 +792,16 @@ for number, name in enumerate(("last", "last", "best", "last")):
         last = "last", {} if number == 1 else {"data": loader}
         saves = [best] if number == 3 else [best, last, best]
         print(refused(lambda: train(run, loader, saves)), steps("last"), steps("best"))
+for found in (False, True):
+    with engine() as run:
+        assert run.resume(folder / "new", data=(loader := run.loader(data, 2))) == found
+        assert loader.step == 2 * found
+        print(refused(lambda: train(run, loader, [("new best", {"keep": 1})])), steps("new"), steps("new best"))
 """
     (done,) = scripts(1, [[SAVING + script, tmp_path]])
     found = [line for line in done.out.splitlines() if line.startswith("143")]
     wanted = ["143 [1, 2] [1]", "143 [2, 3, 4] [3]", "143 [3, 4, 5] [4]", "143 [3, 4, 5, 7] [6]"]
+    wanted += ["143 [2] [1]", "143 [2, 4] [3]"]
     assert (done.code, found) == (0, wanted), done.err
 
 

@@ -43,7 +43,7 @@ def saving(name: str) -> Saving:
 def test_sigterm_saves_what_a_restart_resumes(resumed, calls, saved):
     nothing: Any = None
     checkpoints = Checkpoints(nothing, nothing)
-    checkpoints.resumed = saving(resumed) if resumed else None
+    checkpoints.restart = saving(resumed) if resumed else None
     for call in map(saving, calls):
         checkpoints.at_sigterm = checkpoints.at_sigterm_after(call)
     assert checkpoints.at_sigterm == saving(saved)
