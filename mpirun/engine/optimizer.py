@@ -81,6 +81,12 @@ class Optimizer:
         name, distinct = self.recipe.name or class_name(type(optimizer)), {repr(group): group for group in groups}
         return name, {**settings, **self.recipe.settings}, list(distinct.values())
 
+    def replaced_rates(self) -> list[float]:
+        """The rates of groups, as the factory made them, that the recipe's rate replaces; empty if it has none."""
+        options = [of_group for made in self.by_unit.values() for of_group in made.options]
+        rates = {of_group.get("lr") for of_group in options} if self.recipe.rate is not None else ()
+        return [rate for rate in rates if isinstance(rate, float | int)]
+
     def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
         """Add a pass's gradients to those of earlier passes; in the last pass the sums replace the buffers' totals."""
         for unit, gradient in gradients.items():

@@ -98,7 +98,8 @@ class Engine:
                   that count. The loss and the metrics of a step are then means over that
     optimizer     a class, such as torch.optim.Adam, or a list of NamedParameters -> a torch optimizer of them all;
                   None: torch.optim.AdamW
-    lr            the learning rate, or a function of the step, counted from 0; None: that of the optimizer
+    lr            the learning rate of all parameter groups, or a function of the step, counted from 0; None: those of
+                  the optimizer
     scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step
     clip          the largest norm of the whole gradient; None: no limit
     accumulate    passes through the schedule before the optimizer's step

@@ -526,6 +526,9 @@ def sentences() -> Any:
             self.state["t"] = 1
             super().step()
 
+    def by_stage(named: Sequence[mpirun.NamedParameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p.parameter for p in named], 0.2 if named[0].name.startswith("stage3.") else 0.1)
+
     def saved_with(made: Any) -> Callable[[], Any]:
         def call() -> None:
             options = {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1)}
@@ -555,6 +558,7 @@ def sentences() -> Any:
         "autocast": lambda: mpirun.Engine(file, modules(), autocast="fp8", **plain),
         "lr and scheduler": lambda: mpirun.Engine(file, modules(), lr=1.0, scheduler=lambda o: o, **plain),
         "left out": stepped(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named[1:]], 0.1)),
+        "rates of groups": stepped(lr=0.1, optimizer=by_stage),
         "no optimizer": stepped(optimizer=lambda named: 3),
         "closure": stepped(optimizer=lambda named: torch.optim.LBFGS([p.parameter for p in named])),
         "weights": lambda: mpirun.Engine(file, modules(), weights=modules()[0].state_dict(), **plain),
