@@ -108,7 +108,7 @@ class Engine:
     gpu_messages  "direct": MPI is given GPU memory; "host": messages go through host memory; or "auto"
     stream_words  on a GPU, order messages and kernels by words in memory instead of events
     graphs        on a GPU, capture the kernels of each job once and replay them
-    canonical     add gradients in microbatch order: under every schedule the same bits as one process
+    canonical     add gradients in microbatch order: under every schedule the bits of one process with the same stages
     threads       torch's threads on each rank; None: the rank's share of the cores
     seed          of weights, dropout and shuffling
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
@@ -289,7 +289,7 @@ class Engine:
 
     @_collective
     def step(self, batch: Any) -> Result:
-        """Train on a batch: one of a loader, or a pair (input, target) of all samples, the same on every rank.
+        """Train on a batch: one of a loader, or a pair (input, target) or mapping of all samples, the same everywhere.
 
         Whether ranks have the same data is checked in steps 1, 2, 4, 8, ... of the run. In other steps the rank that
         reads an input and the rank that reads its target may use different samples without an error.
