@@ -396,7 +396,7 @@ class Engine:
     def resume(self, directory: str | os.PathLike[str], data: Loader | None = None) -> bool:
         """Continue from the newest whole checkpoint: weights, optimizer, step, and the position in `data`.
 
-        Returns False, and does nothing, if the directory has no checkpoint.
+        Returns False if the directory has no checkpoint: then it only tells where SIGTERM will save (see `save`).
         """
         session = self._running
         refuse(self.comm, bool(session.steps), "resume: this run has done steps already: make a new Engine")
