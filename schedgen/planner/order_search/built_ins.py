@@ -12,7 +12,7 @@ from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import durations
 from schedgen.ir.instructions import B, F, Numbers
-from schedgen.planner.order_search.compiled_orders import mean_ratios
+from schedgen.planner.order_search.compiled_orders import order_costs
 from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.problem import OrderProblem, order_of
 from schedgen.schemes import SCHEMES, load
@@ -29,11 +29,11 @@ class Start(NamedTuple):
 
 def starts(question: Question, problem: OrderProblem, placed: PlacedScheme) -> list[Start]:
     """The orders of the scheme itself and of the built-in ones."""
-    own, sizes, ratios, orders = question.scheme, question.sizes, mean_ratios(question), []
+    own, sizes, costs, orders = question.scheme, question.sizes, order_costs(question), []
     for scheme in (own, *_built_in(sizes)):
         try:
             scheme = _of_model(scheme, own)
-            other = refine(place(scheme, sizes, Options(cost=dict(durations(ratios, 3 if scheme.split else 2)))))
+            other = refine(place(scheme, sizes, Options(cost=dict(durations(costs, 3 if scheme.split else 2)))))
             if np.array_equal(other.compute[[F, B]], placed.compute[[F, B]]):
                 orders.append(Start(scheme, order_of(problem, _starts(other, len(placed.compute)))))
         except UsageError:  # such as one that needs another number of microbatches

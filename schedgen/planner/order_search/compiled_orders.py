@@ -17,6 +17,8 @@ from schedgen.planner.order_search.placed_problem import as_placement
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.simulator.simulate import Simulation, simulate
 
+MOST = 5e11  # costs below it can be in a file, and so can I + W
+
 
 def with_own_costs(question: Question) -> Question:
     """The question; if its costs are for whole and split backwards, only those of its scheme's kind are kept, and R."""
@@ -27,16 +29,23 @@ def with_own_costs(question: Question) -> Question:
     return question._replace(cost=durations(cost, 3 if question.scheme.split else 2) | redo)
 
 
-def mean_ratios(question: Question) -> dict[str, float]:
-    """Costs by stage as one number for each direction, by which greedy schemes order jobs."""
-    return cost_ratios({name: by_stage(amount, question.sizes.stages) for name, amount in question.cost.items()})
+def order_costs(question: Question) -> dict[str, float]:
+    """One number for each direction, by which greedy schemes order jobs, and which the file keeps.
+
+    These are the question's costs, where each is the same for all stages and a file can have it; else mean ratios to F.
+    """
+    costs = {name: by_stage(amount, question.sizes.stages) for name, amount in question.cost.items()}
+    same = {name: float(times[0]) for name, times in costs.items() if (times == times[0]).all()}
+    if len(same) < len(costs) or not all(1e-12 < time < MOST or name == REDO for name, time in same.items()):
+        return cost_ratios(costs)
+    return {name: int(time) if time.is_integer() else time for name, time in same.items()}
 
 
 def compile_own(question: Question) -> Program:
     """Compile a scheme in its own order; if only the costs split backwards, a whole one takes the sum of its halves."""
-    ratios = mean_ratios(question)
-    whole = not question.scheme.split and "B" not in ratios
-    cost = {"F": ratios["F"], "B": ratios["I"] + ratios["W"]} if whole else ratios
+    costs = order_costs(question)
+    whole = not question.scheme.split and "B" not in costs
+    cost = {"F": costs["F"], "B": costs["I"] + costs["W"]} if whole else costs
     return _with_limit(compile(question.scheme, question.sizes, Options(cost=cost, tied=question.tied)), question)
 
 
@@ -53,7 +62,7 @@ def compile_order(question: Question, n: Numbers, redone: Flags | None = None, w
         unsplit_backward=None if whole is None else lambda s, b: whole[s, b],
     )
     pairs = () if redone is None else [(s, b) for s, b in np.argwhere(redone).tolist()]
-    options = Options(cost=mean_ratios(question), recompute=pairs, tied=question.tied)
+    options = Options(cost=order_costs(question), recompute=pairs, tied=question.tied)
     return _with_limit(compile(scheme, question.sizes, options), question)
 
 

@@ -388,3 +388,17 @@ def test_the_command_says_value_and_bound(run, tmp_path):
     numbers = json.loads(done.out)
     assert (numbers["value"], numbers["bound"], numbers["optimal"]) == (48, 48, True)
     assert run("check", out).code == 0
+
+
+@pytest.mark.parametrize(
+    ("profile", "kept"),
+    [({"F": 3, "B": 6.00001}, {"F": 3, "B": 6.00001}), ({"F": [1, 5], "B": [4, 8]}, {"F": 1, "B": 2})],
+)
+def test_the_file_keeps_the_costs_unless_they_are_by_stage(profile, kept, run, tmp_path):
+    (tmp_path / "profile").write_text(json.dumps(profile))
+    words = ("search", "1f1b", "--stages", 2, "--microbatches", 2, "--budget", 1, "-o", "-")
+    found = run(*words, "--profile", tmp_path / "profile").out
+    assert json.loads(found)["order"]["cost"] == kept
+    if kept == profile:
+        given = ",".join(f"{name}={time}" for name, time in profile.items())
+        assert run(*words, "--cost", given).out == found
