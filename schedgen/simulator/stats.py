@@ -44,10 +44,10 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
         "latency": _plain(latency),
-        "throughput": header.compute.size / (latency * header.workers),
+        "throughput": len(program.rows_of(Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W)) / (latency * header.workers),
         "bubble": max(0.0, float(1 - run.busy.sum() / (latency * header.workers))),
         "bounds": {name: _plain(limit) for name, limit in limits.items()},
-        "gap": 0.0 if -1e-9 < gap < 0 else gap,  # rounding is no gap
+        "gap": 0.0 if abs(gap) < 1e-9 else gap,  # rounding is no gap
         "own_window_bubble": _plain(float(bubbles.max())),
         "peak_activations": int(memory.saved.max()),
         "mean_peak_activations": float(memory.saved.mean()),

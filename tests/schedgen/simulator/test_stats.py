@@ -88,6 +88,17 @@ def test_the_numbers_agree_with_one_another(scheme, measure):
     assert numbers["messages"] == sum(sum(worker["receives"].values()) for worker in numbers["workers"])
 
 
+def test_an_unsplit_backward_among_split_ones_is_one_job(measure):
+    numbers, file = measure("dualpipe-v", "--stages", 4, "--microbatches", 4, cost="F=1,I=1,W=1")
+    jobs = [i["op"] for part in file["programs"] for i in part if i["op"] in ("FWD", "BWD", "BWD_I", "BWD_W")]
+    assert "BWD" in jobs
+    assert numbers["throughput"] == pytest.approx(len(jobs) / (2 * numbers["latency"]))
+
+
+def test_rounding_is_no_gap(measure):
+    assert measure("1f1b", "--stages", 3, "--microbatches", 5, cost="F=1.1,B=2.3")[0]["gap"] == 0
+
+
 def test_cost_given_to_stats_replaces_the_one_in_the_file(run, golden, tmp_path):
     (tmp_path / "a.json").write_text(golden["gpipe"])
     result = run("stats", tmp_path / "a.json", "--json", "--cost", "F=10,B=20")
