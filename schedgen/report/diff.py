@@ -28,12 +28,17 @@ def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
     changed = not all(np.array_equal(old, new) for old, new in zip(a.rows.columns(), b.rows.columns(), strict=True))
     if not headers and not changed:
         return
-    yield from (f"{key}: {clip(str(old))} -> {clip(str(new))}" for key, old, new in headers)
-    numbers = [(key, old, new) for (key, old), new in zip(_numbers(a).items(), _numbers(b).values(), strict=True)]
-    yield from (f"{key}: {old} -> {new}" for key, old, new in numbers if old != new)
-    same = ", ".join(f"{key} {old}" for key, old, new in numbers if old == new != "0")
+    for key, old, new in headers:
+        yield f"{key}: {' -> '.join(_clipped(str(old), str(new)))}"
+    same = []
+    for (key, old), new in zip(_numbers(a).items(), _numbers(b).values(), strict=True):
+        texts = _formatted(key, old, new)
+        if old != new:
+            yield f"{key}: {texts[0]} -> {texts[1]}"
+        elif texts[0] != "0":
+            same.append(f"{key} {texts[0]}")
     if same:
-        yield f"unchanged: {same}"
+        yield f"unchanged: {', '.join(same)}"
     if changed:
         yield from _unified(a, b, a_name, b_name)
 
@@ -68,18 +73,33 @@ def _entries(header: Header) -> tuple[dict[str, object], dict[str, object]]:
     """The header's entries in a file except for the placement of jobs: those of the scheme, and the rest."""
     entries = header_entries(header)
     tensor = {f"tensor {key}": value for key, value in entries.pop("tensor", {}).items()}
-    return entries.pop("scheme"), {**entries.pop("order"), **tensor, **entries}
+    return entries.pop("scheme"), {**entries.pop("order"), **tensor, **entries.pop("lowering"), **entries}
 
 
-def _numbers(program: Program) -> dict[str, str]:
-    """The numbers of a schedule under its own costs, formatted."""
+def _clipped(old: str, new: str) -> tuple[str, str]:
+    """Two texts, clipped; from a little before the first difference on where they would look alike."""
+    if clip(old) == clip(new):
+        same = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), min(len(old), len(new)))
+        old, new = (f"...{text[max(same - 20, 0) :]}" for text in (old, new))
+    return clip(old), clip(new)
+
+
+def _formatted(key: str, old: float, new: float) -> tuple[str, str]:
+    """A number of both schedules, with all digits where fewer do not show that they differ."""
+    digits, all_digits = {"latency": (".6g", ".12g"), "bubble": (".2%", ".10%")}.get(key, ("", ""))
+    alike = old != new and format(old, digits) == format(new, digits)
+    return format(old, all_digits if alike else digits), format(new, all_digits if alike else digits)
+
+
+def _numbers(program: Program) -> dict[str, float]:
+    """The numbers of a schedule under its own costs; those that differ by rounding are equal."""
     numbers: dict[str, Any] = stats(program)
     peaks = [worker["peak_memory"] for worker in numbers["workers"]]
     return {
-        "latency": f"{numbers['latency']:.6g}",
-        "bubble": f"{numbers['bubble']:.2%}",
-        **{f"peak {kind}": str(max(peak[kind] for peak in peaks)) for kind in peaks[0]},
-        **{key: str(numbers[key]) for key in ("messages", "collectives", "instructions")},
+        "latency": float(f"{numbers['latency']:.12g}"),
+        "bubble": round(numbers["bubble"], 12),
+        **{f"peak {kind}": max(peak[kind] for peak in peaks) for kind in peaks[0]},
+        **{key: numbers[key] for key in ("messages", "collectives", "instructions")},
     }
 
 
