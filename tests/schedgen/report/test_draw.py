@@ -221,6 +221,22 @@ def test_the_legend_explains_what_is_there(run, schedules, monkeypatch):
     assert "Number: microbatch; dots: idle; dashes: the job goes on." in legend
     legend = " ".join(run("draw", schedules / "zb-h1.json", "--cost", "F=1,I=1,W=1").out.split("\n\n")[1].split())
     assert "dots" in legend and "dashes" not in legend
+    assert "Too short" not in legend
+
+
+@pytest.mark.parametrize(
+    ("scheme", "cost", "columns", "note"),
+    [
+        ("1f1b", "F=1,B=100", 80, "F forward; B backward. Too short to be shown: 34 F (forward)."),
+        ("1f1b", "F=1,B=100", 53, "B backward. Too short to be shown: 36 F (forward)."),
+        ("zb-h1", "F=1,I=7,W=0.1", 80, "Too short to be shown: 36 W (backward, weights)."),
+    ],
+)
+def test_jobs_that_are_not_shown_are_counted(scheme, cost, columns, note, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    words = ("--stages", 3, "--microbatches", 12, "--cost", cost, "-o", tmp_path / "a.json")
+    assert run("compile", scheme, *words).code == 0
+    assert note in " ".join(run("draw", tmp_path / "a.json").out.split())
 
 
 def test_a_column_of_many_jobs_shows_the_kind_that_takes_most_of_it(run, tmp_path, monkeypatch):
