@@ -142,15 +142,16 @@ def test_a_change_of_the_header_alone_is_a_difference(file, run):
 
 
 def test_what_looks_alike_when_it_is_shortened_is_shown_where_it_differs(file, run):
+    redone = "0,1.1,1.2,1.3,1.4,1.5,1.6,1.7,2.1,2.2,2"
     options = (
         ("depth-first --workers 4 --memory-limit 8", "depth-first --workers 4 --memory-limit 9"),
         ("gpipe --cost F=250000,B=500000", "gpipe --cost F=250000.1,B=500000"),
-        ("gpipe --recompute 0,1.1,1.3,1.5,1.6", "gpipe --recompute 0,1.1,1.3,1.5,1.7"),
+        (f"gpipe --recompute {redone}.6", f"gpipe --recompute {redone}.7"),
     )
     lines = [run("diff", *(file(*words.split()) for words in pair)).out.splitlines() for pair in options]
     assert "memory_limit: 8 -> 9" in lines[0]
     assert "latency: 8250000 -> 8250001.1" in lines[1] and "bubble 27.27%" in lines[1][-1]
-    assert lines[2][0] == "recompute: ...3], [1, 5], [1, 6]] -> ...3], [1, 5], [1, 7]]"
+    assert lines[2][0] == "recompute: ...[2, 1], [2, 2], [2, 6]] -> ...[2, 1], [2, 2], [2, 7]]"
 
 
 def test_the_directions_that_name_owners_are_a_difference(file, tmp_path, run):
