@@ -294,8 +294,11 @@ class SearchOptions(Form, CostOptions):
     stages: int | None = option("--stages S", "stages of the scheme; needed unless a graph says it", types.count)
     microbatches: int = option("--microbatches B", "microbatches of a step", types.count, required=True)
     workers: int | None = option("--workers W", "ranks, needed for free; default: what the scheme needs", types.count)
-    chunks: int | None = option("--chunks V", "stages a worker (looped schemes)", types.count)
+    chunks: int | None = option("--chunks V", "stages a worker (looped schemes, hanayo)", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp)", types.count)
+    cost: Mapping[str, float] | None = option(
+        "--cost F=1,B=2", "durations; default: F=1,B=2 or, if the scheme splits backwards, F=1,I=1,W=1", costs
+    )
     graph: str | None = option(
         "--graph FILE", "a model's graph, written by mpirun graph: stages, edges, ties and layers; - is standard input",
         file=READ,

@@ -128,6 +128,9 @@ def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
 def run_simulate(options: SimulateOptions) -> int:
     """Print the numbers of a simulation, and write its trace."""
     execution = _execute(options, options.file)
+    given = "profile" if options.profile else "cost" if options.cost else None
+    if options.measured and given and not options.trace:
+        note(f"the durations are those of --{given}: --measured is for --trace alone")
     if options.trace:
         slices = trace_events(execution.program, [execution.timeline], SIMULATED)
         slices += trace_events(execution.program, execution.measured, MEASURED) if execution.measured else []
@@ -173,7 +176,9 @@ def run_draw(options: DrawOptions) -> int:
     scenes = _scenes(options, [name for name in (options.file, options.other) if name])
     by = options.by or default_colouring(scenes)
     if options.output is None or form is None:
-        terminal.show(scenes, by)
+        coloured_bars = terminal.show(scenes, by)
+        if options.by and not coloured_bars:
+            note("the text has no colours, so --by changes nothing")
     elif form == ".html":
         with open_output(options.output) as out:
             out.write(page(scenes, by, options.transfers))

@@ -12,6 +12,7 @@ import itertools
 
 import numpy as np
 
+from schedgen.compiler.options import Options
 from schedgen.ir.instructions import COMPUTE, Flags, Kind, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
@@ -54,6 +55,7 @@ def lost_in_csv(program: Program) -> list[str]:
         "the stage graph": header.graph.edges != chain(header.stages),
         "ties": bool(header.tied),
         "weights away from their jobs": bool(header.part_owners) or not np.array_equal(weights, header.compute),
+        "its prefetch": header.lowering["prefetch"] != Options().prefetch,
         "forwards that are redone": bool((program.rows.op == Op.RECOMPUTE).any()),
         "sends that wait for the worker's next job": _delayed_sends(program)[1],
     }

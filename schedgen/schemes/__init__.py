@@ -74,7 +74,7 @@ n: oldest stage first, greedy"""),
     "zb-h1": BuiltIn(zb_h1),
     "zb-h2": BuiltIn(zb_h1, {"h": 2}, """\
 ZB-H2: as ZB-H1, but more forwards warm up, at twice 1F1B's memory.
-Where F = I = W, no bubble between a worker's first and last job.
+Where F = I = W and B >= 2W - 1, no bubble between a worker's first and last job.
 w(s, b, d) = (s mod W, s mod W)   [Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.3; W = S]
 n(F) = b, n(I) = b + W-1-s + min(W-1-s, x), n(W) = b + W-1 + x, x = min(W-1, max(0, B-W)), ties F < I < W, strict"""),
     "interleaved-zb": BuiltIn(interleaved_zb),

@@ -1,5 +1,5 @@
 """ZB-V: two stages a worker, down and up again, split backward, at 1F1B's memory.
-Where F = I = W, no bubble between a worker's first and last job.
+Where F = I = W and B >= 2W, no bubble between a worker's first and last job.
 w(s, b, d) = (h(s), h(s)), h(s) = min(s, 2W - 1 - s)   [Qi et al. 2023, "Zero bubble", section 6; S = 2W]
 n: a list for each worker, strict; at most 3W/2 microbatches: V-Half's building block, squeezed at the same memory
 """

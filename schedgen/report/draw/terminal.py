@@ -70,8 +70,11 @@ def draw(scenes: Sequence[Scene], width: int, by: str, colour: bool) -> list[lis
     return lines
 
 
-def show(scenes: Sequence[Scene], by: str) -> None:
-    """Print the scenes to standard output, in colour if that is a terminal with colours and NO_COLOR is not set."""
+def show(scenes: Sequence[Scene], by: str) -> bool:
+    """Print the scenes to standard output, in colour if that is a terminal with colours and NO_COLOR is not set.
+
+    Returns whether they are in colour.
+    """
     width = shutil.get_terminal_size((80, 24)).columns
     plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in (None, "dumb")
     if not plain:
@@ -84,7 +87,7 @@ def show(scenes: Sequence[Scene], by: str) -> None:
     if plain:
         for line in lines:
             print("".join(cell.text for cell in line).rstrip())
-        return
+        return False
     console = Console(width=width, highlight=False)
     for line in lines:
         text = Text(no_wrap=True, overflow="ignore")
@@ -92,6 +95,7 @@ def show(scenes: Sequence[Scene], by: str) -> None:
             style = " ".join(part for part in (cell.ink, cell.paper and f"on {cell.paper}") if part)
             text.append(cell.text, style)
         console.print(text, crop=False)
+    return True
 
 
 def _heading(scene: Scene) -> list[str]:

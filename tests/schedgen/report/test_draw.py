@@ -166,7 +166,8 @@ def schedules(golden, tmp_path):
 def test_a_file_or_a_pipe_gets_plain_text(run, schedules, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     result = run("draw", schedules / "1f1b.json")
-    assert result.code == 0 and PICTURE in result.out and "\x1b" not in result.out
+    assert result.code == 0 and PICTURE in result.out and "\x1b" not in result.out and not result.err
+    assert "so --by changes nothing" in run("draw", schedules / "1f1b.json", "--by", "stage").err
     assert "busy 72.7%, warm-up 4.5%, dependency 13.6%, cool-down 9.1%" in " ".join(result.out.split())
 
 

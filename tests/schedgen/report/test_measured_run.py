@@ -168,8 +168,11 @@ def test_a_plan_takes_the_jobs_that_were_measured(pair, run, tmp_path):
 def test_given_costs_go_before_those_that_were_measured(pair, run, tmp_path):
     schedule, events = pair
     reality = written(events, tmp_path)
-    plan = json.loads(run("simulate", schedule, "--cost", "F=1,B=2", "--measured", reality, "--json").out)
-    assert plan["latency"] == 6
+    command = ("simulate", schedule, "--cost", "F=1,B=2", "--measured", reality, "--json")
+    plan = run(*command)
+    assert json.loads(plan.out)["latency"] == 6
+    assert plan.err == "schedgen: note: the durations are those of --cost: --measured is for --trace alone\n"
+    assert run(*command, "--trace", tmp_path / "both.json").err == ""
 
 
 def test_most_jobs_may_take_no_time_where_others_give_the_costs(pair, run, refused, tmp_path):

@@ -18,7 +18,9 @@ def actions(golden, run, tmp_path):
     def actions(scheme):
         (tmp_path / "golden.json").write_text(golden[scheme])
         path = tmp_path / "golden.csv"
-        assert run("export", tmp_path / "golden.json", "--to", "csv", "-o", path) == (0, "", "")
+        # The golden 1F1B has --prefetch 0.
+        lost = "schedgen: note: torch's CSV has jobs alone: it loses its prefetch\n" if scheme == "1f1b" else ""
+        assert run("export", tmp_path / "golden.json", "--to", "csv", "-o", path) == (0, "", lost)
         return path
 
     return actions
@@ -212,6 +214,7 @@ def test_what_no_action_says_is_named(run, graph_file, refused, tmp_path):
         (("fsdp", "--stages", 4), "weights away from their jobs"),
         (("fsdp", "--stages", 4, "--shards", 2), "weights away from their jobs"),
         (("1f1b", "--stages", 4, "--recompute", "0.1"), "forwards that are redone"),
+        (("1f1b", "--stages", 4, "--prefetch", 2), "its prefetch"),
     ):
         assert run("compile", *options, *sizes).code == 0
         code, out, err = run("export", tmp_path / "s.json", "--to", "csv", "-o", "-")

@@ -95,6 +95,17 @@ def test_an_unsplit_backward_among_split_ones_is_one_job(measure):
     assert numbers["throughput"] == pytest.approx(len(jobs) / (2 * numbers["latency"]))
 
 
+@pytest.mark.parametrize(("scheme", "stages", "least"), [("zb-h2", 4, 7), ("zb-v", 8, 8), ("zb-v", 4, 4)])
+def test_zero_bubble_schemes_have_none_from_as_many_microbatches_as_their_text_says(
+    scheme, stages, least, measure, run
+):
+    text = run("schemes").out.split(f"\n{scheme} ")[1].split("\n\n")[0]
+    assert f"and B >= {'2W - 1' if scheme == 'zb-h2' else '2W'}, no bubble" in text
+    for more in range(4):
+        sizes = ("--stages", stages, "--microbatches", least + more)
+        assert measure(scheme, *sizes, cost="F=1,I=1,W=1")[0]["own_window_bubble"] == 0
+
+
 def test_rounding_is_no_gap(measure):
     assert measure("1f1b", "--stages", 3, "--microbatches", 5, cost="F=1.1,B=2.3")[0]["gap"] == 0
 
