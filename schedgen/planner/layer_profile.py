@@ -7,7 +7,8 @@ PipeDream's profiler writes one line for each layer and, after these, one line f
 
 Times are milliseconds and sizes are bytes, rounded up to whole numbers. An activation_size may be a list in brackets,
 which stands for its sum. As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that no layer
-reads, because it is a part of its layer's output.
+reads, because it is a part of its layer's output. Edges join all layers that cost anything: a file of unconnected
+ones has lost its edges, and is refused.
 
 In the JSON each stage is a layer, so a model is profiled with as many stages as it may be cut into. They are a chain,
 unless a graph file of the same stages says which stages read others besides the one before, and which are tied.
@@ -169,6 +170,10 @@ def _parse_pipedream(text: str, name: str) -> Layers:
         is_input = description.startswith("Input") and layer not in consumers
         is_unread_part = description.startswith("__getitem__") and layer not in producers
         table[k] = 0.0 if is_input or is_unread_part else numbers
+    apart = _unconnected([order[k] for k in np.flatnonzero(table.any(axis=1))], edges)
+    if apart is not None:
+        first, other = map(clip, apart)
+        raise RefusedFile(f"{name}: its layers are not connected: no edges lead, either way, from {first} to {other}")
     forward, backward, activation, weight = table.T.copy()
     return Layers(
         tuple(order),
@@ -205,6 +210,20 @@ def _parse_edge(line: str, nodes: Collection[str]) -> tuple[str, str]:
         if layer not in nodes:
             raise ValueError(f"no layer above is called '{clip(layer)}'")
     return match[1], match[2]
+
+
+def _unconnected(layers: list[str], edges: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
+    """The first layer and the first after it that no edges, whichever way they point, join to it; None if all are."""
+    joined: dict[str, list[str]] = {}
+    for edge in edges:
+        for layer, other in (edge, edge[::-1]):
+            joined.setdefault(layer, []).append(other)
+    found, left = set(layers[:1]), layers[:1]
+    while left:
+        new = set(joined.get(left.pop(), ())) - found
+        found |= new
+        left.extend(new)
+    return next(((layers[0], layer) for layer in layers if layer not in found), None)
 
 
 def _natural_key(name: str) -> tuple[tuple[int, int, str], ...]:

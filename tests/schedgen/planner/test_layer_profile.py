@@ -64,6 +64,10 @@ def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
     assert downsets.crossing.tolist() == [0, 3, 5, 0]
 
 
+def test_an_input_that_nobody_reads_may_be_unconnected(read):
+    assert read(layer("a"), layer("b"), layer("c", 1, 0, 1, 0, "Input0"), "\ta -- b").seconds.tolist()[2] == 0
+
+
 def test_a_byte_order_mark_is_passed_over(read):
     pipedream = (layer("a"), layer("b"), "\ta -- b")
     for first, *lines in (pipedream, ('{"F": [0.001, 0.001],', '"B": 0.002, "activation": 3}')):
@@ -115,6 +119,8 @@ def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
         ([layer("a"), "\ta -- a"], None, "cycle"),
         ([layer("a"), layer("b"), "\ta -- b", "\tb -- a"], None, "cycle"),
         ([layer("a", 0, 0)], None, "takes any time"),
+        ([*map(layer, "abcd")], None, "not connected: no edges lead, either way, from a to b"),
+        ([*map(layer, "abcd"), "\ta -- c", "\tb -- c"], None, "not connected: no edges lead, either way, from a to d"),
         ([layer(f"n{at}") for at in range(MOST_LAYERS + 1)], MOST_LAYERS + 1, f"more than {MOST_LAYERS} layers"),
         (["\x1b[31m" + layer("a")[:9]], 1, "not a layer"),
         (["{"], 1, "not JSON"),
