@@ -1,7 +1,8 @@
 """`search_with_recompute`: an order, and the forwards that are redone so that it keeps to the memory limit.
 
 keep    the best order that redoes nothing, by `search_whole_or_split`
-loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`choose_recomputed`)
+loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`choose_recomputed`);
+        if none can fit, each again with every W directly behind its I
 redo    the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
         forwards for which there is room are kept after all
 
@@ -89,13 +90,18 @@ class _Tries:
     def orders(self, budget: int) -> Iterator[Numbers]:
         """Numbers of every job, (D, S, B), that grow along each worker: one array for each order to try."""
         share = max(1, budget // (2 * len(LOOSER)))
+        loosened: list[Numbers] = []
         for part in LOOSER:
             try:
                 found = search_order(self.plain._replace(limits=self._loosened(part), tied=()), share, only_halves=True)
             except NoOrder:
                 continue
             self.work += found.work
-            yield numbers_of(found.program)
+            loosened.append(numbers_of(found.program))
+            yield loosened[-1]
+        if not self.most and self.placed.scheme.split:  # what is held from I to a late W cannot be redone
+            for n in loosened:
+                yield np.stack([2 * n[F], 2 * n[B], 2 * n[B] + 1])
         stages = np.mean(self.most, axis=(0, 2)) if self.most else np.zeros(self.stages)
         sets = {tuple(np.flatnonzero(stages >= least).tolist()) for least in (0.3, 0.6, 0.0)}
         for named in sorted(sets):

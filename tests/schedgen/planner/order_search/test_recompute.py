@@ -105,6 +105,15 @@ def test_what_fits_only_with_recomputation_is_found():
     assert (best.program.rows.op == Op.RECOMPUTE).sum() >= 16
 
 
+def test_orders_whose_late_halves_no_redone_forward_makes_fit_have_each_w_behind_its_i():
+    """The best order of this tiny problem redoes forwards of stage 0 alone; with both stages redone it is 40."""
+    sizes, cost = Sizes(2, 3, 2), {"F": [2, 2], "I": [6, 4], "W": [2, 4]}
+    best = search_with_recompute(Question(load("1f1b", sizes), sizes, cost, limits=Limits(saved=1)), 1)
+    rows = best.program.rows
+    assert best.value == 36 and set(rows.stage[rows.op == Op.RECOMPUTE].tolist()) == {0}
+    assert check(best.program).saved.max() == 1 and best.work < 2
+
+
 def test_a_limit_that_nothing_keeps_to_is_one_sentence():
     sizes = Sizes(4, 8, 4)
     with pytest.raises(UsageError, match="found no order within the memory limit, even with forwards redone"):
