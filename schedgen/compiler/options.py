@@ -11,7 +11,7 @@ from schedgen.ir.limits import check_jobs
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.scheme import Scheme, Sizes, check_whole, no_order
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, number_of
 
 LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "substages": 1, "tensor": 1, "memory_limit": 1}
 Redone = int | tuple[int, int]  # a stage, on all microbatches, or a stage and a microbatch
@@ -42,7 +42,7 @@ def part_counts(sizes: Sizes, options: Options) -> list[int]:
     """By stage of the model, into how many parts its weights are divided; UsageError if `sizes.shards` does not fit."""
     stages, counts = sizes.stages * options.substages, list(sizes.shards or (1,))
     if len(counts) not in (1, stages):
-        raise UsageError(f"--shards has {len(counts)} numbers, but there are {stages} stages")
+        raise UsageError(f"--shards has {number_of(len(counts), 'number')}, but there are {stages} stages")
     return counts * stages if len(counts) == 1 else counts
 
 

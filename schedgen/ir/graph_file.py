@@ -11,7 +11,7 @@ from typing import Any
 
 from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
-from schedgen.util.errors import RefusedFile, UsageError, clip
+from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
 from schedgen.util.parse_json import read_json
 
 
@@ -57,7 +57,7 @@ def read_graph(text: str, name: str) -> ModelGraph:
     if not isinstance(layers, list) or not all(type(count) is int and 1 <= count < MOST_LAYERS for count in layers):
         raise UsageError(f"{name}: layers should be a list of whole numbers of at least 1")
     if len(layers) not in (0, stages):
-        raise UsageError(f"{name}: layers has {len(layers)} numbers, but there are {stages} stages")
+        raise UsageError(f"{name}: layers has {number_of(len(layers), 'number')}, but there are {stages} stages")
     try:
         edges = check_edges(edges, stages) if "edges" in values else None
         per_consumer = check_per_consumer(per_consumer, edges or ())

@@ -26,7 +26,7 @@ import numpy as np
 from schedgen.ir.instructions import Flags, Ints
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Floats
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, number_of
 from schedgen.util.jit import kernel
 from schedgen.util.progress import over
 
@@ -103,7 +103,8 @@ def hierarchy(
             raise UsageError("the profile does not say how fast links are (its beta is 0): give --bandwidth")
         bandwidths = [1 / beta] * len(components)
     if len(bandwidths) != len(components):
-        raise UsageError(f"--bandwidth needs {len(components)} numbers, one for each level, not {len(bandwidths)}")
+        numbers = number_of(len(components), "number")
+        raise UsageError(f"--bandwidth needs {numbers}, one for each level, not {len(bandwidths)}")
     return Hierarchy(Level(*pair) for pair in zip(components, bandwidths, strict=True))
 
 

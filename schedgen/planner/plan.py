@@ -30,7 +30,7 @@ from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.simulate import simulate
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, number_of
 from schedgen.util.jit import compiled_always
 from schedgen.util.progress import over
 
@@ -121,7 +121,8 @@ def plan(
     if not front:
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
-        raise UsageError(f"{what} fits {levels.workers} workers{limit} with {microbatches} microbatches")
+        workers, batches = number_of(levels.workers, "worker"), number_of(microbatches, "microbatch")
+        raise UsageError(f"{what} fits {workers}{limit} with {batches}")
     front = sorted(front, key=lambda entry: entry.schedule.step_time)
     first = front[0]
     program = first.program or _compiled(first.candidate, first.costs, first.ordered_by)

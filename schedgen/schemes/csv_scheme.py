@@ -20,7 +20,7 @@ import numpy as np
 
 from schedgen.ir.instructions import DIRECTIONS, B, F, Flags, Numbers, W
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.util.errors import RefusedFile, clip
+from schedgen.util.errors import RefusedFile, clip, number_of
 
 _LOWERED = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})|(\d{1,9})(?:" + "|".join(_LOWERED) + r")(\d{0,9})")
@@ -117,5 +117,5 @@ def _check_complete(key: Numbers, S: int, batches: int, directions: int, name: s
     number = int(key[twice[0]]) if len(twice) else int(np.argmax(np.append(key, -1) != np.arange(len(key) + 1)))
     node, b = divmod(number, batches)
     job = f"{DIRECTIONS[directions][node // S]} of stage {node % S} and microbatch {b}"
-    sizes = f"{S} stages and {batches} microbatches"
+    sizes = f"{number_of(S, 'stage')} and {number_of(batches, 'microbatch')}"
     raise RefusedFile(f"{name}: {job} is listed twice" if len(twice) else f"{name}: {sizes}, but no {job}")

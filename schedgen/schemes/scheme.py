@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, number_of
 
 Function = Callable[..., Any]
 
@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
         workers = count if self.workers is None else self.workers
         if workers > count:
             one = what.removesuffix("s" if what == "stages" else "es")
-            sentence = f"{name} gives every worker at least one {one}: {workers} workers do not fit {count} {what}"
-            raise UsageError(sentence)
+            few = number_of(count, one)
+            raise UsageError(f"{name} gives every worker at least one {one}: {workers} workers do not fit {few}")
         return workers
 
     def check(self) -> None:

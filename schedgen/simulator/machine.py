@@ -16,7 +16,7 @@ from schedgen.ir.cost import DIRECTION, MOST_AMOUNT, REDO, Amount, by_stage, is_
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
-from schedgen.util.errors import RefusedFile, clip
+from schedgen.util.errors import RefusedFile, clip, number_of
 from schedgen.util.parse_json import read_json
 
 
@@ -82,7 +82,7 @@ def read_profile(
         raise RefusedFile(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
     if header is not None:
         values = _profile_of_shards(values, header)
-    of_stages = f"{counted} {stages} stages"
+    of_stages = f"{counted} {number_of(stages, 'stage')}"
     if len(lone := given & {"I", "W"}) == 1:
         raise RefusedFile(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
     for key, value in values.items():
@@ -96,7 +96,7 @@ def read_profile(
             continue
         if key == "apart":
             named = clip(", ".join(f"{producer}-{consumer}" for producer, consumer in edges[:30]))
-            _check(value, f"{name}: apart", len(edges), f"{counted} {len(edges)} edges: {named}")
+            _check(value, f"{name}: apart", len(edges), f"{counted} {number_of(len(edges), 'edge')}: {named}")
             continue
         if key == "tied":
             count = ties or len(value if isinstance(value, list) else ())
@@ -168,5 +168,5 @@ def _check(value: Any, what: str, count: int, counted: str, single: bool = False
         number = f"a number of at least 0 and below {MOST_AMOUNT:g}"
         raise RefusedFile(f"{what} should be {number}{'' if single else ', or a list of them'}")
     if amounts is value and len(amounts) != count:
-        raise RefusedFile(f"{what} has {len(amounts)} numbers, but {counted}")
+        raise RefusedFile(f"{what} has {number_of(len(amounts), 'number')}, but {counted}")
     return amounts

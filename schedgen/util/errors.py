@@ -38,6 +38,11 @@ def note(sentence: object) -> None:
     print(f"schedgen: note: {sentence}", file=sys.stderr)
 
 
+def number_of(count: int, one: str) -> str:
+    """A count with its word for one of them, as in "1 stage" or "2 microbatches"."""
+    return f"{count} {one}{'' if count == 1 else 'es' if one.endswith('ch') else 's'}"
+
+
 def clip(text: str) -> str:
     """Text from a file or a user for a message: without blanks around it, printable, at most 80 characters."""
     text = text.strip()

@@ -17,6 +17,7 @@ from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.time_breakdown import COOL_DOWN, TimeBreakdown, time_breakdown
 from schedgen.simulator.timeline import Timeline
+from schedgen.util.errors import number_of
 
 _LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W", Op.RECOMPUTE: "R", Op.STEP: "S"}
 _INDEX = {look.letter: k for k, look in enumerate(LOOKS)}
@@ -131,8 +132,8 @@ def size_text(scene: Scene) -> str:
     header = scene.program.header
     degree = header.stages // header.model_stages
     shards = f" ({header.model_stages} in {degree} shards each)" if degree > 1 else ""
-    counts = (header.workers, "worker", "s"), (header.stages, "stage", "s"), (header.microbatches, "microbatch", "es")
-    workers, stages, microbatches = (f"{n} {word}{ending if n != 1 else ''}" for n, word, ending in counts)
+    counts = (header.workers, "worker"), (header.stages, "stage"), (header.microbatches, "microbatch")
+    workers, stages, microbatches = (number_of(count, one) for count, one in counts)
     return f"{workers}, {stages}{shards}, {microbatches}"
 
 

@@ -165,7 +165,7 @@ def test_empty_rows_at_the_end_are_noted(run, tmp_path):
         ("0F0,0B0\n0F0,0B0\n", "F of stage 0 and microbatch 0 is listed twice"),
         ("0F0,0I0\n", "no W of stage 0 and microbatch 0"),
         ("0F0,0B0,0W0,0I0\n", "is listed twice"),
-        ("0F0,0B0,2F0,2B0\n", "3 stages and 1 microbatches, but no F of stage 1 and microbatch 0"),
+        ("0F0,0B0,2F0,2B0\n", "3 stages and 1 microbatch, but no F of stage 1 and microbatch 0"),
         ("999999999F999999999,0B0\n", "but no F of stage 0 and microbatch 0"),
         ("0F0,0B0,\0\n", "is not an action"),
     ],
