@@ -153,8 +153,7 @@ def _read_profile(name: str, program: Program) -> tuple[dict[str, Amount], Machi
     """Durations of jobs by direction, and the machine, as given by a profile."""
     header = program.header
     shown = display_name(name)
-    ties = 0 if header.tensor_parallel else len(header.tied)  # shards share parts of a tie's parameters
-    cost, machine = read_profile(read_text(name), shown, header.stages, header.graph.edges, header, ties=ties)
+    cost, machine = read_profile(read_text(name), shown, header.stages, header.graph.edges, header)
     durations(cost, len(header.directions), shown)  # UsageError if they do not fit the schedule
     return cost, machine
 

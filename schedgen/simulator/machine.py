@@ -70,7 +70,7 @@ def read_profile(
 
     Times and bytes are numbers, or lists by stage (apart: by edge, tied: by tie); workspace and overhead may be objects
     that have these for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the
-    model. `edges` ascend. tied is left out where `ties` is 0.
+    model. `edges` ascend. `ties`: how many there are, if there is no `header`; tied is left out if there are none.
     Bytes are rounded up to whole numbers.
     Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
     the number of stages or edges.
@@ -82,6 +82,7 @@ def read_profile(
         raise RefusedFile(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
     if header is not None:
         values = _profile_of_shards(values, header)
+        ties = 0 if header.tensor_parallel else len(header.tied)  # shards share parts of a tie's parameters
     of_stages = f"{counted} {number_of(stages, 'stage')}"
     if len(lone := given & {"I", "W"}) == 1:
         raise RefusedFile(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
