@@ -5,8 +5,9 @@ from __future__ import annotations
 from mpi4py import MPI
 
 from mpirun.cli.options import GraphOptions
-from mpirun.comm.fail_together import check_writable, on_rank_0, print_notes, write_output
+from mpirun.comm.fail_together import on_rank_0, print_notes, write_output
 from mpirun.model.load_model import load_model
+from schedgen.util.files import check_writable
 
 
 class Graph:

@@ -23,7 +23,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from mpirun.cli.options import ProfileOptions
-from mpirun.comm.fail_together import Stop, check_writable, from_rank_0, note, on_rank_0, together, write_output
+from mpirun.comm.fail_together import Stop, from_rank_0, note, on_rank_0, together, write_output
 from mpirun.comm.link_speed import measure_link_speed
 from mpirun.engine.act import Act
 from mpirun.engine.allreduces import parameters_of_tie
@@ -43,6 +43,7 @@ from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
+from schedgen.util.files import check_writable
 
 MICROBATCHES = 8  # of a step
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}

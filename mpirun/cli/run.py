@@ -11,13 +11,14 @@ from mpi4py import MPI
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
-from mpirun.comm.fail_together import all_said, check_writable, note, on_rank_0, say
+from mpirun.comm.fail_together import all_said, note, on_rank_0, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_any
 from mpirun.engine.memory_tracker import track_memory
 from mpirun.engine.read_schedule import read_schedule
 from mpirun.engine.setup import set_up_command
 from mpirun.training.session import Session
+from schedgen.util.files import check_writable
 
 
 class Run:

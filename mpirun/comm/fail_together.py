@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import sys
 import sysconfig
 import traceback
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from mpirun.comm.waiting import sleep_until, sleeping_any
 from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
-from schedgen.util.files import is_standard_output, open_output
+from schedgen.util.files import open_output
 
 T = TypeVar("T")
 _OURS = str(Path(__file__).parents[1])
@@ -177,27 +176,6 @@ def all_said() -> bool:
 def _write_nowhere(stream: TextIO) -> None:
     """Redirect a standard stream to /dev/null: else Python tries at exit to write what could not be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def check_writable(option: str, path: str | None) -> None:
-    """UsageError if a file cannot be written there; "-" is standard output, None no file."""
-    if path is None or is_standard_output(path):
-        return
-    written, wrong = [Path(os.path.realpath(path)).parent], None  # a file is written beside the old one, and renamed
-    try:
-        mode = Path(path).stat().st_mode
-        if stat.S_ISDIR(mode):
-            wrong = "Is a directory"
-        elif not stat.S_ISREG(mode):  # a device or a pipe
-            written = [Path(path)]
-        else:
-            written.append(Path(path))
-    except FileNotFoundError:
-        wrong = None if written[0].is_dir() else "No such file or directory"
-    except OSError as error:
-        wrong = error.strerror
-    if wrong or not all(os.access(place, os.W_OK) for place in written):
-        raise UsageError(f"{option} {path}: {wrong or 'Permission denied'}")
 
 
 def write_output(option: str, path: str, data: bytes) -> None:

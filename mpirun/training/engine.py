@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.export import check_new, whole_state
 from mpirun.checkpoint.export import export as write_export
-from mpirun.comm.fail_together import Stop, any_before, check_writable, note, on_rank_0, print_notes, refuse, together
+from mpirun.comm.fail_together import Stop, any_before, note, on_rank_0, print_notes, refuse, together
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_any
 from mpirun.data.loader import Batch, Loader
@@ -62,6 +62,7 @@ from mpirun.training.session import Result, Session, is_compared
 from mpirun.training.shapes import Shapes, check_buckets, check_loss_weight, check_padding
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
 from schedgen.ir.program import Program
+from schedgen.util.files import check_writable
 from schedgen.util.option_fields import refuse_overwriting
 
 P = ParamSpec("P")

@@ -42,7 +42,7 @@ from schedgen.schemes.scheme import Scheme, Sizes, no_order
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import read_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
-from schedgen.util.files import display_name, is_standard_output, open_output, read_text
+from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
 
 def run_compile(options: CompileOptions) -> int:
@@ -132,13 +132,13 @@ def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
     return scheme
 
 
-def _write_checked(program: Program, output: str, cost: Mapping[str, float] | None = None) -> None:
-    """Write a compiled program, unless the checker refuses it; a note if the file cannot keep all of --cost."""
+def _write_checked(program: Program, output: str, cost: Mapping[str, Amount] | None = None) -> None:
+    """Write a compiled program, unless the checker refuses it; a note if the file cannot keep all of `cost`."""
     check(program, "internal error, the compiled schedule")
     with open_output(output) as out:
         write(program, out)
     if cost and has_both(cost) and program.mixes_backwards:
-        note("the file keeps the costs of I and W, not that of B: commands without this --cost take I + W for B")
+        note("the file keeps the costs of I and W, not that of B: commands that are not given these costs take I + W")
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -174,6 +174,7 @@ def run_plan(options: PlanOptions) -> int:
         raise UsageError("plan --partition-only searches nothing: leave --search out")
     if options.schemes and options.partition_only:
         raise UsageError("plan --partition-only compiles PipeDream's scheme alone: leave --schemes out")
+    check_writable("-o", options.output)
     layers = read_layers(options.profile, _graph(options.graph))
     levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
     numbers, lines = _partition(options, layers, levels)
@@ -210,6 +211,7 @@ def _partition(options: PlanOptions, layers: Layers, levels: Hierarchy) -> tuple
 
 def run_search(options: SearchOptions) -> int:
     """Print the best order's value and the bound; write its schedule."""
+    check_writable("-o", options.output)
     graph = _graph(options.graph)
     _check_search(options, graph)
     stages = graph.stages if graph else options.stages or 0
@@ -240,7 +242,7 @@ def run_search(options: SearchOptions) -> int:
         _say_if_untried(question)
     check_compiled(best.program)
     if options.output:
-        _write_checked(best.program, options.output, options.cost)
+        _write_checked(best.program, options.output, cost)
     if not is_standard_output(options.output):
         print(plan_output.search_table(best, options.objective, seconds, options.json))
     if not (best.optimal or is_installed()):

@@ -80,7 +80,8 @@ def _clipped(old: str, new: str) -> tuple[str, str]:
     """Two texts, clipped; from a little before the first difference on where they would look alike."""
     if clip(old) == clip(new):
         same = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), min(len(old), len(new)))
-        old, new = (f"...{text[max(same - 20, 0) :]}" for text in (old, new))
+        if same > 20:
+            old, new = (f"...{text[same - 20 :]}" for text in (old, new))
     return clip(old), clip(new)
 
 

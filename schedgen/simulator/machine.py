@@ -101,7 +101,7 @@ def read_profile(
             continue
         if key == "tied":
             count = ties or len(value if isinstance(value, list) else ())
-            _check(value, f"{name}: tied", count, f"{counted} {count} ties")
+            _check(value, f"{name}: tied", count, f"there {'is 1 tie' if count == 1 else f'are {count} ties'}")
             continue
         amounts = _check(value, f"{name}: {key}", stages, of_stages, single=key in ("alpha", "beta"))
         if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):

@@ -9,13 +9,14 @@ import contextlib
 import errno
 import io
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from schedgen.util.errors import RefusedFile
+from schedgen.util.errors import RefusedFile, UsageError
 
 BLOCK = 2**22  # bytes read at a time
 READ_LIMIT = 2**28  # bytes of a file that is read at once
@@ -103,6 +104,27 @@ def open_output(name: str) -> Iterator[BinaryIO]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_writable(option: str, path: str | None) -> None:
+    """UsageError if a file cannot be written there; "-" is standard output, None no file."""
+    if path is None or is_standard_output(path):
+        return
+    written, wrong = [Path(os.path.realpath(path)).parent], None  # a file is written beside the old one, and renamed
+    try:
+        mode = Path(path).stat().st_mode
+        if stat.S_ISDIR(mode):
+            wrong = "Is a directory"
+        elif not stat.S_ISREG(mode):  # a device or a pipe
+            written = [Path(path)]
+        else:
+            written.append(Path(path))
+    except FileNotFoundError:
+        wrong = None if written[0].is_dir() else "No such file or directory"
+    except OSError as error:
+        wrong = error.strerror
+    if wrong or not all(os.access(place, os.W_OK) for place in written):
+        raise UsageError(f"{option} {path}: {wrong or 'Permission denied'}")
 
 
 @contextlib.contextmanager

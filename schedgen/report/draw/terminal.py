@@ -188,7 +188,7 @@ def _legend(scenes: Sequence[Scene], by: str, shown: set[str], dense: bool, hidd
     `by`: what colours stand for, "" without; `shown`: characters in the rows; `hidden`: as in `_jobs`.
     """
     looks = [look for look in LOOKS if look.letter in shown]
-    parts = [f"{'; '.join(f'{look.letter} {look.words}' for look in looks)}."]
+    parts = [f"{'; '.join(f'{look.letter} {look.words}' for look in looks)}."] if looks else []
     if dense:
         parts.append("A column shows the kind of job that takes most of it.")
     if hidden:

@@ -287,7 +287,7 @@ def test_whoever_may_write_to_a_device_may_name_it(launch):
     """
     check = """if True:
         import os, sys, tempfile
-        from mpirun.comm.fail_together import check_writable
+        from schedgen.util.files import check_writable
         folder = tempfile.TemporaryDirectory()
         if not os.getuid():
             os.chown(folder.name, 65534, 65534)

@@ -286,6 +286,20 @@ def test_a_write_protected_file_is_not_replaced(files, process):
     assert files["ddp"].read_bytes() == before
 
 
+def test_search_and_plan_refuse_an_output_before_their_work(run, refused, tmp_path):
+    (tmp_path / "costs.json").write_text('{"F": [1, 2], "B": [2, 4], "beta": 1}')
+    for words in (("search", "1f1b", "--stages", 2), ("plan", tmp_path / "costs.json", "--workers", 2)):
+        message = refused(run(*words, "--microbatches", 2, "-o", tmp_path / "none" / "x.json"), 2)
+        assert "-o" in message and "No such file or directory" in message
+
+
+def test_search_says_that_a_file_keeps_no_b_beside_i_and_w(run, tmp_path):
+    (tmp_path / "costs.json").write_text('{"F": 10, "B": 18, "I": 12, "W": 10}')
+    words = ("--stages", 3, "--microbatches", 4, "--budget", 1, "--profile", tmp_path / "costs.json")
+    done = run("search", "1f1b", *words, "-o", tmp_path / "found.json")
+    assert done.code == 0 and "not that of B" in done.err
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_seal_keeps_a_canonical_file(scheme, files, run):
     path = files[scheme]

@@ -113,7 +113,7 @@ def test_a_whole_backward_among_split_ones_takes_the_b_that_was_given(run, tmp_p
     row = next(row for row in rows if row["scheme"] == "dualpipe-v")
     path = tmp_path / "one.json"
     done = run(*shlex.split(row["command"].replace("FILE", str(path)))[1:])
-    assert done.code == 0 and "commands without this --cost take I + W for B" in done.err
+    assert done.code == 0 and "commands that are not given these costs take I + W" in done.err
     numbers = json.loads(run("stats", path, "--cost", cost, "--json").out)
     assert (row["latency"], row["gap"]) == (numbers["latency"], numbers["gap"])
     assert json.loads(run("stats", path, "--json").out)["latency"] > row["latency"]

@@ -240,6 +240,11 @@ def test_jobs_that_are_not_shown_are_counted(scheme, cost, columns, note, run, t
     assert note in " ".join(run("draw", tmp_path / "a.json").out.split())
 
 
+def test_a_legend_without_kinds_begins_with_its_next_sentence(run, schedules):
+    out = " ".join(run("draw", schedules / "1f1b.json", "--alpha", 1e6).out.split())
+    assert " A column shows" in out and ". A column shows" not in out and "Too short to be shown: " in out
+
+
 def test_a_column_of_many_jobs_shows_the_kind_that_takes_most_of_it(run, tmp_path, monkeypatch):
     """A column is 189 / 26 = 7.3 units; backwards take two thirds. Worker 0 begins with 4 F, worker 3 ends at 183."""
     monkeypatch.setenv("COLUMNS", "40")

@@ -309,7 +309,7 @@ def test_what_tied_stages_share(run, refused, tmp_path):
         peaks = [[worker["peak_bytes"] for worker in each["workers"]] for each in (known, unknown)]
         assert [a - b for a, b in zip(*peaks, strict=True)] == added
         assert unknown["makespan"] - known["makespan"] == sooner
-    for wrong, words in (([1, 2], "tied has 2 numbers, but the schedule has 1 ties"), ("x", "tied should be a number")):
+    for wrong, words in (([1, 2], "tied has 2 numbers, but there is 1 tie"), ("x", "tied should be a number")):
         costs = profile(tmp_path, **whole, tied=wrong)
         assert words in refused(run("stats", path, "--profile", costs), 1)
 
