@@ -157,11 +157,14 @@ def joined_graph(
     return joined, by_edge, [sum(values.values()) for values in sent]
 
 
-def _shared(layers: Layers, ends: Sequence[int], amount: Amount) -> Floats:
-    """By tie of the stages that end at cuts `ends`, in the order of `joined_graph`, what they share of `amount`."""
+def _shared(layers: Layers, ends: Sequence[int], sizes: Floats) -> Floats:
+    """By tie of the stages that end at cuts `ends`, in the order of `joined_graph`: what they share.
+
+    `sizes`: what the layers share, by tie.
+    """
     ties = layers.graph.tied if layers.graph else ()
     shared: dict[tuple[int, ...], float] = {}
-    for tie, size in zip(ties, by_stage(amount, len(ties)).tolist(), strict=True):
+    for tie, size in zip(ties, sizes, strict=True):
         stages = tuple(sorted({bisect(ends, layer) for layer in tie}))
         shared[stages] = shared.get(stages, 0) + size
     return np.array([size for stages, size in sorted(shared.items()) if len(stages) > 1])

@@ -54,8 +54,8 @@ class BufferSizes(NamedTuple):
         return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), shards.counts)
 
 
-def buffer_sizes(machine: Machine, stages: int, edges: int = 0, ties: int = 0) -> BufferSizes:
-    """The sizes for this many stages, edges and ties, from the machine's amounts, rounded up to whole numbers.
+def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
+    """The sizes for this many stages and edges, from the machine's amounts, rounded up to whole numbers.
 
     Unless `owned` is given, it is the weights without optimizer state.
     UsageError if an amount does not fit into 64 bits.
@@ -76,7 +76,7 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0, ties: int = 0) -
         workspace={direction: count(amount) for direction, amount in workspaces(machine).items()},
         owned=weight if machine.owned is None else count(machine.owned),
         edge_activation=None if by_edge is None else count(by_edge, edges),
-        tied=None if machine.tied is None or not ties else count(machine.tied, ties),
+        tied=None if machine.tied is None else count(machine.tied, len(machine.tied)),
     )
 
 

@@ -88,8 +88,9 @@ def _tied_sums(header: Header, sizes: BufferSizes) -> Numbers:
     one slice of all rows that others packed.
     """
     owned = np.zeros(header.workers, np.int64)
-    for tie, size in enumerate([] if sizes.tied is None else sizes.tied.tolist()):
-        stages, ranks = header.tied[tie], header.sharers(tie)
+    known = [] if sizes.tied is None else sizes.tied.tolist()
+    for tie, (stages, size) in enumerate(zip(header.tied, known, strict=False)):  # a search orders jobs without ties
+        ranks = header.sharers(tie)
         for rank in ranks:
             packed = sum(header.owners[stage][0] == rank for stage in stages)
             owned[rank] += (packed + 1) * size + (len(stages) - packed) * _slice(size, len(ranks))

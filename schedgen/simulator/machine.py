@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from schedgen.ir.cost import DIRECTION, MOST_AMOUNT, REDO, Amount, by_stage, is_amount
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import DIRECTIONS
+from schedgen.ir.instructions import DIRECTIONS, Times
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.util.errors import RefusedFile, clip, number_of
 from schedgen.util.parse_json import read_json
@@ -39,7 +39,7 @@ class Machine(NamedTuple):
     # The part of a job's time that its layers do not take: a stage of several layers has it once. Or by direction.
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
-    tied: Amount | None = None  # bytes of the parameters that a tie's stages share, by tie; None: not known
+    tied: Times | None = None  # bytes of the parameters that a tie's stages share, by tie; None: not known
 
     def edge_bytes(self, graph: StageGraph) -> NDArray[np.float64]:
         """Bytes of the x, and of the g, that goes along each edge, shape (edges,)."""
@@ -111,6 +111,8 @@ def read_profile(
         for key, value in values.items()
         if key in PROFILE_KEYS and (ties or key != "tied")
     }
+    if "tied" in given_fields:
+        given_fields["tied"] = by_stage(given_fields["tied"], ties)  # a number for each
     machine = Machine(**given_fields)
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in (*names, REDO) if key in values}
     return times, machine

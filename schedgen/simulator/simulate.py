@@ -111,7 +111,7 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     Raises UsageError if the machine's sizes are too large to be added up.
     """
     machine, header, table = machine or Machine(), program.header, program.rows
-    sizes = buffer_sizes(machine, header.stages, len(header.graph.edges), len(header.tied))
+    sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
     _check_sizes(program, sizes)
     with counted("simulate", 3, "step") as done:
         analysis = analyse(program)

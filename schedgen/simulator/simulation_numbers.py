@@ -46,8 +46,8 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
 
 def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
     """How many sums over shards there are, and the bytes that they move in all; empty without shards."""
-    if not (tensor := program.header.tensor_parallel):
+    rows, T = program.exchanges(), len(program.header.shards_of(0))
+    if T == 1:
         return {}
-    rows, T = program.exchanges(), tensor.degree
     moved = int(2 * (T - 1) * run.summed_bytes[rows].sum() // T)  # by rings
     return {"exchanges": {"sums": len(rows) // T, "bytes": moved}}
