@@ -63,7 +63,8 @@ class Proof:
         """The accesses to buffers of one kind that have one of these effects."""
         accesses, wanted = self.analysis.accesses, np.zeros(len(Effect), bool)
         wanted[list(effects)] = True
-        at = np.flatnonzero((accesses.buffer == buffer) & wanted[accesses.effect])
+        at = np.flatnonzero(accesses.buffer == buffer)
+        at = at[wanted[accesses.effect[at]]]
         rows = accesses.row[at]
         return Touches(rows, self.rank[rows], accesses.number[at])
 

@@ -29,6 +29,7 @@ _OPERAND = {
     "stage": (STAGE, STAGES), "mb": (MB, MICROBATCHES), "buf": (BUFFER, -1), "from": (PEER, WORKERS),
     "to": (PEER, WORKERS), "group": (PEER, GROUPS), "version": (VERSION, VERSIONS), "shard": (SHARD, -1),
 }  # fmt: skip
+NAME = len('   {"op": "')  # where an opcode's name begins in its line
 # What kernels compare with, as plain numbers.
 FETCH_W, FREE = int(Op.FETCH_W), int(Op.FREE)
 NONE, W, DW, T = int(Kind.NONE), int(Kind.W), int(Kind.DW), int(Kind.T)
@@ -226,7 +227,9 @@ def _read(
         opcode = -1
         if inside and before != NO_COMMA:
             for o in range(len(begin)):
-                if here + length[o, 0] < stop and matches(data, here, letters, begin[o, 0], length[o, 0]):
+                text, size = begin[o, 0], length[o, 0]
+                if (here + size < stop and data[here + NAME] == letters[text + NAME]
+                        and matches(data, here, letters, text, size)):  # fmt: skip
                     opcode = o
                     break
         if opcode < 0:

@@ -6,8 +6,11 @@ grouped by rank, which files hold and all other code reads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import pairwise
+from operator import or_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,20 +86,13 @@ class Program:
 
     def insert(self, new: Rows, after: Numbers) -> Program:
         """Insert row k of `new` after row `after[k]` (-1: at the front); rows at the same place keep their order."""
+        if not len(after):
+            return self
         order: slice | Numbers = slice(None)
         if (after[1:] < after[:-1]).any():
             order = np.argsort(after, kind="stable")
             after = after[order]
-        places = after + 1 + np.arange(len(after))
-        is_old = np.ones(len(self) + len(after), bool)
-        is_old[places] = False
-        old_places = np.flatnonzero(is_old)  # indices: four times as fast as assigning by the mask
-
-        def merge(column: NDArray[Any], inserted: NDArray[Any]) -> NDArray[Any]:
-            merged = np.empty(len(is_old), column.dtype)
-            merged[old_places], merged[places] = column, inserted
-            return merged
-
+        merge = _merge_at(after, len(self))
         pairs = zip(self.rows.columns(), new.columns(), strict=True)
         rows = Rows(*(merge(column, inserted[order]) for column, inserted in pairs))
         time = None if self.time is None else merge(self.time, self.time[np.maximum(after, 0)])
@@ -113,9 +109,7 @@ class Program:
 
     def is_one_of(self, *ops: Op) -> Flags:
         """By row, whether its opcode is one of these."""
-        wanted = np.zeros(len(Op), bool)
-        wanted[list(ops)] = True
-        return wanted[self.rows.op]  # a tenth of the time of np.isin
+        return reduce(or_, (self.rows.op == int(op) for op in ops))  # a tenth of a lookup's time
 
     def rows_of(self, *ops: Op) -> Numbers:
         """The rows with one of these opcodes, ascending."""
@@ -139,3 +133,28 @@ class Program:
         """Projected only: the list of one rank."""
         part = self.rows.take(slice(self.bounds[rank], self.bounds[rank + 1]))
         return [Instruction(*row) for row in zip(*(column.tolist() for column in part[1:]), strict=True)]
+
+
+def _merge_at(after: Numbers, length: int) -> Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]:
+    """A function that inserts values into a column of `length`, each after the row that the ascending `after` gives."""
+    first = np.flatnonzero(np.append(True, after[1:] != after[:-1]))  # of the values at each place
+    if 64 * len(first) < length:  # few places: whole slices
+        old_bounds = list(pairwise([0, *(after[first] + 1).tolist(), length]))
+        new_bounds = [*pairwise([*first.tolist(), len(after)]), (0, 0)]
+
+        def merge_slices(column: NDArray[Any], inserted: NDArray[Any]) -> NDArray[Any]:
+            slices = zip(old_bounds, new_bounds, strict=True)
+            return np.concatenate([part for (a, b), (c, d) in slices for part in (column[a:b], inserted[c:d])])
+
+        return merge_slices
+    places = after + 1 + np.arange(len(after))
+    is_old = np.ones(length + len(after), bool)
+    is_old[places] = False
+    old_places = np.flatnonzero(is_old)  # indices: four times as fast as assigning by the mask
+
+    def merge(column: NDArray[Any], inserted: NDArray[Any]) -> NDArray[Any]:
+        merged = np.empty(len(is_old), column.dtype)
+        merged[old_places], merged[places] = column, inserted
+        return merged
+
+    return merge
