@@ -34,7 +34,7 @@ from mpirun.comm.waiting import Done
 
 QUICK = "--quick" in sys.argv
 WIDTH, ROWS, STAGES = 512, 2048, 4
-MODEL, MICROBATCHES, STEPS = ("overlap:narrow", 2, 2) if QUICK else ("overlap:wide", 8, 12)
+MODEL, MICROBATCHES, STEPS = ("overlap:narrow", 2, 2) if QUICK else ("overlap:wide", 8, 36)
 
 
 class First(nn.Module):
