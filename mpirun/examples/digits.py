@@ -48,7 +48,9 @@ def loss(scores: torch.Tensor, digits: torch.Tensor) -> tuple[torch.Tensor, dict
 def main(schedule: str, epochs: int = EPOCHS, checkpoints: str | None = None, **options: Any) -> list[float]:
     """Train; returns the accuracies. `options`: more arguments of the Engine."""
     images, digits = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(digits))
+    data = TensorDataset(
+        torch.tensor(images, dtype=torch.get_default_dtype()).view(-1, 1, 8, 8) / 16, torch.tensor(digits)
+    )
     train, test = (torch.utils.data.Subset(data, range(*ends)) for ends in ((0, 1500), (1500, len(data))))
     torch.manual_seed(0)
     run = mpirun.Engine(
