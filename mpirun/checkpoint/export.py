@@ -27,10 +27,11 @@ from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
 from mpirun.checkpoint.entry_names import is_share, parameter_entries, untrained_tensors
 from mpirun.checkpoint.gather import PARAMETER, gather_parameters, writing_rank
 from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
-from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.fail_together import Stop, note, on_rank_0, together
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
-from mpirun.model.weight_names import listed, weight_names
+from mpirun.model.contract import Model
+from mpirun.model.weight_names import listed, unused_names, weight_names
 from schedgen.ir.header import Header
 from schedgen.util.errors import MpirunWarning, UsageError
 
@@ -68,8 +69,7 @@ def export(
             shutil.rmtree(draft, ignore_errors=True)
         raise
     if source is not None:
-        aliases = [weight_names(setup.model, index, stage.module).values() for index, stage in stages.items()]
-        known = comm.gather({name for of_stage in aliases for others in of_stage for name in others})
+        known = comm.gather({name for others in _known_names(setup.model, stages) for name in others})
         on_rank_0(comm, lambda: _say_left_out(directory, Path(source), set().union(*known or ())))
     return directory
 
@@ -83,15 +83,19 @@ def whole_state(
     """
     entries = _entries(comm, header, setup, stages, beat)
     copies = {name: value.detach().to("cpu", copy=True) for name, value in entries.items()}
-    names = [
-        known for index, stage in stages.items() for known in weight_names(setup.model, index, stage.module).values()
-    ]
+    names = _known_names(setup.model, stages)
     whole: dict[str, Tensor] = {}
     aliases: list[list[str]] = []
     for of_rank, names_of_rank in comm.gather((copies, names)) or ():
         whole |= of_rank
         aliases += names_of_rank
     return {alias: whole[known[0]] for known in aliases if known[0] in whole for alias in known} | whole
+
+
+def _known_names(model: Model, stages: Mapping[int, LocalStage]) -> list[list[str]]:
+    """The names of each parameter and saved buffer of these stages, or of no stage, its entry first."""
+    names = [known for index, stage in stages.items() for known in weight_names(model, index, stage.module).values()]
+    return names + list(unused_names(model).values())
 
 
 def _entries(
@@ -124,7 +128,23 @@ def _entries(
             if comm.rank == to and shard.index == shard.count - 1:
                 entries[whole] = dim.join(shares.pop(whole))
         beat()
-    return entries | _untrained(comm, header, setup, stages)
+    unused = on_rank_0(comm, lambda: _unused(setup.model)) or {}
+    if without := [entry for entry, value in unused.items() if value.is_meta]:
+        why = "the forward does not use them, and on the meta device they have no values"
+        note(comm, f"not written: {listed(without)}: {why}")
+    return entries | _untrained(comm, header, setup, stages) | {e: x for e, x in unused.items() if not x.is_meta}
+
+
+def _unused(model: Model) -> dict[str, Tensor]:
+    """By entry, what is in no stage: as `Model.weights` has it or, if it lacks it, as the module has it."""
+    names = unused_names(model)
+    given = model.weights([name for known in names.values() for name in known]) if model.weights and names else {}
+    found: dict[str, Tensor] = {}
+    for name, known in names.items():
+        tensor = model.origin.unused[name]
+        values = [given[other] for other in known if other in given and given[other].shape == tensor.shape]
+        found[known[0]] = values[0].to(tensor.dtype) if values else tensor
+    return found
 
 
 def _untrained(

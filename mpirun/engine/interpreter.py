@@ -96,6 +96,7 @@ class Interpreter:
         self.position.step = self.state[STEP] = step
         self.state[PHASE] = TRAINING
         self.forward_backward.forget_pass()
+        self.optimizer.take_assigned()
         self.context.grad_buffers.detach()
         losses: list[float] = []
         metrics: list[dict[str, float]] = []

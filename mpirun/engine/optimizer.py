@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from logging import Logger
 from types import ModuleType
@@ -51,9 +52,13 @@ class Optimizer:
             (index, part): stage.new_parameters(part) for index, stage in stages.items() for part in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
+        # By name in the model: a parameter, or piece of one, and the weights that its `data` is, except within a step.
+        self.views: list[tuple[str, nn.Parameter, Tensor]] = []
         tried: set[str] = set()
         for unit, parameters in self.parameters.items():
             named = _named(model, stages[unit[0]], unit[1], parameters)
+            views = stages[unit[0]].views_of_part(unit[1], stages[unit[0]].owned[unit[1]])
+            self.views += [(entry.name, entry.parameter, view) for entry, view in zip(named, views, strict=True)]
             for entry, dim in zip(named, _divided_along(model, stages[unit[0]], unit[1], len(named)), strict=True):
                 if not recipe.name and not entry.whole:
                     check_steps_pieces(recipe, entry, dim, tried)
@@ -155,6 +160,43 @@ class Optimizer:
                 value = values.get(key)
                 if key != "step" and isinstance(value, Tensor) and isinstance(cast, Tensor):
                     loaded[key] = value.to(cast.device)
+
+    def take_assigned(self) -> None:
+        """Copy what a script has assigned to `data` of its parameters into the weights, which `data` is from now on."""
+        for parameter, view in self._assigned():
+            view.copy_(parameter.data)
+            parameter.data = view
+
+    @contextlib.contextmanager
+    def assigned(self) -> Iterator[None]:
+        """Inside, the weights are what a script has assigned to `data` of its parameters.
+
+        It may have kept the `data` before, to assign them again: these are the weights, so they get their values back.
+        """
+        found = self._assigned()
+        before = [view.clone() for _, view in found]
+        try:
+            for parameter, view in found:
+                view.copy_(parameter.data)
+            yield
+        finally:
+            for (_, view), value in zip(found, before, strict=True):
+                view.copy_(value)
+
+    def _assigned(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters whose `data` a script has assigned, and their weights; UsageError if these are not alike."""
+        found = [entry for entry in self.views if not entry[1].is_set_to(entry[2])]
+        for name, *tensors in found:
+            of_script, own = (f"{x.dtype} of shape {tuple(x.shape)} on {x.device}" for x in tensors)
+            if of_script != own:
+                raise UsageError(f"what was assigned to .data of {name} is {of_script}, but the parameter was {own}")
+        return [(parameter, view) for _, parameter, view in found]
+
+    def leave_versions(self) -> None:
+        """Point the parameters to the weights at the start of a pass, which scripts may change between two steps."""
+        self.points_to.clear()
+        for _, parameter, view in self.views:
+            parameter.data = view
 
     def rate(self, step: int) -> float:
         """The learning rate of `step` on this rank: that of its first unit's first parameter group."""

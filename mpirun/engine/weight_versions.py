@@ -75,3 +75,5 @@ class StageVersions:
         for stage, last in self.last.items():
             if last is not self.version_0[stage]:
                 self.version_0[stage].weights.copy_(last.weights)
+        if self.last:
+            self.context.optimizer.leave_versions()

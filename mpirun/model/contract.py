@@ -39,6 +39,8 @@ class Origin(NamedTuple):
     rebuild     the last stage's output -> the module's own; None: they are the same.
     whole       the module itself, from the leaves of the input to the outputs of the last stage; None: stages take any
                 number of samples.
+    unused      by name, the module's parameters and saved buffers that are in no stage, since its forward does not use
+                them.
     """
 
     named: bool = False
@@ -49,6 +51,7 @@ class Origin(NamedTuple):
     join: Callable[[Sequence[StageEntry], Sequence[int]], Mapping[str, Any]] | None = None
     rebuild: Callable[[Any], Any] | None = None
     whole: nn.Module | None = None
+    unused: Mapping[str, Tensor] = {}
 
 
 class Model(NamedTuple):

@@ -23,6 +23,11 @@ def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") 
     }
 
 
+def unused_names(model: Model) -> dict[str, list[str]]:
+    """The same of what is in no stage, because the forward of the module that was split does not use it."""
+    return {name: _candidates(model, 0, [name]) for name in model.origin.unused}
+
+
 def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
     untied = model._replace(tied=())
     known = [model.entry_name(stage, names[0])]

@@ -418,7 +418,7 @@ class Engine:
         on_rank_0(self.comm, lambda: check_new(path))
         session = self._running
         stages, source = session.interpreter.stages, self._weights_directory
-        with session.buffers_shared():
+        with session.model_values():
             write_export(self.comm, session.header, session.setup, stages, path, source, session.beat)
 
     @_collective
@@ -429,7 +429,7 @@ class Engine:
         """
         self._build_stages("state_dict")
         session = self._running
-        with session.buffers_shared():
+        with session.model_values():
             return whole_state(self.comm, session.header, session.setup, session.interpreter.stages, session.beat)
 
     @_collective

@@ -191,7 +191,7 @@ def _has_samples_elsewhere(x: torch.Tensor, size: int) -> bool:
 
 def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], outcome: Outcome) -> None:
     """Run all batches; `outcome` takes a microbatch's number among those of all batches."""
-    with session.buffers_shared(), torch.no_grad():
+    with session.model_values(), torch.no_grad():
         for step, (evaluator, batch) in enumerate(batches):
             first = step * evaluator.batches.count
             evaluator.run(step, batch, lambda number, *found, first=first: outcome(first + number, *found))

@@ -94,7 +94,8 @@ class Checkpoints:
     def _samples(self) -> list[Tensor]:
         """Copies of some bytes of all weights that this rank owns."""
         owned = [flat for stage in self.session.interpreter.stages.values() for flat in stage.owned.values()]
-        return [flat[:: len(flat) // SAMPLED | 1].clone() for flat in owned]  # an odd step: every byte of the numbers
+        with self.session.interpreter.optimizer.assigned():
+            return [flat[:: len(flat) // SAMPLED | 1].clone() for flat in owned]  # an odd step: every byte of numbers
 
     def leave(self) -> None:
         """Save what SIGTERM saves, unless this run has saved it already, and end all ranks."""

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -161,6 +161,7 @@ class Session:
             if self.setup.canonical:
                 changed += [*other_sums(saved, writer.settings), *other_threads(saved, writer.settings)]
             on_rank_0(self.comm, lambda: check_repeatable(changed))
+        self.interpreter.optimizer.take_assigned()
         writer.resume(manifest)
         if self.verification is not None:
             self.verification.resumed()
@@ -172,7 +173,7 @@ class Session:
         Running statistics are then those of the checkpoint on every rank, as after a restart.
         """
         share_buffers(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
-        with self.watchdog.phase(SAVING):
+        with self.watchdog.phase(SAVING), self.interpreter.optimizer.assigned():
             return self.checkpoints().save(self.steps, keep)
 
     def begin_trace(self) -> None:
@@ -196,9 +197,12 @@ class Session:
             trace.write(self.comm, self.schedule.all_ranks, option, path)
         return bool(trace.passes)
 
-    def buffers_shared(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, every rank has the model's running statistics."""
-        return buffers_shared(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
+    @contextlib.contextmanager
+    def model_values(self) -> Iterator[None]:
+        """Inside, every rank has the model's running statistics, and weights that the script has assigned count."""
+        shared = buffers_shared(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
+        with self.interpreter.optimizer.assigned(), shared:
+            yield
 
     def step(self, weights: list[float], tokens: int) -> Result:
         """Do the next step. Stop if a number is not finite, unless such steps are skipped.

@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import getitem
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from mpirun.data.chunks import Dims
 from mpirun.model.contract import CheckEval
@@ -31,7 +31,14 @@ from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.frontend.stage_modules import StageBuilder
 from mpirun.model.frontend.train_eval_ops import keep_eval_mode
-from mpirun.model.module_copy import Init, compiled_in_place, meta_module, tensor_aliases
+from mpirun.model.module_copy import (
+    Init,
+    compiled_in_place,
+    meta_module,
+    own_tensors,
+    temporary_buffers,
+    tensor_aliases,
+)
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")
@@ -80,7 +87,10 @@ def split(
         if in_eval_mode:
             keep_eval_mode(cut.stages)
         whole = WholeModule(module, dependencies.exported.example, dependencies.exported.output()[1])
-        return cut._replace(meta=meta, aliases=aliases, check_eval=check_eval, join=join, whole=whole)
+        return cut._replace(
+            meta=meta, aliases=aliases, check_eval=check_eval, join=join, whole=whole,
+            unused=_unused(module, cut.stages, aliases),
+        )  # fmt: skip
 
     def join(numbers: Sequence[int]) -> Cut:
         return cut_at([starts[begin - 1] for begin in accumulate(numbers[:-1])])
@@ -251,6 +261,13 @@ def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> 
         if treatment not in SHARED:
             raise UsageError(f"shared: {treatment!r} is neither 'transmit' nor 'replicate'")
     return dict.fromkeys(parameters, "transmit") | dict(treatments)
+
+
+def _unused(module: nn.Module, stages: Sequence[nn.Module], aliases: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    """By name, the parameters and saved buffers of a module that none of its stages has; `aliases`: as in its `Cut`."""
+    used = {name for stage in stages for name in own_tensors(stage)} | temporary_buffers(module)
+    tensors = own_tensors(module).items()
+    return {name: tensor for name, tensor in tensors if used.isdisjoint((name, *aliases.get(name, ())))}
 
 
 def _stage_name(nodes: Sequence[fx.Node]) -> str:

@@ -38,6 +38,7 @@ class Cut(NamedTuple):
     join        numbers -> the Cut whose stage k joins the next numbers[k] of these stages; None: as Origin.join.
     check_eval  as Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
     whole       as Origin.whole.
+    unused      as Origin.unused.
     """
 
     stages: list[nn.Module]
@@ -53,6 +54,7 @@ class Cut(NamedTuple):
     check_eval: CheckEval = lambda: None
     join: Callable[[Sequence[int]], Cut] | None = None
     whole: nn.Module | None = None
+    unused: Mapping[str, Tensor] = {}
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -109,6 +111,7 @@ class Cut(NamedTuple):
                 join=None if cut_at is None else join,
                 rebuild=None if self.output is None else self.output.rebuild,
                 whole=self.whole,
+                unused=self.unused,
             ),
         )
 

@@ -136,11 +136,14 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2))
         self.head.weight, self.again = self.embedding.weight, self.blocks[0]  # two names each
         self.register_buffer("scale", torch.ones(8), persistent=False)
+        self.still, self.pooler = nn.BatchNorm1d(8).eval(), nn.Linear(8, 8)
+        self.still.num_batches_tracked.fill_(7)  # which, like the pooler, the forward does not use
+        self.pooler.again = self.pooler.bias
 
     def forward(self, x):
         x = self.embedding(x) * self.scale
         for block in self.blocks:
-            x = x + block(x)
+            x = self.still(x + block(x))
         return self.head(self.again(x))
 
 torch.manual_seed(0)
@@ -157,6 +160,8 @@ with mpirun.Engine(sys.argv[1], cut, stages=2, microbatches=4, loss=loss, optimi
         other.load_state_dict(state)
         print(abs(float(loss(other.eval()(x), x)) - found) < 1e-5)
         print(all(torch.equal(value, kept[name]) for name, value in state.items()))
+        unused = [name for name in state if name.startswith("pooler") or name == "still.num_batches_tracked"]
+        print(len(unused), all(torch.equal(state[name], net.state_dict()[name]) for name in unused))
     else:
         assert state == {}
 """
@@ -165,7 +170,49 @@ with mpirun.Engine(sys.argv[1], cut, stages=2, microbatches=4, loss=loss, optimi
 @pytest.mark.parametrize("scheme", ["1f1b", "fsdp"])
 def test_a_plain_module_loads_the_state(scripts: Callable[..., Any], scheme: str) -> None:
     (ended,) = scripts(2, [[STATE, scheme]])
-    assert (ended.code, ended.out) == (0, "True\nTrue\n"), ended.err
+    assert (ended.code, ended.out) == (0, "True\nTrue\n4 True\n"), ended.err
+
+
+UNUSED = """
+import sys, torch, mpirun
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.pooler = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+folder = Path(sys.argv[1])
+torch.manual_seed(0)
+x, first = torch.ones(4, 4), Net().state_dict()
+(folder / "first").mkdir()
+given = {name: value for name, value in first.items() if name != "pooler.bias"}
+save_file(given, folder / "first" / "model.safetensors")
+for device in ("cpu", "meta"):
+    with torch.device(device):
+        net = Net()
+    cut, options = mpirun.split(net, x[:2], stages=1), {"loss": nn.functional.mse_loss, "weights": folder / "first"}
+    with mpirun.Engine("ddp", cut, microbatches=2, timeout=0, **options) as run:
+        run.step((x, x))
+        run.export(folder / device)
+    written = load_file(folder / device / "model.safetensors")
+    print(torch.equal(written["pooler.weight"], first["pooler.weight"]), "pooler.bias" in written)
+"""
+
+
+def test_what_the_forward_does_not_use_is_exported_as_the_weights_or_the_module_have_it(
+    scripts: Callable[..., Any], tmp_path: Path
+) -> None:
+    (ended,) = scripts(1, [[UNUSED, tmp_path]])
+    assert (ended.code, ended.out) == (0, "True True\nTrue False\n"), ended.err
+    why = "the forward does not use them, and on the meta device they have no values"
+    (said,) = [line for line in ended.err.splitlines() if "not written" in line]
+    assert said == f"mpirun: note: not written: pooler.bias: {why}"
 
 
 def test_what_an_export_could_not_replace_is_refused_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

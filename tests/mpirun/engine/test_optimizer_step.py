@@ -140,6 +140,28 @@ def test_a_hook_of_all_optimizers_may_assign_gradients():
         hook.remove()
 
 
+def test_what_a_script_assigns_replaces_the_weights_if_it_is_like_them():
+    optimizer, stage, _ = linear(lambda parameters: torch.optim.SGD(parameters, 0.5))
+    (weight,), parameter = stage.views(stage.weights), optimizer.parameters[0, -1][0]
+    own, before, assigned = parameter.data, weight.clone(), torch.randn(3, 2).t()
+    parameter.data = assigned
+    with optimizer.assigned():
+        assert torch.equal(weight, assigned)
+    assert torch.equal(own, before)
+    parameter.data = own
+    with optimizer.assigned():
+        assert torch.equal(weight, before)
+    parameter.data = assigned
+    optimizer.take_assigned()
+    assert torch.equal(weight, assigned)
+    assert parameter.is_set_to(weight)
+    for other in (own[:1], own.double()):
+        parameter.data = other
+        with pytest.raises(UsageError, match=f"^what was assigned to .data of stage0.weight is {other.dtype} of "):
+            optimizer.take_assigned()
+        parameter.data = own
+
+
 class Keeping(torch.optim.SGD):
     """Keeps something in its attributes and by parameter; a step may change it."""
 

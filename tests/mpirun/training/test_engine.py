@@ -835,7 +835,10 @@ with engine(2) as run:
     assert (done.code, found) == (0, ["143 [1, 2]", "2 2"] * 2), done.err
 
 
-def test_weights_that_a_script_exchanges_for_an_evaluation_are_not_saved_as_those_of_the_step(tmp_path, scripts):
+@pytest.mark.parametrize("exchanged", ["parameter.data.neg_()", "parameter.data = -parameter.data"])
+def test_weights_that_a_script_exchanges_for_an_evaluation_are_not_saved_as_those_of_the_step(
+    tmp_path, scripts, exchanged
+):
     """A step that is saved is not saved again; after an unsaved one the run goes on to the next, and leaves then.
 
     `data` changes a parameter unseen by autograd, as many implementations of an average do.
@@ -850,9 +853,9 @@ def weights(step):
     (file,) = (folder / "last" / f"step-{step:08}").glob("weights*")
     return load_file(file)["stage0.weight"]
 def exchanged(run):
-    for stage in run.session.interpreter.stages.values():
-        for parameter in stage.parameters:
-            parameter.data.neg_()
+    for parameters in run.session.interpreter.optimizer.parameters.values():
+        for parameter in parameters:
+            exec(sys.argv[2])
 for unsaved in (False, True):
     with engine() as run:
         run.resume(folder / "last")
@@ -868,10 +871,68 @@ for unsaved in (False, True):
             print(refused(lambda: run.step((x, x))))
         print(steps("last"), all(weights(number).equal(value) for number, value in before.items()))
 """
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    (done,) = scripts(1, [[SAVING + script, tmp_path, exchanged]])
     found = [line for line in done.out.splitlines() if not line.startswith(("checkpoint", "resumed"))]
     wanted = ["143", "[1] True", "None", "143", "[1, 2, 4] True"]
     assert (done.code, found) == (0, wanted), done.err
+
+
+def test_values_that_a_script_gives_its_parameters_count_at_once(tmp_path, scripts):
+    """Written in place or assigned to `data`, for an evaluation, which restores them, or for good.
+
+    Of pieces of weights, and with weight versions, too, where the last STEP has left others than the next step begins
+    with.
+    """
+    script = """
+from safetensors.torch import load_file
+def trained(scheme, assigns):
+    owned = []
+    def optimizer(named):
+        owned.extend(entry.parameter for entry in named)
+        return torch.optim.SGD(owned[-len(named):], 0.5)
+    def put(values):
+        for parameter, value in zip(owned, values, strict=True):
+            if assigns:
+                parameter.data = value
+            else:
+                parameter.data.copy_(value)
+    def kept():
+        return [parameter.data if assigns else parameter.data.clone() for parameter in owned]
+    def state():
+        for name, value in run.state_dict().items():
+            yield name, value.tolist()
+    name = f"{scheme} {assigns}"
+    run = mpirun.Engine(scheme, [torch.nn.Linear(4, 4) for _ in range(2)], stages=2, microbatches=2, loss=mse_loss,
+                        optimizer=optimizer, timeout=60)
+    with run:
+        for step in range(2):
+            yield run.step((x, x)).loss
+        before = kept()
+        yield "trained", run.evaluate([(x, x)]).loss, *state()
+        put([torch.full_like(value, 0.25) for value in before])
+        yield "average", run.evaluate([(x, x)]).loss, *state()
+        run.save(folder / name)
+        run.export(folder / f"{name} export")
+        put(before)
+        yield "trained", run.evaluate([(x, x)]).loss, *state()
+        put([torch.full_like(value, 0.5) for value in before])
+        yield run.step((x, x)).loss, run.step((x, x)).loss, *state()
+    if run.rank == 0:
+        files = [*folder.glob(f"{name}*/*.safetensors"), *folder.glob(f"{name}/step*/weights*")]
+        assert len({file.parent for file in files}) == 2, files
+        assert all((value == 0.25).all() for file in files for value in load_file(file).values())
+for scheme in ("gpipe", "fsdp", "pipedream"):
+    torch.manual_seed(0)
+    written = list(trained(scheme, assigns=False))
+    torch.manual_seed(0)
+    assert list(trained(scheme, assigns=True)) == written
+    assert written[2] == written[4] != written[3]
+    average = (x.sum(1, keepdim=True) * 0.25 + 0.25).expand(8, 4)
+    average = (average.sum(1, keepdim=True) * 0.25 + 0.25).expand(8, 4)
+    torch.testing.assert_close(torch.tensor(written[3][1]), mse_loss(average, x))
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path]])
+    assert done.code == 0, done.err
 
 
 def test_evaluations_leave_the_buffers_alone_with_which_other_ranks_train(tmp_path, scripts):
