@@ -1,8 +1,9 @@
 """NORM and STEP, the end of a step: all ranks learn the losses and the gradient's norm, then weights are stepped.
 
 NORM waits for the sums of gradients, and tells all ranks the loss of every microbatch, the norm of every parameter's
-gradient, and whether some rank wants to leave. STEP steps weights after the last accumulation pass, if all these
-numbers are finite. A STEP that makes a version of the weights is in `weight_versions`.
+gradient, and whether some rank wants to leave. The metrics of the trial's names go with these numbers; in a step in
+which the loss returns others, they are gathered after them. STEP steps weights after the last accumulation pass, if all
+these numbers are finite. A STEP that makes a version of the weights is in `weight_versions`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     parameter_norms: list[float]  # of every parameter's gradient, in the order of the model
     leave: bool  # some rank wants to leave
-    metrics: list[dict[str, float]]  # by microbatch, what the loss returned besides its value
+    metrics: list[dict[str, float]]  # by microbatch, what the loss returned besides its value; {} may be padding
     rate: float  # the learning rate; 0 where no rank has parameters
 
 
@@ -62,11 +63,12 @@ class OptimizerStep:
         self.rate_from = _first_with_parameters(context.header, setup.shapes)
         self.result = StepResult([], 0.0, [], False, [], 0.0)
         # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, whether a rank
-        # wants to leave, the learning rate, whether it is the same on all ranks, and the metrics of every microbatch.
+        # wants to leave, the learning rate, whether it is the same on all ranks, the metrics of every microbatch, and
+        # whether those of a rank have other names.
         count = context.header.microbatches
-        sizes = [self.grad_norms.length, count, 1, 1, EQUAL, count * len(self.metric_names)]
+        sizes = [self.grad_norms.length, count, 1, 1, EQUAL, count * len(self.metric_names), 1]
         self.ends = list(accumulate(sizes, initial=0))
-        self.norms_at, self.losses_at, self.leave_at, self.rate_at, self.equal_at, self.metrics_at = (
+        self.norms_at, self.losses_at, self.leave_at, self.rate_at, self.equal_at, self.metrics_at, self.others_at = (
             slice(*ends) for ends in pairwise(self.ends)
         )
         self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
@@ -115,9 +117,11 @@ class OptimizerStep:
         if context.transport.comm.rank == self.rate_from:
             values[self.rate_at] = context.optimizer.rate(context.position.step)
         values[self.equal_at] = self._for_equality()
-        for mb, found in self.metrics.items():
-            metrics[mb] = [float(found[name]) for name in names]
+        own = {mb: {name: float(value) for name, value in found.items()} for mb, found in self.metrics.items()}
         self.metrics.clear()
+        for mb, found in own.items():
+            metrics[mb] = [found.get(name, 0.0) for name in names]
+        values[self.others_at] = any(found.keys() != {*names} for found in own.values())
         context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
         if not are_equal(*sums[self.equal_at].tolist()):
             raise Stop(
@@ -128,6 +132,10 @@ class OptimizerStep:
         norms, losses = self.grad_norms.norms(sums[self.norms_at].tolist()), sums[self.losses_at].tolist()
         (leave,), (rate,) = sums[self.leave_at].tolist(), sums[self.rate_at].tolist()
         by_name = [dict(zip(names, of_mb, strict=True)) for of_mb in sums_of_metrics.tolist()]
+        if sums[self.others_at].any():
+            of_ranks = context.transport.group(group).allgather(own)
+            own = {mb: of_mb for of_rank in of_ranks for mb, of_mb in of_rank.items()}
+            by_name = [own.get(mb, {}) for mb in range(context.header.microbatches)]
         self.result = StepResult(losses, total_norm(norms), norms, leave > 0, by_name, rate)
         begins = context.position.accumulation_pass == 0
         self.finite = (self.finite or begins) and bool(np.isfinite(sums[: self.losses_at.stop]).all())

@@ -228,8 +228,7 @@ class Session:
                 set_counts(module, numbers)
         if self.verification is not None:
             self.verification.record.losses.append(result.losses)
-        names = result.metrics[0] if result.metrics else ()
-        metrics = {name: mean([of_mb[name] for of_mb in result.metrics], weights) for name in names}
+        metrics = means(result.metrics, weights, step)
         loss = mean(result.losses, weights)
         return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, tokens, result.leave)
 
@@ -337,6 +336,17 @@ class Session:
         """End the run on this rank."""
         atexit.unregister(self.close_together)
         self.end.close()
+
+
+def means(metrics: list[dict[str, float]], weights: list[float], step: int) -> dict[str, float]:
+    """The weighted mean of each metric; `metrics`: by microbatch. Stop if those that count have different names."""
+    counted = [of_mb for of_mb, weight in zip(metrics, weights, strict=True) if weight] or [{}]
+    names = counted[0].keys()
+    for of_mb in counted:
+        if of_mb.keys() != names:
+            others = f"{sorted(of_mb)} for a microbatch of step {step + 1}, but {sorted(names)} for another"
+            raise Stop(f"the loss returned the metrics {others}", 1)
+    return {name: mean([of_mb.get(name, 0.0) for of_mb in metrics], weights) for name in names}
 
 
 def mean(values: list[float], weights: list[float]) -> float:

@@ -2178,6 +2178,41 @@ def test_metrics_that_only_some_microbatches_have_are_refused_by_an_evaluation(n
     assert (done.code, done.err) == (2, sentence)
 
 
+STEPS_METRICS = """
+import sys, torch, mpirun
+from torch.nn.functional import mse_loss
+def loss(output, target):
+    found = mse_loss(output, target)
+    number = run.steps
+    if number == 4 and sys.argv[1] == "differ":
+        return found, {"of": found} if target.sum() else {}
+    names = ("", "a", "ba", "", "c", "c")[number]
+    return (found, {name: found * (k + 1) for k, name in enumerate(names)}) if number else found
+torch.manual_seed(0)
+data, logged = [(row, torch.full((4,), k % 4 // 2.0)) for k, row in enumerate(torch.randn(16, 4))], []
+with mpirun.Engine("ddp", [torch.nn.Linear(4, 4) for _ in range(2)], stages=2, microbatches=2, accumulate=2, loss=loss,
+                   log=lambda step, numbers: logged.append(numbers), timeout=60) as run:
+    loader = run.loader(data[:9] if sys.argv[1] == "padded" else data, microbatch_size=2)
+    for step in range(3):
+        for batch in loader:
+            result = run.step(batch)
+            means = {name: round(value / result.loss, 4) for name, value in result.metrics.items()}
+            if run.rank == 0:
+                assert logged[-1].keys() == {"loss", "grad_norm", "lr", *result.metrics}
+                print(means)
+"""
+
+
+def test_metrics_may_have_other_names_in_another_step_but_not_within_one(scripts):
+    """The last microbatches of the second epoch's end are padding, and have none."""
+    padded, differ = scripts(2, [[STEPS_METRICS, how] for how in ("padded", "differ")])
+    means = ["{}", "{'a': 1.0}", "{'b': 1.0, 'a': 2.0}", "{}", "{'c': 1.0}"]
+    assert (padded.code, padded.out.splitlines()) == (0, [*means, means[-1]]), padded.err
+    assert (differ.code, differ.out.splitlines()) == (1, means[:4])
+    sentence = "mpirun: the loss returned the metrics ['of'] for a microbatch of step 5, but [] for another\n"
+    assert differ.err == sentence
+
+
 WITHIN = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
