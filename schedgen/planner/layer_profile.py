@@ -175,11 +175,13 @@ def _parse_pipedream(text: str, name: str) -> Layers:
         first, other = map(clip, apart)
         raise RefusedFile(f"{name}: its layers are not connected: no edges lead, either way, from {first} to {other}")
     forward, backward, activation, weight = table.T.copy()
+    activation, saved = np.ceil(activation), np.zeros(len(order))
+    saved[-1:], activation[-1:] = activation[-1:], 0  # the last layer's goes to the loss, and stays for the backward
     return Layers(
         tuple(order),
         tuple(sorted((index[a], index[b]) for a, b in edges)),
         {"F": forward / 1e3, "B": backward / 1e3},
-        Machine(activation=np.ceil(activation), weight=np.ceil(weight), saved=0),
+        Machine(activation=activation, weight=np.ceil(weight), saved=saved),
     )
 
 

@@ -30,6 +30,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Instruction, Op
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import event_name
+from schedgen.simulator.buffer_sizes import NUMBER
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
@@ -38,7 +39,6 @@ VERSION = "1.0.0"
 COMP_NODE, SEND_NODE, RECV_NODE, COLLECTIVE_NODE = 4, 5, 6, 7  # NodeType
 ALL_REDUCE = 0  # CollectiveCommType
 ALL_RANKS = "0"  # the name of the group that needs no entry
-NUMBER = 8  # bytes of a loss or a norm: a NORM sums one for each microbatch and one more
 # Message -> (field, its number, its type, whether it is repeated). Enumerations are int32 on the wire.
 _SCHEMA = {
     "AttributeProto": [
@@ -92,7 +92,7 @@ def chakra_traces(
     tag[sends[order]] = np.arange(len(sends)) - np.repeat(first, np.diff(np.append(first, len(sends))))
     size[receives], tag[receives] = size[sends], tag[sends]
     size += run.summed_bytes
-    size[table.op == Op.NORM] = NUMBER * (program.header.microbatches + 1)
+    size[table.op == Op.NORM] = NUMBER * (program.header.microbatches + 1)  # losses, and the norm
     for rank, (start, stop) in enumerate(pairwise(program.bounds.tolist())):
         columns = (column[start:stop].tolist() for column in (begin, length, size, tag))
         instructions = program.instructions(rank)

@@ -75,7 +75,7 @@ def _owned(header: Header, sizes: BufferSizes) -> Numbers:
         owned[list(ranks)] += weights + size + _received_slices(size, len(ranks))
     for stage in range(header.stages):
         if not header.graph.consumers[stage] and not header.is_forward:  # losses are kept until NORM
-            owned += sizes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
+            owned += sizes.loss[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
     for rank, ranks, size in _summed_parts(header, sizes.outputs(header)):
         owned[rank] += size + _received_slices(size, len(ranks))
     return owned + _tied_sums(header, sizes)

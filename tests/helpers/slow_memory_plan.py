@@ -133,7 +133,8 @@ def peak(program, rank, found, planned, bytes):
         alive = sum(size(life, bytes, header) for life in computed if life.begin <= at <= life.end)
         running.append(alive + workspace)
     losses = [s for s in range(header.stages) if not header.graph.consumers[s]]
-    owned = sum(bytes.activation[i.stage] for i in program.instructions(rank) if i.op == Op.FWD and i.stage in losses)
+    forwards = [i.stage for i in program.instructions(rank) if i.op == Op.FWD and i.stage in losses]
+    owned = sum(min(bytes.activation[stage], 8) for stage in forwards)
     for stage, k in header.weight_shards.units:
         owners = header.weight_shards.holders(stage, k)
         if rank in owners and k >= 0:

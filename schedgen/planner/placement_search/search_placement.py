@@ -72,7 +72,7 @@ def stage_sets(question: Question) -> StageSets:
     if question.limits.bytes is not None:
         bytes = _bytes_by_stage(question)
         owned = owned + bytes.owned + bytes.weight
-        owned[-1] += sizes.microbatches * bytes.activation[-1]  # losses
+        owned[-1] += sizes.microbatches * bytes.loss[-1]
     apart = placed_on(question.scheme, tuple(range(sizes.stages)))._replace(workers=sizes.stages)
     placed = placed_jobs(question._replace(scheme=apart))
     problem = problem_of(placed, lenient(question))

@@ -45,8 +45,8 @@ def test_times_are_milliseconds_and_sizes_bytes(read):
     )
     assert layers.names == ("node2", "node9", "node10") and layers.edges == ((0, 2), (1, 2))
     assert layers.times["F"].tolist() == [0.002, 0.001, 0.0015] and layers.times["B"].tolist() == [0.001, 0.002, 0.003]
-    assert layers.activation.tolist() == [5, 3, 8] and layers.weight.tolist() == [4, 4, 7]
-    assert layers.kept.tolist() == layers.activation.tolist()
+    assert layers.activation.tolist() == [5, 3, 0] and layers.weight.tolist() == [4, 4, 7]
+    assert layers.machine.saved.tolist() == [0, 0, 8] and layers.kept.tolist() == [5, 3, 8]  # the last goes to the loss
 
 
 def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
@@ -58,7 +58,7 @@ def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
         layer("e"),
         "\ta -- b", "\tb -- c", "\tb -- d", "\td -- e",
     )  # fmt: skip
-    assert layers.seconds.tolist() == [0, 0.003, 0, 0, 0.003] and layers.activation.tolist() == [0, 3, 0, 5, 3]
+    assert layers.seconds.tolist() == [0, 0.003, 0, 0, 0.003] and layers.kept.tolist() == [0, 3, 0, 5, 3]
     downsets = all_downsets(layers)
     assert [np.flatnonzero(row).tolist() for row in downsets.members] == [[], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert downsets.crossing.tolist() == [0, 3, 5, 0]

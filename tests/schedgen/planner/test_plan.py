@@ -373,6 +373,25 @@ def test_a_schedule_keeps_the_cut_it_was_made_for(run, refused, on_two, tmp_path
     assert "one number per stage" in refused(run("check", path), 1)
 
 
+def test_many_microbatches_take_no_more_memory_than_few(run, tmp_path):
+    """Losses are numbers, not activations: 32 of these would exceed the limit. Plan and search agree with simulate."""
+    profile, out = tmp_path / "profile.json", tmp_path / "out.json"
+    costs = {"F": [1] * 4, "B": [2] * 4, "beta": 1e-12, "activation": 10**8, "saved": 3 * 10**8, "weight": 10**8}
+    profile.write_text(json.dumps(costs))
+    sizes = ("--microbatches", 32, "--memory", 2.1e9, "--json", "-o", out)
+    for words in (
+        ("plan", profile, "--workers", 4, "--schemes", "1f1b"),
+        ("search", "1f1b", "--stages", 4, "--profile", profile, "--budget", 1),
+        ("search", "free", "--stages", 4, "--workers", 4, "--profile", profile, "--budget", 1),
+    ):
+        done = run(*words, *sizes)
+        assert done.code == 0, done.err
+        simulated = json.loads(run("simulate", out, "--profile", profile, "--json").out)
+        assert simulated["peak_bytes"] == 20 * 10**8  # of rank 1, with 3 microbatches in flight
+        assert simulated["workers"][3]["peak_bytes"] == 9 * 10**8 + 32 * 8
+        assert all(row["peak_bytes"] <= 20 * 10**8 for row in json.loads(done.out).get("schedules", []))
+
+
 def test_what_cannot_be_planned_is_one_sentence(run, refused):
     options = (VGG16, "--workers", 4, "--bandwidth", 1e9)
     assert "--microbatches" in refused(run("plan", *options), 2)

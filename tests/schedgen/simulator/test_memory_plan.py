@@ -139,6 +139,17 @@ def test_two_stages_and_two_microbatches_by_hand():
     assert needed.peak.tolist() == [2460, 3872]
 
 
+def test_a_loss_is_kept_as_a_number():
+    """Outputs of 1000 bytes: the last stage's is there while its forward runs, a number of it until NORM."""
+    sizes = TINY._replace(activation=np.array([10, 1000]))
+    needed = footprint(compiled("1f1b", 2, 5, 2), sizes)
+    assert needed.owned.tolist() == [400, 800 + 5 * 8]
+    assert needed.computed.tolist() == [2040, 3000 + 10 + 1000 + 7]
+    for microbatches in (2, 5):  # of forwards alone the outputs are results, and none is kept
+        alone = footprint(compiled("1f1b", 2, microbatches, 2, forward=True), sizes)
+        assert (alone.owned.tolist(), alone.computed[1]) == ([100, 200], 1000 + 7)
+
+
 def test_an_owner_has_room_for_the_other_owners_parts_of_a_sum():
     # One stage of 1000 bytes on three owners: each has weights, dw, and receives two parts of 384 >= 1000 / 3 bytes.
     sizes = buffer_sizes(Machine(weight=1000, activation=0, saved=0), 1)

@@ -130,6 +130,12 @@ def test_a_placement_whose_weights_exceed_the_limit_is_not_tried():
     assert (bound, trial.value, trial.work, len(trial.start)) == (np.inf, np.inf, 0, 0)
 
 
+def test_the_bound_leaves_room_for_losses_that_are_numbers():
+    sizes, machine = Sizes(2, 50, 2), Machine(activation=100, weight=10, owned=30)
+    sets = stage_sets(Question(free_scheme(sizes), sizes, {"F": 1, "B": 2}, machine, Limits(bytes=5000)))
+    assert [sets.room(1), sets.room(2)] == [5000 - 40, 5000 - 40 - 50 * 8]
+
+
 def test_a_workspace_of_no_job_takes_nothing():
     sizes, found = Sizes(4, 4, 2), []
     for workspace in (0, {}):
