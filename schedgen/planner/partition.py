@@ -88,7 +88,8 @@ def hierarchy(
 ) -> Hierarchy:
     """The levels that a user asks for, the lowest first; UsageError if the arguments do not agree.
 
-    Without a topology there is one level of `workers`; without `bandwidths` all links have 1 / beta.
+    Without a topology there is one level of `workers`; without `bandwidths` all links have 1 / beta. One worker has no
+    links, and then beta may be 0.
     """
     components = topology or ([workers] if workers else [])
     if not components:
@@ -99,9 +100,9 @@ def hierarchy(
     if total > MOST_WORKERS:
         raise UsageError(f"a plan is for {MOST_WORKERS} workers at the most, not {total}")
     if bandwidths is None:
-        if not beta:
+        if not beta and total > 1:
             raise UsageError("the profile does not say how fast links are (its beta is 0): give --bandwidth")
-        bandwidths = [1 / beta] * len(components)
+        bandwidths = [1 / beta if beta else math.inf] * len(components)
     if len(bandwidths) != len(components):
         numbers = number_of(len(components), "number")
         raise UsageError(f"--bandwidth needs {numbers}, one for each level, not {len(bandwidths)}")

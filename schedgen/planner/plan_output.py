@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def partition_as_json(layers: Layers, downsets: Downsets, levels: Hierarchy, par
     return {
         "workers": levels.workers,
         "topology": [level.components for level in levels],
-        "bandwidth": [level.bandwidth for level in levels],
+        "bandwidth": [level.bandwidth if math.isfinite(level.bandwidth) else None for level in levels],
         "stage_time": partition.seconds,
         "noam": partition.stages[0].in_flight,
         "bottleneck": {

@@ -392,6 +392,19 @@ def test_many_microbatches_take_no_more_memory_than_few(run, tmp_path):
         assert all(row["peak_bytes"] <= 20 * 10**8 for row in json.loads(done.out).get("schedules", []))
 
 
+def test_one_worker_needs_no_links(run, refused, tmp_path):
+    """A profile of one rank: beta is 0."""
+    profile, out = tmp_path / "profile.json", tmp_path / "out.json"
+    profile.write_text('{"F": [0.1, 0.1], "B": [0.2, 0.2], "alpha": 0, "beta": 0}')
+    numbers = json.loads(run("plan", profile, "--workers", 1, "--microbatches", 4, "--json", "-o", out).out)
+    assert numbers["bandwidth"] == [None]
+    assert numbers["schedules"][0]["step_time"] == pytest.approx(4 * 0.6)
+    assert run("check", out).code == 0
+    words = ("plan", profile, "--microbatches", 4, "--workers")
+    assert run(*words, 1).out == run(*words, 1, "--bandwidth", 1e9).out
+    assert "give --bandwidth" in refused(run(*words, 2), 2)
+
+
 def test_what_cannot_be_planned_is_one_sentence(run, refused):
     options = (VGG16, "--workers", 4, "--bandwidth", 1e9)
     assert "--microbatches" in refused(run("plan", *options), 2)
