@@ -126,7 +126,8 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
         }  # fmt: skip
         return json.dumps(numbers, indent=1)
     is_free = found.program.header.scheme["name"] == FREE
-    among = " with each stage on one worker" * is_free
+    several = any(isinstance(worker, list) for worker in workers)
+    among = f" with each stage on one worker{' or both ways' * several}" * is_free
     proved = f"optimal{among}" if found.optimal else f"no order{among} takes less than {found.bound:.6g}: gap {gap:.1%}"
     redone = f"; {recomputed} forwards are redone" * (recomputed > 0)
     placed = f"; stages on workers {' '.join(map(str, workers))}" * is_free

@@ -196,6 +196,16 @@ def test_the_command_places_stages_of_a_graph(run, tmp_path):
     assert re.search("; stages on workers 0 1.*(optimal|no order) with each stage on one worker", run(*words).out)
 
 
+def test_what_is_proved_of_stages_on_several_workers_is_said(run, tmp_path):
+    """Both ways 2 equal stages take 12 for 2 microbatches; with each on one worker they take 18."""
+    profile = tmp_path / "costs.json"
+    profile.write_text('{"F": [2, 2], "B": [4, 4]}')
+    sizes = ("--stages", 2, "--microbatches", 2, "--profile", profile, "--budget", 1)
+    assert "latency 18 by 1f1b; optimal. " in run("search", "1f1b", *sizes).out
+    both = run("search", "free", "--workers", 2, *sizes).out
+    assert "stages on workers [0, 1] [1, 0]; optimal with each stage on one worker or both ways. " in both
+
+
 def test_a_limit_in_bytes_goes_with_outputs_apart(run, tmp_path):
     graph, profile = tmp_path / "graph.json", tmp_path / "costs.json"
     graph.write_text('{"stages": 3, "edges": [[0, 1], [0, 2], [1, 2]], "apart": [0]}')
