@@ -41,7 +41,7 @@ from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
 from schedgen.simulator.stats import clock_cycles, stats
 from schedgen.simulator.timeline import Timeline
-from schedgen.util.errors import RefusedFile, UsageError, note, one_line
+from schedgen.util.errors import RefusedFile, UsageError, note, number_of, one_line
 from schedgen.util.files import display_name, is_standard_output, open_output, read_bytes, read_text
 from schedgen.util.option_fields import refuse_overwriting
 
@@ -53,7 +53,8 @@ def run_check(options: CheckOptions) -> int:
         header = program.header
         gradients = "" if header.is_forward else ", every gradient at every owner"
         print(
-            f"{display_name(name)}: {header.scheme['name']}, {header.workers} workers, {len(program)} instructions: "
+            f"{display_name(name)}: {header.scheme['name']}, {number_of(header.workers, 'worker')}, "
+            f"{number_of(len(program), 'instruction')}: "
             f"every {'forward' if header.is_forward else 'job'} once, no deadlock{gradients}"
         )
     return 0

@@ -20,6 +20,7 @@ from schedgen.util.errors import UsageError
 
 CHUNKS = (2, 4, 8)  # stages a worker, for schemes that go round the workers several times
 STAGES = (1, 2, 4, 8, 16, 32, 64)  # for schemes that put any number of stages on a worker
+# Both kinds are also tried with a stage a layer, up to 64 stages or 8 a worker.
 
 # Scheme -> stages a worker. Left out are depth-first, which is lpp with one group, pipedream-flush, which is 1f1b,
 # and pipedream and pipedream-2bw, which do not train the same because they do not flush.
@@ -57,7 +58,7 @@ def candidates(layers: Layers, levels: Hierarchy, microbatches: int, memory: flo
     With a limit of `memory` bytes a worker, layers are also gathered so that the largest stage needs few bytes.
     """
     workers, bandwidth, order = levels.workers, levels.slowest, prefixes(layers)
-    most = min(len(layers.names), workers * CHUNKS[-1])
+    most = min(len(layers.names), max(workers * CHUNKS[-1], STAGES[-1]))
     by_stages = balanced(layers, order, bandwidth, most)
     small: list[StageCosts | None] = [None] * most
     if math.isfinite(memory):
@@ -90,19 +91,25 @@ def _pipelines(workers: int, microbatches: int, most: int) -> Iterator[tuple[str
         P = workers // D
         if P > 1:
             for name, chunks in PIPELINES.items():
-                for stages in (P * v for v in chunks if P * v <= most):
+                for stages in _looped(P, chunks, most):
                     yield name, Sizes(stages, -(-microbatches // D), P), D
         for name, ungrouped in GROUPED.items():
             if P > 1:
-                for stages in (P * v for v in (1, *CHUNKS) if P * v <= most):
+                for stages in _looped(P, (1, *CHUNKS), most):
                     yield name, Sizes(stages, microbatches, workers, D), D
             else:
-                for stages in (S for S in STAGES if S <= most):
+                for stages in sorted({*(S for S in STAGES if S <= most), most}):
                     yield ungrouped, Sizes(stages, microbatches, workers), D
     for P in range(workers - 1, max(1, workers // 2), -1):
         for name, chunks in PIPELINES.items():
-            for stages in (P * v for v in chunks if P * v <= most):
+            for stages in _looped(P, chunks, most):
                 yield name, Sizes(stages, microbatches, P), 1
+
+
+def _looped(workers: int, chunks: Sequence[int], most: int) -> list[int]:
+    """The numbers of stages, up to `most`, of a scheme of so many a worker; also `most`, if that is between them."""
+    each = (v for v in range(chunks[0], chunks[-1] + 1) if v in chunks or workers * v == most)
+    return [workers * v for v in each if workers * v <= most]
 
 
 def replicated(scheme: Scheme, replicas: int, workers: int) -> Scheme:

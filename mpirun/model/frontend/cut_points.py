@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from numbers import Real
 from operator import getitem
 
@@ -121,19 +121,27 @@ def _empty_stage(what: str) -> UsageError:
 
 
 def _prices(dependencies: Dependencies) -> list[float]:
-    """By node of the body, the price of a cut before it: bytes sent there, plus the number of modules cut."""
+    """By node of the body, the price of a cut before it: bytes sent there, plus the number of modules cut.
+
+    Nothing is cut where no value is alive, as after a counter at the head: nobody would read the stage before.
+    """
     body = dependencies.body
     index = {node: k for k, node in enumerate(body)}
     changes = [0] * (len(body) + 1)  # of the bytes that are alive
+    last_uses = []
     for node, begin in index.items():
         uses = [index[user] for user in node.users if user in index]
         uses += [len(index)] * any(user.op == "output" for user in node.users)
+        last_uses.append(max(uses, default=begin))
         changes[begin + 1] += value_bytes(node)
-        changes[min(max(uses, default=begin) + 1, len(index))] -= value_bytes(node)
+        changes[min(last_uses[-1] + 1, len(index))] -= value_bytes(node)
     prices, alive = [0.0], 0
     for k, (before, node) in enumerate(pairwise(body), 1):
         alive += changes[k]
         prices.append(float(alive + len(module_calls(before).keys() & module_calls(node).keys())))
+    for k, last_use in enumerate(accumulate(last_uses, max), 1):
+        if k < len(body) and last_use < k:
+            prices[k] = NEVER
     for k, node in enumerate(body):
         if node.target is getitem:  # stays with the node whose result it is a part of
             prices[k] = NEVER

@@ -61,6 +61,19 @@ def test_every_scheme_is_tried_but_those_that_another_one_is(every):
         assert {2, 1 if name != "lpp" else 4} <= {c.replicas for c in every if c.name in (name, "ddp")}
 
 
+@pytest.mark.parametrize(
+    ("count", "workers", "schemes"),
+    [
+        (3, 7, {"ddp", "fsdp"}),
+        (12, 4, {"ddp", "fsdp", "lpp", "fslpp", "interleaved-1f1b", "breadth-first"}),
+        (40, 2, {"ddp", "fsdp"}),
+    ],
+)
+def test_a_stage_a_layer_is_tried(count, workers, schemes):
+    every = candidates(model(count), Hierarchy([Level(workers, 1e9)]), workers)
+    assert schemes <= {candidate.name for candidate in every if candidate.sizes.stages == count}
+
+
 def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(every):
     tight = 0
     with compiled_always():

@@ -738,6 +738,28 @@ class ShortBlock(nn.Module):
 MARKED = {"Viewed", "ViewedInside", "Strided", "StridedInside", "Counted", "First", "Twice", "Last"}
 
 
+def test_a_counter_at_the_head_is_no_stage_of_its_own():
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps.add_(1)
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x
+
+    for stages in range(2, 7):
+        travels(cut := split(Counted(), (X,), stages=stages))
+        assert {source.stage for sources in cut.reads for source in sources if isinstance(source, Value)} == {
+            *range(stages - 1)
+        }
+    with pytest.raises(UsageError, match="can be cut into 6 stages at most, not 7"):
+        split(Counted(), (X,), stages=7)
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
