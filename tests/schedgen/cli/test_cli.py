@@ -492,3 +492,10 @@ def test_no_option_is_passed_over(files, run, refused, tmp_path):
             assert "would both be standard output" in refused(run(*command, "--json", "-o", out), 2)
         sentence = f"--trace {out} and --json would both be"
         assert sentence in refused(run("simulate", schedule, "--json", "--trace", out), 2)
+
+
+def test_check_counts_one_worker_as_one(run, tmp_path):
+    path = tmp_path / "one.json"
+    assert run("compile", "ddp", "--stages", "1", "--microbatches", "1", "--workers", "1", "-o", str(path))[0] == 0
+    status, out, _ = run("check", str(path))
+    assert status == 0 and "ddp, 1 worker, " in out
