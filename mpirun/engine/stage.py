@@ -212,6 +212,8 @@ class LocalStage:
         with autocast(self.device.kind, self.autocast_dtype):
             if self.shape.overwrites_inputs:  # other jobs may still read them, and a leaf may not be changed in place
                 arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+            elif self.autocast_dtype is not None:  # it casts a leaf once for all readers, whose gradients add up in it
+                arguments = [x.view_as(x) if isinstance(x, Tensor) else x for x in arguments]
             output = self.module(*arguments)
             outputs = [output] if isinstance(output, Tensor) else list(output)
             for tensor, (size, dtype) in zip(outputs, specs, strict=True):

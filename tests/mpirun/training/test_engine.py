@@ -1001,6 +1001,25 @@ with mpirun.Engine("1f1b", stages, loss=loss, microbatches=4, verify=True, canon
     assert done.code == 0, done.err
 
 
+def test_autocast_casts_a_value_from_another_stage_for_each_of_its_readers(tmp_path, scripts):
+    """As it does without the cut: one cast for all of them would add their gradients in bfloat16."""
+    script = """
+class Readers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    def forward(self, x):
+        return x + sum(layer(x) for layer in self.layers)  # in float32
+stages = [Readers(), Readers()]
+with mpirun.Engine("gpipe", stages, stages=2, loss=mse_loss, microbatches=2,
+                   autocast="bf16", verify=True, canonical=True) as run:
+    run.step((x, x))
+    assert run.verify()
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    assert done.code == 0, done.err
+
+
 def test_what_has_no_position_in_the_data_is_not_saved_and_not_resumed(tmp_path, scripts):
     script = """
 with engine() as run:
