@@ -163,8 +163,8 @@ class Optimizer:
 
     def take_assigned(self) -> None:
         """Copy what a script has assigned to `data` of its parameters into the weights, which `data` is from now on."""
-        for parameter, view in self._assigned():
-            view.copy_(parameter.data)
+        for parameter, view, value in self._assigned():
+            view.copy_(value)
             parameter.data = view
 
     @contextlib.contextmanager
@@ -174,23 +174,27 @@ class Optimizer:
         It may have kept the `data` before, to assign them again: these are the weights, so they get their values back.
         """
         found = self._assigned()
-        before = [view.clone() for _, view in found]
+        before = [view.clone() for _, view, _ in found]
         try:
-            for parameter, view in found:
-                view.copy_(parameter.data)
+            for _, view, value in found:
+                view.copy_(value)
             yield
         finally:
-            for (_, view), value in zip(found, before, strict=True):
+            for (_, view, _), value in zip(found, before, strict=True):
                 view.copy_(value)
 
-    def _assigned(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters whose `data` a script has assigned, and their weights; UsageError if these are not alike."""
+    def _assigned(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+        """The parameters whose `data` a script has assigned, their weights, and copies of `data`.
+
+        UsageError if weights and `data` are not alike. `data` may be the memory of weights, too: two parameters may
+        have exchanged theirs.
+        """
         found = [entry for entry in self.views if not entry[1].is_set_to(entry[2])]
         for name, *tensors in found:
             of_script, own = (f"{x.dtype} of shape {tuple(x.shape)} on {x.device}" for x in tensors)
             if of_script != own:
                 raise UsageError(f"what was assigned to .data of {name} is {of_script}, but the parameter was {own}")
-        return [(parameter, view) for _, parameter, view in found]
+        return [(parameter, view, parameter.data.clone()) for _, parameter, view in found]
 
     def leave_versions(self) -> None:
         """Point the parameters to the weights at the start of a pass, which scripts may change between two steps."""

@@ -58,14 +58,15 @@ def candidates(layers: Layers, levels: Hierarchy, microbatches: int, memory: flo
     With a limit of `memory` bytes a worker, layers are also gathered so that the largest stage needs few bytes.
     """
     workers, bandwidth, order = levels.workers, levels.slowest, prefixes(layers)
-    most = min(len(layers.names), max(workers * CHUNKS[-1], STAGES[-1]))
-    by_stages = balanced(layers, order, bandwidth, most)
-    small: list[StageCosts | None] = [None] * most
+    count, most = len(layers.names), workers * CHUNKS[-1]
+    by_stages = balanced(layers, order, bandwidth, count if count <= max(most, STAGES[-1]) else most)
+    small: list[StageCosts | None] = [None] * len(by_stages)
     if math.isfinite(memory):
-        for k, costs in enumerate(smallest(layers, order, bandwidth, most)):
+        for k, costs in enumerate(smallest(layers, order, bandwidth, len(by_stages))):
             if all(costs.layer_counts != other.layer_counts for other in by_stages[k]):
                 small[k] = costs
-    for name, pipeline, replicas in _pipelines(workers, microbatches, len(by_stages)):
+    tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
+    for name, pipeline, replicas in _pipelines(workers, microbatches, *tried):
         try:
             scheme = load(name, pipeline)
         except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
@@ -85,31 +86,34 @@ def candidates(layers: Layers, levels: Hierarchy, microbatches: int, memory: flo
             yield Candidate("1f1b-rr", best.replicas, recompute, load("1f1b-rr", sizes), sizes, [costs])
 
 
-def _pipelines(workers: int, microbatches: int, most: int) -> Iterator[tuple[str, Sizes, int]]:
-    """(scheme, sizes of one pipeline, number of pipelines) up to `most` stages, even if the scheme refuses them."""
+def _pipelines(workers: int, microbatches: int, numbers: range, single: int) -> Iterator[tuple[str, Sizes, int]]:
+    """(scheme, sizes of one pipeline, number of pipelines), even if the scheme refuses them.
+
+    The stages are one of `numbers`, or `single`, a stage a layer; 0: not tried.
+    """
     for D in (D for D in range(1, workers + 1) if workers % D == 0 and microbatches >= D):
         P = workers // D
         if P > 1:
             for name, chunks in PIPELINES.items():
-                for stages in _looped(P, chunks, most):
+                for stages in _looped(P, chunks, numbers, single):
                     yield name, Sizes(stages, -(-microbatches // D), P), D
         for name, ungrouped in GROUPED.items():
             if P > 1:
-                for stages in _looped(P, (1, *CHUNKS), most):
+                for stages in _looped(P, (1, *CHUNKS), numbers, single):
                     yield name, Sizes(stages, microbatches, workers, D), D
             else:
-                for stages in sorted({*(S for S in STAGES if S <= most), most}):
+                for stages in sorted({*(S for S in STAGES if S in numbers), *([single] if single else [])}):
                     yield ungrouped, Sizes(stages, microbatches, workers), D
     for P in range(workers - 1, max(1, workers // 2), -1):
         for name, chunks in PIPELINES.items():
-            for stages in _looped(P, chunks, most):
+            for stages in _looped(P, chunks, numbers, single):
                 yield name, Sizes(stages, microbatches, P), 1
 
 
-def _looped(workers: int, chunks: Sequence[int], most: int) -> list[int]:
-    """The numbers of stages, up to `most`, of a scheme of so many a worker; also `most`, if that is between them."""
-    each = (v for v in range(chunks[0], chunks[-1] + 1) if v in chunks or workers * v == most)
-    return [workers * v for v in each if workers * v <= most]
+def _looped(workers: int, chunks: Sequence[int], numbers: range, single: int) -> list[int]:
+    """The stages of a scheme of so many a worker: one of `numbers`, or `single`."""
+    each = range(chunks[0], chunks[-1] + 1)
+    return [workers * v for v in each if workers * v == single or (v in chunks and workers * v in numbers)]
 
 
 def replicated(scheme: Scheme, replicas: int, workers: int) -> Scheme:

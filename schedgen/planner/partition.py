@@ -114,7 +114,7 @@ def partition(downsets: Downsets, levels: Sequence[Level], memory: float = math.
     solver = _Solver(downsets, levels, memory)
     pipelines = solver.from_cut(len(levels), 0, 0)
     if math.isinf(pipelines.best[-1, -1]):
-        raise UsageError(f"no partition on {solver.workers[-1]} workers fits into --memory {memory:g}")
+        raise UsageError(f"no partition on {number_of(solver.workers[-1], 'worker')} fits into --memory {memory:g}")
     return _as_partition(solver.stages(pipelines))
 
 

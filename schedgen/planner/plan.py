@@ -93,20 +93,22 @@ def plan(
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
-    free: _Front = []  # Pareto front of the usual cuts, whatever the limit
+    free: _Front = []  # Pareto front of the usual cuts, whatever the limit: those that are moved
     front: _Front = []  # Pareto front of all that fit
     simulated = 0
     with compiled_always():
         for bound, candidate in over(bounded, "search", len(bounded)):
             if prune and bound.least > memory:
                 continue
-            tried = [] if prune and _beaten(bound.seconds, bound.bytes, free) else [*candidate.costs]
+            moves = candidate.sizes.stages < len(layers.names)  # else each layer is a stage, and no cut can move
+            best = free if moves else [*free, *front]
+            tried = [] if prune and _beaten(bound.seconds, bound.bytes, best) else [*candidate.costs]
             if candidate.small is not None and not (prune and _ruled_out(candidate, candidate.small, front, memory)):
                 tried.append(candidate.small)
             simulated += bool(tried)
             for schedule, costs in _simulated(candidate, tried):
                 entry = _Entry(schedule, candidate, costs, candidate.costs[0])
-                if costs is not candidate.small:
+                if moves and costs is not candidate.small:
                     free = _with(entry, free, math.inf)
                 front = _with(entry, front, memory)
         starts = [*free, *(entry for entry in front if entry.costs is entry.candidate.small)]

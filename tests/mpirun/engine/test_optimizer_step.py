@@ -155,6 +155,10 @@ def test_what_a_script_assigns_replaces_the_weights_if_it_is_like_them():
     optimizer.take_assigned()
     assert torch.equal(weight, assigned)
     assert parameter.is_set_to(weight)
+    parameter.data = own.as_strided((2, 3), (1, 2))  # its memory is that of the weights
+    expected = parameter.data.clone()
+    optimizer.take_assigned()
+    assert torch.equal(weight, expected)
     for other in (own[:1], own.double()):
         parameter.data = other
         with pytest.raises(UsageError, match=f"^what was assigned to .data of stage0.weight is {other.dtype} of "):
