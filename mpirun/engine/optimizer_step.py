@@ -117,7 +117,7 @@ class OptimizerStep:
         if context.transport.comm.rank == self.rate_from:
             values[self.rate_at] = context.optimizer.rate(context.position.step)
         values[self.equal_at] = self._for_equality()
-        own = {mb: {name: float(value) for name, value in found.items()} for mb, found in self.metrics.items()}
+        own = {mb: {name: float(found[name]) for name in sorted(found)} for mb, found in self.metrics.items()}
         self.metrics.clear()
         for mb, found in own.items():
             metrics[mb] = [found.get(name, 0.0) for name in names]

@@ -2225,7 +2225,7 @@ with mpirun.Engine("ddp", [torch.nn.Linear(4, 4) for _ in range(2)], stages=2, m
 def test_metrics_may_have_other_names_in_another_step_but_not_within_one(scripts):
     """The last microbatches of the second epoch's end are padding, and have none."""
     padded, differ = scripts(2, [[STEPS_METRICS, how] for how in ("padded", "differ")])
-    means = ["{}", "{'a': 1.0}", "{'b': 1.0, 'a': 2.0}", "{}", "{'c': 1.0}"]
+    means = ["{}", "{'a': 1.0}", "{'a': 2.0, 'b': 1.0}", "{}", "{'c': 1.0}"]
     assert (padded.code, padded.out.splitlines()) == (0, [*means, means[-1]]), padded.err
     assert (differ.code, differ.out.splitlines()) == (1, means[:4])
     sentence = "mpirun: the loss returned the metrics ['of'] for a microbatch of step 5, but [] for another\n"
