@@ -102,7 +102,7 @@ def _pipelines(workers: int, microbatches: int, numbers: range, single: int) -> 
                 for stages in _looped(P, (1, *CHUNKS), numbers, single):
                     yield name, Sizes(stages, microbatches, workers, D), D
             else:
-                for stages in sorted({*(S for S in STAGES if S in numbers), *([single] if single else [])}):
+                for stages in sorted({*(S for S in STAGES if S in numbers), single} - {0}):
                     yield ungrouped, Sizes(stages, microbatches, workers), D
     for P in range(workers - 1, max(1, workers // 2), -1):
         for name, chunks in PIPELINES.items():

@@ -2,9 +2,9 @@
 
 Each runs on 4 ranks under each scheme, with canonical=True and without. The losses of the first steps must agree to
 1e-6, those of digits, in float64, to 1e-10: later ones do not, for a ReLU that rounding turns on or off changes what
-follows. With canonical=True all losses
-and weights must agree to the bit. Then a run is killed and started again: it must end with the same bits. transformers
-must load the language model's export, with the same bits, also when a finished run is started again only to export.
+follows. With canonical=True all losses and weights must agree to the bit. Then a run is killed and started again: it
+must end with the same bits. transformers must load the language model's export, with the same bits, also when a
+finished run is started again only to export.
 """
 
 from __future__ import annotations
