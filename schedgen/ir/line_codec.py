@@ -20,7 +20,7 @@ from schedgen.util.jit import kernel
 Bytes = NDArray[np.uint8]
 
 LONGEST_LINE = 128  # bytes: four numbers of ten digits, two names and the text between them
-SHORTEST_LINE = 24  # bytes of an instruction
+SHORTEST_LINE = 24  # bytes: no instruction has fewer
 # By operand: where its value is stored, and the index in Limits of its bound. -1: a buffer's numbers have several
 # bounds, and the bound of a shard is the number of parts of its stage.
 STAGE, MB, PEER, BUFFER, VERSION, SHARD = range(6)
@@ -202,10 +202,10 @@ def _read(
 ) -> tuple[int, int, int, int, bool, int, bool]:  # fmt: skip
     count = 0
     while r < sizes[WORKERS] and here < len(data):
-        end = here
+        end = here + (SHORTEST_LINE if here + 2 < len(data) and data[here + 2] == SPACE else 0)
         while end < len(data) and data[end] != NEWLINE:
             end += 1
-        if end == len(data):
+        if end >= len(data):
             break
         if end - here >= 3 and data[here] == SPACE and data[here + 1] == SPACE and data[here + 2] != SPACE:
             # A bracket, by itself or with a comma.

@@ -18,7 +18,7 @@ from typing import BinaryIO, TextIO
 
 from schedgen.util.errors import RefusedFile, UsageError
 
-BLOCK = 2**22  # bytes read at a time
+BLOCK = 2**20  # bytes read at a time
 READ_LIMIT = 2**28  # bytes of a file that is read at once
 
 _closed: list[TextIO] = []  # the null device in place of standard streams that were closed
