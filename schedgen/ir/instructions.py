@@ -59,20 +59,21 @@ class Kind(IntEnum):
 KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}
 KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}
 
-# Operands by opcode, in the order they are written; "shard" only where the stage's weights are divided.
+# Operands by opcode, in the order they are written; "shard" only where the stage's weights are divided, "version" only
+# where the schedule has versions of weights.
 OPERANDS: dict[Op, tuple[str, ...]] = {
     Op.FETCH_W: ("stage", "shard", "from"),
     Op.RECV: ("buf", "from"),
     Op.SEND: ("buf", "to"),
-    Op.FWD: ("stage", "mb"),
-    Op.BWD: ("stage", "mb"),
-    Op.BWD_I: ("stage", "mb"),
-    Op.BWD_W: ("stage", "mb"),
-    Op.RECOMPUTE: ("stage", "mb"),
+    Op.FWD: ("stage", "mb", "version"),
+    Op.BWD: ("stage", "mb", "version"),
+    Op.BWD_I: ("stage", "mb", "version"),
+    Op.BWD_W: ("stage", "mb", "version"),
+    Op.RECOMPUTE: ("stage", "mb", "version"),
     Op.ADD: ("buf", "from"),
     Op.ALLREDUCE: ("buf", "group"),
     Op.NORM: ("group",),
-    Op.STEP: ("stage", "shard"),
+    Op.STEP: ("stage", "shard", "version"),
     Op.FREE: ("buf",),
 }
 # The kinds of buffer an opcode may name.
@@ -88,7 +89,6 @@ EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
 FORWARD_OPS = (Op.FETCH_W, Op.RECV, Op.SEND, Op.FWD, Op.ALLREDUCE, Op.FREE)  # the opcodes of a list of forwards
 FORWARD_KINDS = (Kind.NONE, Kind.X, Kind.W)  # the kinds of buffer that they name there
-VERSIONED = (*COMPUTE, Op.STEP)  # have a last operand "version" where a schedule has versions of weights
 
 
 class Instruction(NamedTuple):
@@ -111,10 +111,10 @@ class Instruction(NamedTuple):
                 fields.append(f'"{name}": {self.stage if name == "stage" else self.mb}')
             elif name == "shard":
                 fields += [f'"shard": {self.via}'] * (self.via >= 0)
+            elif name == "version":
+                fields += [f'"version": {self.peer}'] * (self.peer >= 0)
             else:
                 fields.append(f'"{name}": {self.peer}')
-        if self.op in VERSIONED and self.peer >= 0:
-            fields.append(f'"version": {self.peer}')
         return "{" + ", ".join(fields) + "}"
 
     @property

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedgen.analysis import analyse
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import KIND_NAME, OPERANDS, VERSIONED, Kind, Op
+from schedgen.ir.instructions import KIND_NAME, OPERANDS, Kind, Op
 from schedgen.report.draw.colours import HELD, LOOKS, OVERHEAD, SHARE_COLOURS, TRANSFER_COLOURS, colours
 from schedgen.report.draw.scene import LOOK_OF_OP, Scene, colour_count, joint_title
 from schedgen.simulator.time_breakdown import MEANING, SHARES
@@ -55,7 +55,7 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
         "transferColours": TRANSFER_COLOURS,
         "causes": [cause.replace("_", " ") for cause in CAUSES],
         "kinds": [KIND_NAME.get(kind, "") for kind in Kind],
-        "operands": [[op.name, (*OPERANDS[op], *["version"] * (op in VERSIONED))] for op in Op],
+        "operands": [[op.name, OPERANDS[op]] for op in Op],
         "scenes": described,
     }
     parts = {
