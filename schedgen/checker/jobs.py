@@ -49,9 +49,7 @@ def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
 
 def _redone_behind_forward(proof: Proof) -> None:
     """Prove that on one rank no FWD comes after the RECOMPUTE of its job, which by rule 2 precedes the backward."""
-    forwards, redone = proof.rows_of(Op.FWD), proof.rows_of(Op.RECOMPUTE)
-    forward = np.zeros(proof.header.compute.shape[1:], np.int64)
-    forward[proof.stage[forwards], proof.mb[forwards]] = forwards
-    row = forward[proof.stage[redone], proof.mb[redone]]
+    redone = proof.rows_of(Op.RECOMPUTE)
+    row = proof.program.job_rows(Op.FWD)[proof.stage[redone], proof.mb[redone]]
     late = row[(row > redone) & (proof.rank[row] == proof.rank[redone])]
     proof.refuse_any(1, late, "this forward comes after its RECOMPUTE")

@@ -152,13 +152,12 @@ class _Names(NamedTuple):
 
 def _names(program: Program) -> _Names:
     """Gather `_Names` from the header, and from the rows that change what other rows do."""
-    header, table = program.header, program.rows
+    header = program.header
     edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
     stages, shards = np.arange(header.stages + 1), header.weight_shards
     redone = np.full(header.compute.shape[1:], True) if header.is_forward else header.compute[F] != header.compute[B]
-    again = program.rows_of(Op.RECOMPUTE)
-    redone[table.stage[again], table.mb[again]] = True
+    redone |= program.job_rows(Op.RECOMPUTE) >= 0
     return _Names(
         edges=edges,
         by_consumer=by_consumer,

@@ -115,6 +115,12 @@ class Program:
         """The rows with one of these opcodes, ascending."""
         return np.flatnonzero(self.is_one_of(*ops))
 
+    def job_rows(self, *ops: Op) -> Numbers:
+        """The row of each job (s, b) under one of these opcodes, shape (S, B); -1 if there is none."""
+        rows, by_job = self.rows_of(*ops), np.full((self.header.stages, self.header.microbatches), -1, np.int64)
+        by_job[self.rows.stage[rows], self.rows.mb[rows]] = rows
+        return by_job
+
     def instruction(self, row: int) -> Instruction:
         """The instruction of one row."""
         return Instruction(*(int(column[row]) for column in self.rows[1:]))

@@ -28,7 +28,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
 
     With a `machine` the numbers include bytes; its links are ignored.
     """
-    header, table = program.header, program.rows
+    header = program.header
     cost = header.cost if cost is None else cost
     run = simulate(program, cost, (machine or Machine())._replace(alpha=0.0, beta=0.0))
     memory = analyse(program).memory
@@ -36,10 +36,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     bubbles = (ends - begins - run.busy)[np.isfinite(begins)]
     if len(header.directions) == 3 and not len(program.rows_of(Op.BWD)):
         cost = {name: time for name, time in cost.items() if name != "B"}
-    again = program.rows_of(Op.RECOMPUTE)
-    redone = np.zeros((header.stages, header.microbatches), bool)
-    redone[table.stage[again], table.mb[again]] = True
-    limits = lower_bounds(header, cost, memory.saved, redone)
+    limits = lower_bounds(header, cost, memory.saved, program.job_rows(Op.RECOMPUTE) >= 0)
     gap = latency / max(limits.values()) - 1
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),

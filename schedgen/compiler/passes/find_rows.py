@@ -11,15 +11,6 @@ from schedgen.ir.program import Program
 from schedgen.util.jit import kernel
 
 
-def job_rows(program: Program, *ops: Op) -> Numbers:
-    """The row of each job (s, b) under one of `ops`, shape (S, B); -1 if there is none."""
-    header = program.header
-    by_job = np.full((header.stages, header.microbatches), -1, np.int64)
-    jobs = program.rows_of(*ops)
-    by_job[program.rows.stage[jobs], program.rows.mb[jobs]] = jobs
-    return by_job
-
-
 def serving_owner(program: Program, rank: int, stage: int) -> int:
     """The owner that serves `rank`, which computes a stage it does not own: the one that w names for its first job."""
     header = program.header

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import job_rows, next_compute
+from schedgen.compiler.passes.find_rows import next_compute
 from schedgen.compiler.passes.shard_allreduce import defining_rows
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
@@ -37,7 +37,7 @@ def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, Numbers]:
     stage, consumer = np.repeat(np.array(sorted(readers), np.int32).reshape(-1, 2), lengths, axis=0).T
     mb, to = np.concatenate(messages, axis=1)
     source = header.compute[F, stage, mb]
-    forward = job_rows(program, Op.FWD)[stage, mb]
+    forward = program.job_rows(Op.FWD)[stage, mb]
     after = defining_rows(program, Kind.X, forward, stage, mb, consumer)
     if delayed_send.any():
         delayed = delayed_send[stage, mb]
@@ -64,7 +64,7 @@ def _gradients(program: Program) -> tuple[Rows, Numbers]:
     source, to = header.compute[B, consumer], header.compute[B, producer]
     edge, mb = (index.astype(np.int32) for index in np.nonzero(source != to))
     stage, via = producer.astype(np.int32)[edge], operand[edge]
-    backward = job_rows(program, Op.BWD, Op.BWD_I)[consumer[edge], mb]
+    backward = program.job_rows(Op.BWD, Op.BWD_I)[consumer[edge], mb]
     after = defining_rows(program, Kind.G, backward, stage, mb, via)
     return _pairs(Kind.G, stage, mb, via, source[edge, mb], to[edge, mb], after)
 

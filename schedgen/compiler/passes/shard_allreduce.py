@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import job_rows
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, Ints, Kind, Numbers, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
@@ -24,10 +23,10 @@ def shard_allreduce(program: Program, _: PlacedScheme) -> Program:
     outputs = np.stack([stages, stages, np.full_like(stages, -1)])
     edges = [(c, p, graph.gradient_consumer(p, c)) for p, c in graph.edges if split[c]]
     inputs = np.array(edges, np.int64).reshape(-1, 3).T
-    forwards, after_forward = _sums(program, Kind.X, F, outputs, job_rows(program, Op.FWD))
+    forwards, after_forward = _sums(program, Kind.X, F, outputs, program.job_rows(Op.FWD))
     if program.header.is_forward:
         return program.insert(forwards, after=after_forward)
-    backwards, after_backward = _sums(program, Kind.G, B, inputs, job_rows(program, Op.BWD, Op.BWD_I))
+    backwards, after_backward = _sums(program, Kind.G, B, inputs, program.job_rows(Op.BWD, Op.BWD_I))
     return program.insert(concatenate([forwards, backwards]), after=np.concatenate([after_forward, after_backward]))
 
 
