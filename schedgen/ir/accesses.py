@@ -152,7 +152,8 @@ class _Names(NamedTuple):
 
 def _names(program: Program) -> _Names:
     """Gather `_Names` from the header, and from the rows that change what other rows do."""
-    header = program.header
+    header, again = program.header, np.zeros(len(program), bool)
+    again[entered_again(program)] = True
     edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
     stages, shards = np.arange(header.stages + 1), header.weight_shards
@@ -170,7 +171,7 @@ def _names(program: Program) -> _Names:
         owner=header.is_owner,
         redone=redone,
         stays=_freed_later(program),
-        again=_entered_again(program),
+        again=again,
         stages=header.stages,
         batches=header.microbatches,
         versions=header.weight_versions.count,
@@ -192,13 +193,12 @@ def _freed_later(program: Program) -> Flags:
     return stays
 
 
-def _entered_again(program: Program) -> Flags:
-    """By row, for ALLREDUCE of a tie: whether its rank has entered that tie before."""
-    table, again = program.rows, np.zeros(len(program), bool)
-    rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == Kind.T))
+def entered_again(program: Program) -> Numbers:
+    """The rows with an ALLREDUCE of a tie that their rank has entered before, ascending; they have no accesses."""
+    table, rows = program.rows, program.rows_of(Op.ALLREDUCE)
+    rows = rows[table.kind[rows] == Kind.T]
     entries = table.rank[rows].astype(np.int64) * len(program.header.tied) + table.stage[rows]
-    again[np.delete(rows, np.unique(entries, return_index=True)[1])] = True
-    return again
+    return np.delete(rows, np.unique(entries, return_index=True)[1])
 
 
 @kernel
