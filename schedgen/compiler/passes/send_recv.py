@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import next_compute
-from schedgen.compiler.passes.shard_allreduce import defining_rows
+from schedgen.compiler.passes.find_rows import defining_rows, next_compute
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, B, F, Flags, Ints, Kind, Numbers, Op
