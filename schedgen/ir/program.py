@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import EXCHANGED, AnyInts, Flags, Instruction, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.instructions import EXCHANGED, AnyInts, Flags, Instruction, Ints, Kind, Numbers, Op, Small, Times
 from schedgen.util.sort import stable_order
 
 
@@ -106,6 +106,17 @@ class Program:
     def bounds(self) -> Numbers:
         """Projected only: rank r's instructions are rows bounds[r] to bounds[r + 1] - 1."""
         return np.searchsorted(self.rows.rank, np.arange(self.header.workers + 1))
+
+    @property
+    def ranks_with_rows(self) -> Numbers:
+        """Projected only: the ranks that have instructions; with forwards alone a list may be empty."""
+        return np.flatnonzero(np.diff(self.bounds))
+
+    def of_row_before(self, values: Times) -> Times:
+        """Projected only: by row, the value of the row before it on its rank; 0 for the first of a rank."""
+        before = np.append(0.0, values[:-1])
+        before[self.bounds[self.ranks_with_rows]] = 0.0
+        return before
 
     def is_one_of(self, *ops: Op) -> Flags:
         """By row, whether its opcode is one of these."""

@@ -42,7 +42,7 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
     """
     ranks = _slices(text, name, program.header.workers)
     bounds = program.bounds.tolist()
-    first = int(np.flatnonzero(np.diff(program.bounds))[0])  # with forwards alone a list may be empty
+    first = int(program.ranks_with_rows[0])
     passes = max(1, len(ranks[first]) // (bounds[first + 1] - bounds[first]))
     columns: list[Times] = []
     for rank, slices in enumerate(ranks):
@@ -80,7 +80,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     cause = np.stack([timeline.cause for timeline in passes])
     begin, end = (start - wait).min(axis=1, keepdims=True), (start + length).max(axis=1, keepdims=True)
     begins, ends = begin.repeat(workers, axis=1), begin.repeat(workers, axis=1)
-    listed = np.flatnonzero(np.diff(program.bounds))  # with forwards alone a list may be empty
+    listed = program.ranks_with_rows
     first, last = program.bounds[listed], program.bounds[listed + 1] - 1
     begins[:, listed], ends[:, listed] = start[:, first] - wait[:, first], start[:, last] + length[:, last]
     compute = program.is_one_of(*COMPUTE)

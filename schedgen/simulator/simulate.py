@@ -83,10 +83,7 @@ class Simulation:
     @cached_property
     def wait(self) -> Times:
         """By row: how long its rank was idle before it."""
-        row_offsets = self.program.bounds
-        before = np.append(0.0, self.end[:-1])
-        before[row_offsets[:-1][np.diff(row_offsets) > 0]] = 0.0  # ranks start at zero
-        wait: Times = self.start - before
+        wait: Times = self.start - self.program.of_row_before(self.end)  # ranks start at zero
         return wait
 
     @cached_property

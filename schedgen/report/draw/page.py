@@ -107,8 +107,7 @@ def _columns(scene: Scene, sized: bool) -> Columns:
     table, timeline, breakdown, bounds = scene.program.rows, scene.timeline, scene.breakdown, scene.program.bounds
     waits, held, saved = analyse(scene.program).waits, scene.held(in_bytes=sized), scene.held_activations()
     begin = timeline.start - timeline.wait
-    end_before = np.append(0.0, (timeline.start + timeline.length)[:-1])
-    end_before[bounds[:-1][np.diff(bounds) > 0]] = 0.0
+    end_before = scene.program.of_row_before(timeline.start + timeline.length)
     send = scene.program.rows_of(Op.SEND)
     user = np.full(len(table.op), -1)
     user[waits.sends] = np.repeat(np.arange(len(table.op)), np.diff(waits.first))

@@ -82,9 +82,9 @@ class Scene(NamedTuple):
     def gaps(self) -> Gaps:
         """All waits, and the time after a worker's last instruction."""
         start, until, bounds = self.timeline.start, self.breakdown.until, self.program.bounds
-        ranks = np.arange(self.program.header.workers)
-        last_end = (start + self.timeline.length)[bounds[1:] - 1]
-        ends = np.where(np.diff(bounds) > 0, last_end, 0.0)  # with forwards alone a list may be empty
+        ranks, listed = np.arange(self.program.header.workers), self.program.ranks_with_rows
+        ends = np.zeros(len(ranks))
+        ends[listed] = (start + self.timeline.length)[bounds[listed + 1] - 1]
         worker = np.concatenate([self.program.rows.rank, self.program.rows.rank, ranks])
         first = np.concatenate([start - self.timeline.wait, until, ends])
         last = np.concatenate([until, start, np.full(len(ranks), self.makespan)])
