@@ -108,9 +108,7 @@ class Scene(NamedTuple):
 
     def peak_activations(self) -> Numbers:
         """By worker: the most forwards at once whose backward is still to come."""
-        peak = np.zeros(self.program.header.workers, np.int64)
-        np.maximum.at(peak, self.program.rows.rank, self.held_activations().during)
-        return peak
+        return analyse(self.program).memory.saved
 
 
 def build_scene(name: str, file: str, program: Program, timeline: Timeline, sizes: BufferSizes, seconds: bool) -> Scene:
