@@ -87,6 +87,7 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
 }
 EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between shards
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
+LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}  # of its direction; of a whole backward B
 FORWARD_OPS = (Op.FETCH_W, Op.RECV, Op.SEND, Op.FWD, Op.ALLREDUCE, Op.FREE)  # the opcodes of a list of forwards
 FORWARD_KINDS = (Kind.NONE, Kind.X, Kind.W)  # the kinds of buffer that they name there
 

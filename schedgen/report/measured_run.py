@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import DIRECTION, REDO
+from schedgen.ir.cost import REDO
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import COMPUTE, Op, Times
+from schedgen.ir.instructions import COMPUTE, LETTER, Op, Times
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import MEASURED, SIMULATED
 from schedgen.simulator.timeline import CAUSES, Timeline, measured_timelines
@@ -133,7 +133,7 @@ def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
         return np.where(np.isnan(means), others, means)
 
     ops, whole = set(np.unique(table.op).tolist()), mean(Op.BWD)
-    of_direction = {name: op for op, name in DIRECTION.items() if op != Op.RECOMPUTE}
+    of_direction = {name: op for op, name in LETTER.items()}
     means = {name: mean(of_direction[name]) for name in header.directions}
     if "I" in means and Op.BWD in ops:
         means |= {half: filled(means[half], whole / 2) for half in "IW"}

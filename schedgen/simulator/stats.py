@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.analysis import Memory, analyse
-from schedgen.ir.cost import DIRECTION, Amount
+from schedgen.ir.cost import Amount
 from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Numbers, Op, Times
+from schedgen.ir.instructions import KIND_WORDS, LETTER, Numbers, Op, Times
 from schedgen.ir.program import Program
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
@@ -41,7 +41,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
         "latency": _plain(latency),
-        "throughput": len(program.rows_of(Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W)) / (latency * header.workers),
+        "throughput": len(program.rows_of(*LETTER)) / (latency * header.workers),
         "bubble": max(0.0, float(1 - run.busy.sum() / (latency * header.workers))),
         "bounds": {name: _plain(limit) for name, limit in limits.items()},
         "gap": 0.0 if abs(gap) < 1e-9 else gap,  # rounding is no gap
@@ -81,7 +81,7 @@ def clock_cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> 
     """
     table = program.rows
     run = simulate(program, program.header.cost if cost is None else cost)
-    rows = np.flatnonzero(np.isin(table.op, COMPUTE) & (table.op != Op.RECOMPUTE))
+    rows = program.rows_of(*LETTER)
     start = run.start[rows]
     order = np.lexsort((rows, start))
     shortest = float((run.end[rows] - start).min())
@@ -89,7 +89,7 @@ def clock_cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> 
     cycles = []
     for together in np.split(rows[order], first[1:]):
         columns = (column[np.sort(together)].tolist() for column in (table.op, table.stage, table.mb))
-        jobs = [(DIRECTION[Op(op)], stage, mb) for op, stage, mb in zip(*columns, strict=True)]
+        jobs = [(LETTER[Op(op)], stage, mb) for op, stage, mb in zip(*columns, strict=True)]
         cycles.append(Cycle(_plain(float(run.start[together].min())), jobs))
     return cycles
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import MemoryTimeline, analyse
-from schedgen.ir.instructions import COMPUTE, Ints, Numbers, Op, Small, Times
+from schedgen.ir.instructions import COMPUTE, LETTER, Ints, Numbers, Op, Small, Times
 from schedgen.ir.program import Program
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.buffer_sizes import BufferSizes
@@ -19,7 +19,7 @@ from schedgen.simulator.time_breakdown import COOL_DOWN, TimeBreakdown, time_bre
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.errors import number_of
 
-_LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W", Op.RECOMPUTE: "R", Op.STEP: "S"}
+_LETTER = {**LETTER, Op.RECOMPUTE: "R", Op.STEP: "S"}
 _INDEX = {look.letter: k for k, look in enumerate(LOOKS)}
 LOOK_OF_OP = np.array([_INDEX[_LETTER[op]] if op in _LETTER else -1 for op in Op], np.int8)  # index of LOOKS; -1: none
 
