@@ -49,6 +49,10 @@ class Machine(NamedTuple):
             sizes = np.where(graph.is_per_consumer[producers], by_stage(self.edge_activation, edges), sizes)
         return sizes
 
+    def message_times(self, sizes: NDArray[Any]) -> Times:
+        """How long messages of these bytes take; one of none takes no time."""
+        return np.where(sizes > 0, self.alpha + self.beta * sizes, 0.0)
+
 
 PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by key: the field
 # The entries of a profile that are as large for a shard as for its stage.

@@ -145,8 +145,7 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine, s
     """By row: how long it takes by itself; for a SEND, how long its message takes."""
     table, header = program.rows, program.header
     duration, sends = np.zeros(len(program)), program.rows_of(Op.SEND)
-    sent = message_bytes(program, sizes, sends)
-    duration[sends] = np.where(sent > 0, machine.alpha + machine.beta * sent, 0.0)
+    duration[sends] = machine.message_times(message_bytes(program, sizes, sends))
     steps = program.rows_of(Op.STEP)  # for a part of the weights: its part of the time
     duration[steps] = (by_stage(machine.step, header.stages) / header.weight_shards.counts)[table.stage[steps]]
     lengths = durations(cost, len(header.directions))
