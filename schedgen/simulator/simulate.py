@@ -68,6 +68,11 @@ class Simulation:
         """When the last job ends."""
         return float(self.windows[1].max())
 
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time up to the latency that no job takes."""
+        return max(0.0, float(1 - self.busy.sum() / (self.latency * self.program.header.workers)))
+
     @cached_property
     def message_bytes(self) -> Numbers:
         """By row: the bytes of a SEND's message; 0 for other rows."""

@@ -42,7 +42,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         "scheme": dict(header.scheme),
         "latency": _plain(latency),
         "throughput": len(program.rows_of(*LETTER)) / (latency * header.workers),
-        "bubble": max(0.0, float(1 - run.busy.sum() / (latency * header.workers))),
+        "bubble": run.bubble,
         "bounds": {name: _plain(limit) for name, limit in limits.items()},
         "gap": 0.0 if abs(gap) < 1e-9 else gap,  # rounding is no gap
         "own_window_bubble": _plain(float(bubbles.max())),
