@@ -128,7 +128,7 @@ def build_scene(name: str, file: str, program: Program, timeline: Timeline, size
 def size_text(scene: Scene) -> str:
     """Workers, stages and microbatches, as in "4 workers, 4 stages, 8 microbatches"."""
     header = scene.program.header
-    degree = header.stages // header.model_stages
+    degree = header.tensor_parallel.degree
     shards = f" ({header.model_stages} in {degree} shards each)" if degree > 1 else ""
     counts = (header.workers, "worker"), (header.stages, "stage"), (header.microbatches, "microbatch")
     workers, stages, microbatches = (number_of(count, one) for count, one in counts)
@@ -172,10 +172,10 @@ def colour_count(scenes: Sequence[Scene], by: str) -> int:
 
 def key_figures(scene: Scene) -> str:
     """Latency, mean busy share and peak activations, in words."""
-    peak = int(scene.peak_activations().max())
+    peak = number_of(int(scene.peak_activations().max()), "activation")
     busy = scene.shares()[:, 0].mean()
     latency = format_time(scene.latency, scene.seconds)
-    return f"latency {latency}, busy {busy:.1%}, peak {peak} activation{'s' * (peak != 1)}"
+    return f"latency {latency}, busy {busy:.1%}, peak {peak}"
 
 
 def format_time(value: float, seconds: bool) -> str:
