@@ -111,7 +111,7 @@ def drifting(program: Program) -> tuple[int, int] | None:
         return None
     sums = _gradient_trees(program)
     for stage in np.flatnonzero(~tensor.split).tolist():
-        first = tensor.siblings(stage)[0]
+        first = tensor.shards_of(stage)[0]
         trees = [[sums[shard, rank] for rank in owners[shard] if (shard, rank) in sums] for shard in (first, stage)]
         if trees[0] != trees[1]:
             return stage, owners[stage][0]

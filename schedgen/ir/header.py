@@ -98,7 +98,7 @@ class Header:
 
     def shards_of(self, stage: int) -> range:
         """All shards of the model's stage that `stage` belongs to; `stage` alone if stages have no shards."""
-        return self.tensor_parallel.siblings(stage)
+        return self.tensor_parallel.shards_of(stage)
 
     def summed_stages(self, stage: int) -> range:
         """The stages whose jobs add up to x.s and to the gradients of s's inputs: all shards if s is split, else s."""
