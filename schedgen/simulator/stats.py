@@ -66,6 +66,12 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     return numbers
 
 
+def most_weights(numbers: Mapping[str, Any]) -> float:
+    """Of the numbers of `stats`: the weights of a worker at the most, in stages, of its own and foreign copies."""
+    most: float = max(worker["weight_storage"] + worker["peak_memory"]["weight"] for worker in numbers["workers"])
+    return most
+
+
 class Cycle(NamedTuple):
     """The jobs that start together."""
 

@@ -11,7 +11,7 @@ import gzip
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -63,11 +63,19 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
         "scenes": json.dumps(numbers, separators=(",", ":")).replace("<", "\\u003c"),
         "columns": base64.b64encode(gzip.compress(b"".join(packed), LEVEL, mtime=0)).decode(),
     }
-    web = resources.files("schedgen.report.draw") / "web"
-    parts["script"] = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-    text = (web / "page.html").read_text(encoding="utf-8")
+    parts["script"] = "\n".join(_web(f"{name}.js") for name in SCRIPTS)
+    return filled("page.html", parts)
+
+
+def filled(template: str, parts: Mapping[str, str]) -> bytes:
+    """A page of web/ with the parts in place of their placeholders."""
     # In one pass, because a title may look like the placeholder of another part.
-    return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], text).encode()
+    return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], _web(template)).encode()
+
+
+def _web(name: str) -> str:
+    """The text of a file of web/."""
+    return (resources.files("schedgen.report.draw") / "web" / name).read_text(encoding="utf-8")
 
 
 def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]:
