@@ -13,7 +13,8 @@ import numpy as np
 from schedgen.checker.proof import Proof, Touches
 from schedgen.ir.accesses import entered_again
 from schedgen.ir.effects import Buffer, Effect
-from schedgen.ir.instructions import Ints, Kind, Numbers, Op
+from schedgen.ir.instructions import Kind, Op
+from schedgen.util.arrays import Ints, Numbers
 
 
 def ties_entered_once(proof: Proof) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.checker.proof import Proof
-from schedgen.ir.instructions import FORWARD_KINDS, FORWARD_OPS, B, F, Ints, Op, W
+from schedgen.ir.instructions import FORWARD_KINDS, FORWARD_OPS, B, F, Op, W
+from schedgen.util.arrays import Ints
 
 
 def rule_1(proof: Proof) -> None:

@@ -21,8 +21,9 @@ import numpy as np
 
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import Buffer, Effect
-from schedgen.ir.instructions import B, F, Kind, Numbers, Op, buffer_name
+from schedgen.ir.instructions import B, F, Kind, Op, buffer_name
 from schedgen.ir.program import Program
+from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
 
 Term = int | tuple[int, ...]  # the number of a partial's sequence, or the microbatches of consecutive backwards

@@ -13,8 +13,9 @@ import numpy as np
 from schedgen.checker.gradient_sums import norms
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import RECEIVERS, SENDERS, Buffer, Effect
-from schedgen.ir.instructions import COMPUTE, AnyInts, F, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, F, Kind, Op
 from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
+from schedgen.util.arrays import AnyInts, Numbers
 from schedgen.util.sort import places_in_runs
 
 

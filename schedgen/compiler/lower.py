@@ -11,10 +11,10 @@ from schedgen.compiler.passes.emit_jobs import emit_jobs
 from schedgen.compiler.passes.free import free
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import Flags, Ints, Times
 from schedgen.ir.limits import MOST_USES
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
+from schedgen.util.arrays import Flags, Ints, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
 from schedgen.util.version import __version__

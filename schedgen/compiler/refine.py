@@ -12,10 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.instructions import F, Ints
+from schedgen.ir.instructions import F
 from schedgen.ir.limits import MOST_TIES
 from schedgen.ir.stage_graph import StageGraph, expand_shards
 from schedgen.ir.tensor_parallel import TensorParallel, check_shards_apart
+from schedgen.util.arrays import Ints
 from schedgen.util.errors import UsageError
 
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from schedgen.ir.effects import EFFECTS, Buffer, Which
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import AnyInts, B, F, Flags, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers, Small
 from schedgen.util.jit import kernel
 
 _KINDS = len(Kind)

@@ -7,17 +7,7 @@ This is the only place that defines an opcode and its operands. What an instruct
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int32]
-Numbers = NDArray[np.int64]
-Small = NDArray[np.int8]
-Times = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-AnyInts = NDArray[np.integer[Any]]
+from typing import NamedTuple
 
 # Directions, the third argument of w and n. Where the backward is not split
 # there are two, F and B; where it is, three: F, I (gradient of the input) and

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, Flags, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, Kind, Op
 from schedgen.ir.limits import Limits
 from schedgen.ir.program import Rows, rows
 from schedgen.ir.validate_instruction import NAME_NUMBERS
+from schedgen.util.arrays import Flags, Ints, Numbers, Small
 from schedgen.util.jit import kernel
 
 Bytes = NDArray[np.uint8]

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import EXCHANGED, AnyInts, Flags, Instruction, Ints, Kind, Numbers, Op, Small, Times
+from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers, Small, Times
 from schedgen.util.sort import stable_order
 
 
@@ -78,7 +79,7 @@ class Program:
 
     header: Header
     rows: Rows
-    time: NDArray[np.float64] | None = None  # global order only: when each row happens, ascending
+    time: Times | None = None  # global order only: when each row happens, ascending
 
     def __len__(self) -> int:
         """How many instructions all ranks have together."""

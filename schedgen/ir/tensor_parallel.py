@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Ints
+from schedgen.util.arrays import Flags, Ints
 from schedgen.util.errors import UsageError
 
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from schedgen.ir.cost import REDO
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import COMPUTE, LETTER, Op, Times
+from schedgen.ir.instructions import COMPUTE, LETTER, Op
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import MEASURED, SIMULATED
 from schedgen.simulator.timeline import CAUSES, Timeline, measured_timelines
+from schedgen.util.arrays import Times
 from schedgen.util.errors import RefusedFile, clip
 
 MOST = 1e30  # an exclusive bound on times in a trace, in microseconds

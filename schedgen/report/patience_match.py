@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Numbers
+from schedgen.util.arrays import Flags, Numbers
 from schedgen.util.jit import kernel
 from schedgen.util.sort import places_in_runs
 

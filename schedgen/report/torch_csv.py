@@ -13,9 +13,10 @@ import itertools
 import numpy as np
 
 from schedgen.compiler.options import Options
-from schedgen.ir.instructions import COMPUTE, LETTER, Flags, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, LETTER, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
+from schedgen.util.arrays import Flags, Numbers
 from schedgen.util.errors import UsageError
 
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from schedgen.analysis import analyse
 from schedgen.ir.effects import Effect
-from schedgen.ir.instructions import Kind, Numbers, Op
+from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes, message_bytes, summed_bytes
+from schedgen.util.arrays import Numbers
 
 
 def bytes_under_way(program: Program, sizes: BufferSizes) -> Numbers:

@@ -19,13 +19,14 @@ import numpy as np
 
 from schedgen.analysis import Memory, Waits, analyse
 from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations, redo_duration
-from schedgen.ir.instructions import COMPUTE, Ints, Numbers, Op, Small, Times
+from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_bytes, summed_bytes
 from schedgen.simulator.execution import Listed, Waiting, execute, new_run
 from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.timeline import Timeline
+from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import counted
 

@@ -16,11 +16,12 @@ from schedgen.analysis import Memory, analyse
 from schedgen.ir.cost import Amount
 from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import KIND_WORDS, LETTER, Numbers, Op, Times
+from schedgen.ir.instructions import KIND_WORDS, LETTER, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
+from schedgen.util.arrays import Numbers, Times
 
 
 def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None) -> dict[str, Any]:

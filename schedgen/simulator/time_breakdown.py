@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import Waits, analyse
-from schedgen.ir.instructions import COMPUTE, Numbers, Op, Small, Times
+from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.timeline import REDUCTION, SEND_CAUSE, Timeline
+from schedgen.util.arrays import Numbers, Small, Times
 
 SHARES = ("busy", "warm-up", "dependency", "cool-down", "transfer", "send", "sum", "step", "overhead")
 MEANING = (

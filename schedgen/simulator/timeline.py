@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import analyse
-from schedgen.ir.instructions import KIND_WORDS, Small, Times
+from schedgen.ir.instructions import KIND_WORDS
 from schedgen.ir.program import Program
+from schedgen.util.arrays import Small, Times
 
 # Why a rank is idle: it waits for a message of a kind, for one of its own to leave, for other ranks.
 CAUSES = (*KIND_WORDS.values(), "send", "reduction")

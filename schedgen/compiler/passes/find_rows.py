@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from schedgen.ir.instructions import COMPUTE, Flags, Ints, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program
+from schedgen.util.arrays import Flags, Ints, Numbers
 from schedgen.util.jit import kernel
 
 

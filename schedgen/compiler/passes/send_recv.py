@@ -12,8 +12,9 @@ import numpy as np
 from schedgen.compiler.passes.find_rows import defining_rows, next_compute
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import COMPUTE, AnyInts, B, F, Flags, Ints, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
 
 
 def send_recv(program: Program, placed: PlacedScheme) -> Program:

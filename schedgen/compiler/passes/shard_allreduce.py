@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.instructions import B, F, Kind, Numbers, Op
+from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
+from schedgen.util.arrays import Numbers
 
 
 def shard_allreduce(program: Program, _: PlacedScheme) -> Program:

@@ -28,8 +28,9 @@ from schedgen.compiler.passes.find_rows import serving_owner
 from schedgen.compiler.passes.send_recv import transfers
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import DIRECTION, redo_duration
-from schedgen.ir.instructions import COMPUTE, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
+from schedgen.util.arrays import Numbers
 from schedgen.util.sort import stable_order
 
 

@@ -19,9 +19,10 @@ import numpy as np
 from schedgen.compiler.passes.find_rows import rows_at_end
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Kind, Numbers, Op
+from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program, rows
 from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
+from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
 
 Fields = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, after

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.ir.instructions import Numbers
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.found_order import reached
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.local_search import NO_CHOICE, anneal
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
+from schedgen.util.arrays import Numbers
 from schedgen.util.progress import counted
 
 HOT = (0.03, 0.3, 2.0)  # initial temperatures, in mean durations of a job

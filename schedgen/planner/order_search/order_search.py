@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import has_both
-from schedgen.ir.instructions import Numbers, Times
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.built_ins import Start, starts
@@ -28,6 +27,7 @@ from schedgen.planner.order_search.placed_problem import lenient, lower_bound, p
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places, serial_order
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.simulator.simulate import Simulation
+from schedgen.util.arrays import Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 

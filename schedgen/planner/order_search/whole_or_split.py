@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves
-from schedgen.ir.instructions import B, F, Flags, Numbers, Op, Times, W
+from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
@@ -31,6 +31,7 @@ from schedgen.planner.order_search.order_search import PROVED_SECONDS, search_or
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
 from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import MemoryTimeline, analyse
-from schedgen.ir.instructions import COMPUTE, LETTER, Ints, Numbers, Op, Small, Times
+from schedgen.ir.instructions import COMPUTE, LETTER, Op
 from schedgen.ir.program import Program
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.time_breakdown import COOL_DOWN, TimeBreakdown, time_breakdown
 from schedgen.simulator.timeline import Timeline
+from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.errors import number_of
 
 _LETTER = {**LETTER, Op.RECOMPUTE: "R", Op.STEP: "S"}
