@@ -49,7 +49,7 @@ class Result:
     loss       the mean over the samples of the step, or over what `loss_weight` counts
     losses     by microbatch
     grad_norm  the norm of the whole gradient, before clipping
-    lr         the learning rate of the first parameter group; 0 where nothing is trained
+    lr         the learning rate of the first parameter group; 0 if it has none, or where nothing is trained
     metrics    what the loss returned besides its value: such means, too, by name
     seconds    that the step took on this rank
     tokens     elements of the targets

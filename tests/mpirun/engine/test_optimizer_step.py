@@ -64,6 +64,13 @@ def linear(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> tuple
     return optimizer, stage, GradBuffer(stage, [0], [torch.zeros(stage.size, dtype=torch.uint8)])
 
 
+@pytest.mark.parametrize("options", [{}, {"lr": None}])
+def test_the_rate_of_an_optimizer_that_has_none_is_0(options):
+    """That of Adafactor in transformers is None where it chooses the rate itself."""
+    optimizer, *_ = linear(lambda parameters: torch.optim.Optimizer(parameters, options))
+    assert optimizer.rate(0) == 0
+
+
 class AssigningData(torch.optim.SGD):
     """Puts another tensor in the place of the weights."""
 
