@@ -99,7 +99,8 @@ def _costs(costs: Sequence[float] | str | Path, children: int) -> list[float]:
     if isinstance(costs, str | Path):
         try:
             profile = parse_json(Path(costs).read_text())
-            numbers = [sum(times) for times in zip(*(profile[job] for job in "FBIW" if job in profile), strict=True)]
+            jobs = "FB" if "B" in profile else "FIW"  # I and W are the halves of B
+            numbers = [sum(times) for times in zip(*(profile[job] for job in jobs if job in profile), strict=True)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{costs} is no profile of mpirun profile: {raised(error)}") from None
         where = str(costs)
