@@ -30,6 +30,8 @@ class Example(NamedTuple):
         if isinstance(data, list) and len(self.args) > 1:
             data = tuple(data)
         if self.args and self.kwargs:
+            if not (isinstance(data, list | tuple) and len(data) == 2 and isinstance(data[1], Mapping)):
+                raise UsageError("the batch's input should be (args, kwargs), as in the example of split")
             args, kwargs = data
         elif isinstance(data, Mapping) and not self.args:
             args, kwargs = (), data

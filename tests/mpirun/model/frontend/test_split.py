@@ -841,6 +841,8 @@ def test_inputs() -> None:
         ),
         (((X, 3), kwargs), r"is nested as .*\[0\], .*\[1\], .*'last'\], .* but that of the example as .*\[0\]\[0\], "),
         ((args, {"last": X}), r"inputs are \['last'\]"),
+        ((args, X), r"the batch's input should be \(args, kwargs\), as in the example of split"),
+        (X, r"the batch's input should be \(args, kwargs\), as in the example of split"),
     ]:
         with pytest.raises(UsageError, match=why):
             cut.leaves(data)
@@ -899,6 +901,9 @@ def test_sequential_by_a_profile(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text('{"F": [1, 1, 1, 1, 1, 1], "B": [2, 2, 2, 2, 2, 9], "step": [0, 0, 0, 0, 0, 0]}')
     assert "".join(split_sequential(layers(), 2, profile).stages[1]._modules) == "45"
+    profile.write_text('{"F": [6, 1, 3], "B": [1, 3, 3], "I": [1, 2, 2], "W": [0, 1, 1]}')  # I and W are parts of B
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    assert "".join(split_sequential(module, 2, profile).stages[1]._modules) == "12"
     with pytest.raises(UsageError, match="is no profile of mpirun profile"):
         split_sequential(layers(), 2, tmp_path / "none.json")
 
