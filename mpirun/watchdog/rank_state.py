@@ -87,7 +87,7 @@ class Rank:
         moved = time.monotonic() - self.moved
         calls, method = divmod(self.words[CALL], len(METHODS))
         return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": activity,
-                "moved": moved, "calls": calls, "call": METHODS[method].rpartition("_")[2],
+                "moved": moved, "calls": calls, "call": METHODS[method].removeprefix("begin_").removeprefix("end_"),
                 "in_script": bool(self.words[IN_SCRIPT]), "asked": bool(self.words[ASKED])}  # fmt: skip
 
 

@@ -15,15 +15,17 @@ import socket
 import subprocess
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from mpirun.watchdog import DONE, FAILED, IN_SCRIPT, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
+from mpirun.watchdog import CALL, DONE, FAILED, IN_SCRIPT, METHODS, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
 from mpirun.watchdog.hang import explain_hang
 from mpirun.watchdog.process import REPORT
 from mpirun.watchdog.rank_side import COMMAND
+from mpirun.watchdog.rank_state import Rank
 
 LINES = [
     '{"op": "RECV", "buf": "x.0.0", "from": 0}',
@@ -34,6 +36,16 @@ LINES = [
 
 def state(rank: int, peer: int | None, process: str = "asleep") -> dict[str, object]:
     return {"rank": rank, "host": "h", "at": "", "waits": None, "peer": peer, "process": process}
+
+
+@pytest.mark.parametrize(
+    ("method", "said"), [("state_dict", "state_dict"), ("begin_trace", "trace"), ("end_trace", "trace")]
+)
+def test_what_a_script_calls_is_named_as_the_user_knows_it(method, said):
+    words = array("q", [0] * WORDS)
+    words[CALL] = len(METHODS) + METHODS.index(method)
+    shown = Rank(0, os.getpid(), 1, LINES, memoryview(words)).state("h")
+    assert (shown["calls"], shown["call"]) == (1, said)
 
 
 @pytest.mark.parametrize(
