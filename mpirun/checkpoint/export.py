@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.weight_names import listed, unused_names, weight_names
 from schedgen.ir.header import Header
-from schedgen.util.errors import MpirunWarning, UsageError
+from schedgen.util.errors import UsageError
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 
@@ -70,7 +69,9 @@ def export(
         raise
     if source is not None:
         known = comm.gather({name for others in _known_names(setup.model, stages) for name in others})
-        on_rank_0(comm, lambda: _say_left_out(directory, Path(source), set().union(*known or ())))
+        left_out = on_rank_0(comm, lambda: _left_out(Path(source), set().union(*known or ())))
+        if left_out:
+            note(comm, f"export {directory}: no stage has {listed(left_out)} of {source}: not written")
     return directory
 
 
@@ -244,9 +245,8 @@ def _publish(directory: Path, draft: Path, source: str | Path | None, index: Map
         sync(directory.parent)
 
 
-def _say_left_out(directory: Path, source: Path, known: Collection[str]) -> None:
-    """Warn of the source's tensors that no stage has under any name."""
+def _left_out(source: Path, known: Collection[str]) -> list[str]:
+    """The source's tensors that no stage has under any name."""
     with contextlib.suppress(UsageError):  # it may have no weights
-        if lost := [name for name in Pretrained(source).names if name not in known]:
-            sentence = f"export {directory}: no stage has {listed(lost)} of {source}: not written"
-            warnings.warn(sentence, MpirunWarning, stacklevel=2)
+        return [name for name in Pretrained(source).names if name not in known]
+    return []

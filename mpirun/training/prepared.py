@@ -6,6 +6,7 @@ A shape is that of a microbatch's input; there is one in a run, or one for each 
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,6 +28,7 @@ from mpirun.model.loss import loss_input, why_uncut
 from mpirun.training.batches import InputOrder, LossWeight, StepBatches, loss_weight
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
+from schedgen.util.errors import MpirunWarning
 
 
 class OfShape(NamedTuple):
@@ -101,7 +103,9 @@ class Prepared:
             self.build(batch, shape)
         if shape not in self.evaluators:
             example = self.of_shape[shape].example if shape in self.of_shape else self._example(batch)
-            self.evaluators[shape] = Evaluator(self.session, example, self.options, self.host)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
+                self.evaluators[shape] = Evaluator(self.session, example, self.options, self.host)
         evaluator = self.evaluators[shape]
         padded = padded or batch.is_padded_in_part
         if padded and (why := _why_uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:

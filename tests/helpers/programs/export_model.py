@@ -5,7 +5,7 @@ An argument: {"file": a schedule, "model": MODULE:FUNCTION, "steps": 0 or 1, "to
 
 import json
 import sys
-import warnings
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from mpi4py import MPI
@@ -27,11 +27,8 @@ for line in sys.argv[1:]:
         interpreter = build_interpreter(WORLD, program, program.instructions(WORLD.rank), setup)
         if run["steps"]:
             interpreter.run_first(0)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with redirect_stderr(sys.stdout):  # notes are printed in order with errors
             export(WORLD, program.header, setup, interpreter.stages, run["to"], run["source"])
-        for warning in said:
-            print(f"note: {warning.message}", flush=True)
     except Stop as stop:
         if WORLD.rank == 0:
             print(stop, flush=True)

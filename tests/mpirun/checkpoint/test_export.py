@@ -119,7 +119,7 @@ def test_tensor_shards_are_joined(exported: tuple[Path, list[str]], name: str, t
 def test_nothing_is_overwritten_and_what_is_left_out_is_said(exported: tuple[Path, list[str]]) -> None:
     folder, printed = exported
     assert printed == [
-        f"note: export {folder / 'chain'}: no stage has odd of {folder / 'renamed'}: not written",
+        f"mpirun: note: export {folder / 'chain'}: no stage has odd of {folder / 'renamed'}: not written",
         f"export {folder / 'chain'}: it is not empty: export to a new directory",
     ]
     assert not list(folder.glob(".*"))

@@ -635,6 +635,20 @@ def refused(call):
 """
 
 
+def test_what_is_lost_of_a_module_is_said_in_notes_only_even_if_the_run_evaluates(scripts):
+    script = """
+layer = torch.nn.Linear(4, 4)
+layer.compile()
+x = torch.zeros(8, 4)
+with mpirun.Engine("gpipe", [layer], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
+    run.step((x, x))
+    run.evaluate([(x, x)])
+"""
+    (done,) = scripts(1, [[SAVING + script, "none"]])
+    lost = "stage 0: Module.compile is lost where a stage is copied: use torch.compile(module)"
+    assert (done.code, {*done.err.splitlines()}) == (0, {f"mpirun: note: {lost}"})
+
+
 def test_how_many_checkpoints_stay_is_what_each_save_says(tmp_path, scripts):
     script = """
 with engine() as run:
@@ -689,6 +703,7 @@ other = engine()
 other.resume(folder / "last")
 other.step((x, x))
 assert refused(lambda: other.save(folder / "last")) == 2
+assert not (folder / "last" / ".seen").exists()
 run.close()
 other.save(folder / "other")
 other.save(folder / "last")
