@@ -7,12 +7,23 @@ import re
 import shutil
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from examples import further
 from models_for_tests import dropping_layers
 from run_results import same, weights
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from mpirun.checkpoint.entry_names import Entries
+from mpirun.checkpoint.reader import _StageReader
+from mpirun.comm.device import Device
+from mpirun.engine.stage import LocalStage
+from mpirun.model.contract import Model
+from mpirun.model.stage_shape import StageShape
+from schedgen.util.errors import UsageError
 
 STEPS = 4
 COMMON = ["--steps", STEPS, "--canonical", "--clip", 1, "--lr-schedule", "cosine", "--threads", 1]
@@ -264,6 +275,18 @@ def test_steps_that_were_made_otherwise_are_not_verified(damaged, name, made):
     ended = damaged[0][f"{name}, to be verified"]
     sentence = f"mpirun: verify repeats all steps from the first, but the checkpoint was made with {made}\n"
     assert (ended.code, ended.err) == (2, sentence)
+
+
+def test_state_of_an_optimizer_that_one_of_the_shares_lacks_is_named(tmp_path):
+    module = nn.Linear(3, 2, bias=False)
+    model = Model([module], mse_loss)
+    stage = LocalStage(module, 0, StageShape((), ("weight",)), Device(), True)
+    entry = model.entry_name(0, "weight")
+    files = {f"{entry}@0/2.momentum_buffer": tmp_path, "other": tmp_path}
+    with pytest.raises(UsageError, match=rf": has no {entry}.momentum_buffer: is it of another model\?"):
+        _StageReader(tmp_path, model, stage).restore_optimizer(
+            Entries(tmp_path, files), {entry: [f"{entry}.momentum_buffer"]}, SimpleNamespace()
+        )
 
 
 # Keeping
