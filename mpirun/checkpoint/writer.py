@@ -126,7 +126,10 @@ class CheckpointWriter:
         self.directory = path
 
     def _lock(self, directory: Path, resumed: str | None) -> None:
-        """Make a folder, and lock it until the run ends, unless this run has locked it before and returns to it."""
+        """Make a folder, and lock it until the run ends, unless this run has locked it before and returns to it.
+
+        A file in it, `.seen`, tells other ranks that they see the same folder.
+        """
         _prepare(directory)
         if (path := directory.resolve()) not in self.locks:
             lock = FolderLock(directory, self.settings["runs"][-1])
@@ -137,6 +140,8 @@ class CheckpointWriter:
                 lock.release()
                 raise
             self.locks[path] = lock
+        with disk_format.refusing(directory):
+            (directory / ".seen").write_bytes(b"")
 
     def _check_others(self, directory: Path) -> None:
         """UsageError if a folder has a checkpoint that is not `_is_of_this_run`; a note if one is of a later step."""
@@ -243,7 +248,6 @@ def _prepare(directory: Path) -> None:
     """Make the folder; UsageError if it cannot be made, or is a checkpoint."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / ".seen").write_bytes(b"")
     except OSError as error:
         raise UsageError(f"saving to {directory}: {error.strerror}") from None
     if (directory / disk_format.MANIFEST).exists():
