@@ -30,7 +30,9 @@ def measure_link_speed(comm: MPI.Intracomm, device: Device, crowded: bool) -> tu
         return 0.0, 0.0
     transport = make_transport(device, comm, (), crowded)
     rounds = (_one_round(comm, transport, device) for _ in range(ROUNDS))
-    return fit_rounds(np.array(SIZES, np.float64), rounds)
+    fitted = fit_rounds(np.array(SIZES, np.float64), rounds)
+    transport.free()
+    return fitted
 
 
 def _one_round(comm: MPI.Intracomm, transport: Transport, device: Device) -> NDArray[np.float64]:

@@ -56,10 +56,8 @@ class Transport:
         self.comm, self.device = comm.Dup(), device or Device()
         self.on_wait = on_wait
         self.spin = CROWDED_SPIN if crowded else SPIN
-        world = comm.Get_group()
         self.groups = [
-            comm.Create_group(world.Incl(list(members)), tag) if comm.rank in members else None
-            for tag, members in enumerate(groups)
+            _communicator(comm, members, tag) if comm.rank in members else None for tag, members in enumerate(groups)
         ]
         self.receives: list[MPI.Prequest] = []
         self.watched: list[Done] | None = None  # since `watch`, larger messages that may be in flight
@@ -138,3 +136,13 @@ class Transport:
         self.comm.Iprobe(MPI.ANY_SOURCE, UNUSED_TAG)
         if self.background is not None:
             self.background()
+
+
+def _communicator(comm: MPI.Intracomm, members: Sequence[int], tag: int) -> MPI.Intracomm:
+    """A communicator of some ranks. Collective over these; those of one call differ in their tags."""
+    world = comm.Get_group()
+    group = world.Incl(list(members))
+    made = comm.Create_group(group, tag)
+    group.Free()
+    world.Free()
+    return made

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,18 @@ CPU = torch.device("cpu")
 CHANGES_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # a part of torch's message
 NEEDS_GRADIENTS = "does not require grad"  # a part of another one
 ASK_FOR_GRADIENTS = "without gradients: a forward may ask for them with torch.enable_grad()"
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Inside, torch does not log what fake tensors raise."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @dataclass
@@ -70,7 +82,6 @@ class Trial:
             for source in sources:
                 if isinstance(source, Input) and source.leaf >= leaves:
                     raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {leaves}")
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
         shapes = self._without_loss()
         if self.model.loss_of == "minibatch":  # the loss takes the outputs of all microbatches
             return shapes
@@ -94,6 +105,7 @@ class Trial:
             overwrites_target=any(map(watch.has_written_to, tree_leaves(batch.target))),
         )
 
+    @_unlogged()
     def _without_loss(self) -> list[StageShape]:
         outputs: list[Sequence[Tensor]] = []
         shapes: list[StageShape] = []

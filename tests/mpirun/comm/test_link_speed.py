@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from mpirun.comm.link_speed import SIZES, fit_alpha_beta, fit_rounds
+from mpirun.comm import link_speed
+from mpirun.comm.device import Device
+from mpirun.comm.link_speed import SIZES, fit_alpha_beta, fit_rounds, measure_link_speed
 
 BYTES = np.array(SIZES, np.float64)
 QUIET = 3e-6 + 1e-10 * BYTES
@@ -27,3 +31,11 @@ def test_rounds_that_are_all_disturbed_say_that_bytes_cost_nothing():
     alpha, beta = fit_rounds(BYTES, [DISTURBED] * 3)
     assert alpha > 0
     assert beta == 0
+
+
+def test_the_transport_is_freed(monkeypatch):
+    freed = []
+    monkeypatch.setattr(link_speed, "make_transport", lambda *_: SimpleNamespace(free=lambda: freed.append(True)))
+    monkeypatch.setattr(link_speed, "_one_round", lambda *_: QUIET)
+    assert measure_link_speed(SimpleNamespace(size=2), Device(), crowded=False) == pytest.approx((3e-6, 1e-10))
+    assert freed == [True]

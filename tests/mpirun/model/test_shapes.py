@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Callable
 
@@ -52,6 +53,14 @@ class Views(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         assert not self.forward_asks or x.sum().item() is not None
         return self.linear(x), self.linear.weight[1:], self.rows[0], x.view(-1)
+
+
+def test_torch_s_log_is_as_before(caplog):
+    """In the trial itself it is silent: a forward that asks for values is no error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    shapes_of(Views(forward_asks=True), First())
+    assert (logger.level, caplog.records) == (before, [])
 
 
 @pytest.mark.parametrize("asks", [(), (True,), (False, True)], ids=["never", "constructor", "forward"])
