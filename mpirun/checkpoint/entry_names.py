@@ -6,7 +6,7 @@ Tensor shards write a parameter in shares, as entries NAME@t/T (share t of T); `
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,14 @@ def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
         elif model.is_first_shard(stage.index):
             entries[entry] = value
     return entries
+
+
+def first_stages(entries: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """By entry, the first of the stages that it is paired with."""
+    first: dict[str, int] = {}
+    for entry, stage in entries:
+        first[entry] = min(stage, first.get(entry, stage))
+    return first
 
 
 class Entries:

@@ -23,7 +23,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
-from mpirun.checkpoint.entry_names import is_share, parameter_entries, untrained_tensors
+from mpirun.checkpoint.entry_names import first_stages, is_share, parameter_entries, untrained_tensors
 from mpirun.checkpoint.gather import PARAMETER, gather_parameters, writing_rank
 from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
 from mpirun.comm.fail_together import Stop, note, on_rank_0, together
@@ -153,10 +153,8 @@ def _untrained(
 ) -> dict[str, Tensor]:
     """The frozen parameters and buffers that this rank writes: of those in several stages, the first's. Collective."""
     own = together(comm, lambda: _own_untrained(comm.rank, header, setup, stages))
-    first: dict[str, int] = {}
-    for of_rank in comm.allgather([(entry, index) for entry, (index, _) in own.items()]):
-        for entry, index in of_rank:
-            first[entry] = min(index, first.get(entry, index))
+    of_ranks = comm.allgather([(entry, index) for entry, (index, _) in own.items()])
+    first = first_stages(pair for of_rank in of_ranks for pair in of_rank)
     return {entry: value for entry, (index, value) in own.items() if first[entry] == index}
 
 

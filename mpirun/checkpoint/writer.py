@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
-from mpirun.checkpoint.entry_names import parameter_entries, written_untrained
+from mpirun.checkpoint.entry_names import first_stages, parameter_entries, written_untrained
 from mpirun.checkpoint.gather import PARAMETER, Values, gather_parameters, writing_rank
 from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import check_all_read, restore
@@ -62,9 +62,7 @@ class CheckpointWriter:
         written = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
         own = [(entry, stage.index) for stage in written for entry in written_untrained(setup.model, stage)]
         untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
-        self.first_stage: dict[str, int] = {}  # by untrained entry: the stage that it is written with
-        for entry, stage in untrained:
-            self.first_stage[entry] = min(stage, self.first_stage.get(entry, stage))
+        self.first_stage = first_stages(untrained)  # by untrained entry: the stage that it is written with
         self._check_entries([entry for entry, _ in untrained])
         self._note_unsaved(written)
         self.directory: Path | None = None
