@@ -49,12 +49,16 @@ class ExportedGraph(NamedTuple):
 
     graph: fx.Graph
     inputs: dict[fx.Node, int]  # by placeholder, the leaf of the input
-    results: list[Any]  # the leaves of the output: nodes, or constants
     state: dict[str, Any]  # what get_attr nodes refer to; a parameter has one name only
     parameters: dict[str, nn.Parameter]
     temporary: set[str]  # the names of buffers that are not saved
     example: Example
     spec: pytree.TreeSpec  # of the output
+
+    @property
+    def results(self) -> list[Any]:
+        """The leaves of the output: nodes, or constants."""
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def output(self) -> tuple[list[fx.Node], ModuleOutput]:
         """What the last stage returns, and how the module's own output is made from it."""
@@ -106,7 +110,6 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     traced = ExportedGraph(
         graph,
         {placeholders[number]: leaf for leaf, number in enumerate(order)},
-        list(graph.output_node().args[0]),  # type: ignore[arg-type]
         state,
         {name: parameter for name, parameter in module.named_parameters() if state.get(name) is parameter},
         {name for name, _ in module.named_buffers() if name not in module.state_dict()} | {*program.constants},

@@ -114,5 +114,4 @@ def _change_copies(dependencies: Dependencies, root: fx.Node, why: str) -> dict[
                 for alias in earlier:
                     node.replace_input_with(alias, copies[write])
         aliases.append(copies[write])
-    exported.results[:] = dependencies.graph.output_node().args[0]  # type: ignore[assignment]
     return copies
