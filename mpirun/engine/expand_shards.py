@@ -7,7 +7,6 @@ its share of the weights; any other stage gets T replicas.
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -17,6 +16,7 @@ from torch import nn
 from mpirun.model.build_stage import fake_mode, stage_without_values
 from mpirun.model.contract import Model, StageEntry
 from mpirun.model.dataflow import Source, Value, how_to_compile
+from mpirun.model.module_copy import own_tensors
 from mpirun.model.parallel_layers import Shard, sharded_dims
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
@@ -108,9 +108,9 @@ def build_shard(make: Callable[..., nn.Module], shard: Shard) -> nn.Module:
     full = make()
     module = make(shard=shard)
     dims = sharded_dims(module)
-    values = dict(itertools.chain(full.named_parameters(), full.named_buffers()))
+    values = own_tensors(full)
     with torch.no_grad():
-        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        for name, tensor in own_tensors(module).items():
             if name in values:
                 tensor.copy_(dims[name].share(values[name], shard) if name in dims else values[name])
     return module

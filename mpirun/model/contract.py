@@ -118,7 +118,7 @@ class Model(NamedTuple):
     def graph(self) -> ModelGraph:
         """What a schedule must know of the stages, which are a chain if `reads` is None."""
         reads = self.resolved_reads([[stage - 1] if stage else [] for stage in range(len(self.stages))], 1)
-        return model_graph(reads, ([stage for stage, _ in tie] for tie in self.tied), self.sharded)
+        return model_graph(reads, self.tied, self.sharded)
 
     def model_stage(self, stage: int) -> int:
         """The function's stage that a stage is a shard or a replica of; without shards the stage itself."""

@@ -180,14 +180,16 @@ def outputs_read(reads: Reads) -> dict[tuple[int, int], tuple[int, ...]]:
     return {edge: tuple(sorted(indices)) for edge, indices in sorted(outputs.items())}
 
 
-def model_graph(reads: Reads, tied: Iterable[Iterable[int]] = (), sharded: Collection[int] = ()) -> ModelGraph:
-    """What a schedule must know of a model: `tied` has the stages of each tie, `sharded` those with tensor shards."""
+def model_graph(
+    reads: Reads, tied: Iterable[Iterable[tuple[int, str]]] = (), sharded: Collection[int] = ()
+) -> ModelGraph:
+    """What a schedule must know of a model; `reads`, `tied` and `sharded` as `Model`'s."""
     edges = outputs_read(reads)
     by_producer: dict[int, set[tuple[int, ...]]] = {}
     for (producer, _), indices in edges.items():
         by_producer.setdefault(producer, set()).add(indices)
     per_consumer = tuple(stage for stage, read in sorted(by_producer.items()) if len(read) > 1)
-    ties = {tuple(sorted(set(stages))) for stages in tied}
+    ties = {tuple(sorted({stage for stage, _ in tie})) for tie in tied}
     return ModelGraph(
         stages=len(reads),
         edges=tuple(edges),

@@ -246,7 +246,7 @@ def _operation(node: fx.Node) -> tuple[str, object]:
 
 
 def _differs(node: fx.Node) -> UsageError:
-    where = line_of_node(node.prev if node.op == "output" else node)
     return UsageError(
-        f"{where}: differs between train and eval mode by more than what eval mode leaves out: stages cannot follow"
+        f"{line_of_node(node)}: differs between train and eval mode by more than what eval mode leaves out: "
+        "stages cannot follow"
     )

@@ -93,8 +93,7 @@ def _merged(node: fx.Node, value: Any, other: Any, node_of: dict[fx.Node, fx.Nod
 
 
 def _differs(node: fx.Node) -> UsageError:
-    where = line_of_node(node.prev if node.op == "output" else node)
-    return UsageError(f"{where}: does something else for a microbatch with a sample less")
+    return UsageError(f"{line_of_node(node)}: does something else for a microbatch with a sample less")
 
 
 def _merge_attributes(node: fx.Node, value: Any, other: Any) -> None:

@@ -49,7 +49,11 @@ class SourceLine(NamedTuple):
 
 
 def line_of_node(node: fx.Node) -> str:
-    """The user's line that a node of an exported graph comes from; the node itself if no line is known."""
+    """The user's line that a node of an exported graph comes from; the node itself if no line is known.
+
+    The output has the line of the node before it.
+    """
+    node = node.prev if node.op == "output" else node
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     lines = [SourceLine(file, int(line), name) for file, line, name in frames]
     return str(_innermost(lines) or f"{node.op} {node.target}")

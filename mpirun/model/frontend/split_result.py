@@ -131,7 +131,7 @@ class Cut(NamedTuple):
 
     def write_graph(self, path: str | os.PathLike[str]) -> None:
         """Write which stages read which others, and share parameters: a file for the option `--graph` of schedgen."""
-        Path(path).write_text(model_graph(self.reads, ([stage for stage, _ in tie] for tie in self.tied)).text())
+        Path(path).write_text(model_graph(self.reads, self.tied).text())
 
     def summary(self) -> str:
         """A table of the stages: parameters, flops, bytes sent to which stages, submodules; then the ties."""

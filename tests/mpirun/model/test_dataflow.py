@@ -37,7 +37,8 @@ def test_outputs_are_apart_where_consumers_read_different_ones():
     assert model_graph([[Input(0)], [a], [a, Value(1, 0)]]) == ModelGraph(3, ((0, 1), (0, 2), (1, 2)), ())
     assert model_graph([[Input(0)], [b, a], [a, b, Value(1, 0)]]).per_consumer == ()  # both read both
     assert model_graph([[Input(0)], [a], [a, b, Value(1, 0)]]).per_consumer == (0,)
-    assert model_graph([[Input(0)], [a], [Value(1, 0)]], [[0, 0], [2, 0, 2], [0, 2]]).tied == ((0, 2),)
+    tied = [[(stage, "weight") for stage in tie] for tie in ([0, 0], [2, 0, 2], [0, 2])]
+    assert model_graph([[Input(0)], [a], [Value(1, 0)]], tied).tied == ((0, 2),)
 
 
 @pytest.fixture(scope="module")
