@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from mpirun.data.chunks import Dims
-from mpirun.model.contract import CheckEval
+from mpirun.model.contract import CheckEval, Origin
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.compare_train_eval import compare_with_eval, follow_eval
 from mpirun.model.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
@@ -87,10 +87,9 @@ def split(
         if in_eval_mode:
             keep_eval_mode(cut.stages)
         whole = WholeModule(module, dependencies.exported.example, dependencies.exported.output()[1])
-        return cut._replace(
-            meta=meta, aliases=aliases, check_eval=check_eval, join=join, whole=whole,
-            unused=_unused(module, cut.stages, aliases),
-        )  # fmt: skip
+        unused = _unused(module, cut.stages, aliases)
+        origin = Origin(named=True, aliases=aliases, check_eval=check_eval, whole=whole, unused=unused)
+        return cut._replace(meta=meta, join=join, origin=origin)
 
     def join(numbers: Sequence[int]) -> Cut:
         return cut_at([starts[begin - 1] for begin in accumulate(numbers[:-1])])
@@ -264,7 +263,7 @@ def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> 
 
 
 def _unused(module: nn.Module, stages: Sequence[nn.Module], aliases: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """By name, the parameters and saved buffers of a module that none of its stages has; `aliases`: as in its `Cut`."""
+    """By name, the parameters and saved buffers of a module that none of its stages has; `aliases`: as in `Origin`."""
     used = {name for stage in stages for name in own_tensors(stage)} | temporary_buffers(module)
     tensors = own_tensors(module).items()
     return {name: tensor for name, tensor in tensors if used.isdisjoint((name, *aliases.get(name, ())))}

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
-from mpirun.model.contract import CheckEval, Model, Origin, StageEntry, Weights
+from mpirun.model.contract import Model, Origin, StageEntry, Weights
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import of_last_stage
@@ -34,11 +34,8 @@ class Cut(NamedTuple):
     flops       by stage, of its forward; empty if they are not known.
     sent_bytes  by value that is sent, as far as they are known.
     meta        if the module is on the meta device: what gives values to its stages.
-    aliases     by parameter or buffer, other names that it has in the module.
     join        numbers -> the Cut whose stage k joins the next numbers[k] of these stages; None: as Origin.join.
-    check_eval  as Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
-    whole       as Origin.whole.
-    unused      as Origin.unused.
+    origin      the Model's, but for its fields pair, traced, join and rebuild, which `model` sets.
     """
 
     stages: list[nn.Module]
@@ -50,16 +47,17 @@ class Cut(NamedTuple):
     flops: tuple[int, ...] = ()
     sent_bytes: Mapping[Value, int] = {}
     meta: MetaModule | None = None
-    aliases: Mapping[str, Sequence[str]] = {}
-    check_eval: CheckEval = lambda: None
     join: Callable[[Sequence[int]], Cut] | None = None
-    whole: nn.Module | None = None
-    unused: Mapping[str, Tensor] = {}
+    origin: Origin = Origin(named=True)
 
     @property
     def edges(self) -> list[tuple[int, int]]:
         """(producer, consumer) of every two stages between which values are sent."""
         return sorted({(value.stage, consumer) for value, consumer in self._values_read()})
+
+    def check_eval(self) -> Callable[[nn.Module], None] | None:
+        """As Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace."""
+        return self.origin.check_eval()
 
     def leaves(self, data: Any, minibatch: bool = False) -> tuple[Any, ...]:
         """The leaves of the input of a microbatch, or of a whole minibatch, in the order that Input counts."""
@@ -102,16 +100,11 @@ class Cut(NamedTuple):
             reads=self.reads,
             loss_of=loss_of,
             weights=weights,
-            origin=Origin(
-                named=True,
-                aliases=self.aliases,
+            origin=self.origin._replace(
                 pair=input_and_target if self.example is None else self.example.pair,
                 traced=self.example is not None,
-                check_eval=self.check_eval,
                 join=None if cut_at is None else join,
                 rebuild=None if self.output is None else self.output.rebuild,
-                whole=self.whole,
-                unused=self.unused,
             ),
         )
 

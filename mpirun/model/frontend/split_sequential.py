@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from mpirun.model.contract import Origin
 from mpirun.model.dataflow import Input, Value
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name, warn_user
@@ -66,7 +67,7 @@ def split_sequential(
         shared_parameters(parts),
         [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs],
         meta=meta_module(module, init),
-        aliases=tensor_aliases(module),
+        origin=Origin(named=True, aliases=tensor_aliases(module)),
     )
 
 
