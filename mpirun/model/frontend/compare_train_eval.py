@@ -22,7 +22,7 @@ from mpirun.model.frontend.node_dependencies import (
     written_arguments,
     written_roots,
 )
-from mpirun.model.frontend.subgraphs import attributes, same_values, subgraphs
+from mpirun.model.frontend.subgraphs import same_values, subgraphs
 from mpirun.model.frontend.train_eval_ops import (
     MODE_OPS,
     TRACED,
@@ -191,17 +191,15 @@ class _Comparison:
         inside, others = list(subgraphs(node, self.state)), list(subgraphs(twin, self.eval_state))
         if node.target != twin.target or len(inside) != len(others):
             return False
-        for (code, operands), (other, other_operands) in zip(inside, others, strict=True):
-            pairs = list(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
-            kept = [pair for pair in pairs if pair[1] not in self.counters]
-            counters = [inner for inner, operand in pairs if operand in self.counters]
-            twins = other.graph.find_nodes(op="placeholder")
-            if not self._match([operand for _, operand in kept], other_operands) or len(twins) != len(kept):
+        for one, other in zip(inside, others, strict=True):
+            kept = {inner: operand for inner, operand in one.operand_of.items() if operand not in self.counters}
+            counters = [inner for inner in one.operand_of if inner not in kept]
+            twins = other.code.graph.find_nodes(op="placeholder")
+            if not self._match(list(kept.values()), other.operands) or len(twins) != len(kept):
                 return False
-            node_of = {twin: inner for twin, (inner, _) in zip(twins, kept, strict=True)}
-            inner = _Comparison(attributes(code), attributes(other), counters, node_of)
+            inner = _Comparison(one.state, other.state, counters, dict(zip(twins, kept, strict=True)))
             try:
-                inner.compare(code.graph, other.graph, False)
+                inner.compare(one.code.graph, other.code.graph, False)
             except UsageError as error:
                 self.inside = self.inside or error
                 return False

@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -30,7 +31,7 @@ from mpirun.model.frontend.errors import (
     line_of_node,
 )
 from mpirun.model.frontend.module_io import Example, ModuleOutput
-from mpirun.model.frontend.subgraphs import attribute, attributes, subgraphs
+from mpirun.model.frontend.subgraphs import attributes, subgraphs
 from mpirun.model.module_copy import is_on_meta
 from schedgen.util.errors import UsageError
 
@@ -181,7 +182,7 @@ def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict
     for node in list(graph.find_nodes(op="get_attr")):
         value = parameters.get(node.target)
         if value is None:
-            value = attribute(exported, node.target)
+            value = attrgetter(str(node.target))(exported)
         node.target = names.get(id(value), node.target)
         state[node.target] = value
         if first.setdefault(node.target, node) is not node:

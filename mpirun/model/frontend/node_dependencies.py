@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.export_graph import ExportedGraph
-from mpirun.model.frontend.subgraphs import any_inside, attributes, result_inside, subgraphs
+from mpirun.model.frontend.subgraphs import any_inside, result_inside, subgraphs
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten
@@ -157,10 +157,9 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 def written_arguments(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
     """The arguments to whose memory a node writes."""
     written = []
-    for code, operands in subgraphs(node, state):
-        operand_of = dict(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
-        inside = written_roots(code.graph, attributes(code))
-        written += [operand for inner, operand in operand_of.items() if inner in inside]
+    for inside in subgraphs(node, state):
+        roots = written_roots(inside.code.graph, inside.state)
+        written += [operand for inner, operand in inside.operand_of.items() if inner in roots]
     if isinstance(node.target, OpOverload):
         hidden = STATISTICS.get(node.target, ()) if len(node.args) > 5 and node.args[5] else ()
         for index, argument in enumerate(arguments_of(node).values()):

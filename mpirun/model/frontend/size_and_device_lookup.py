@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from mpirun.model.frontend.dynamic_sizes import SHAPES, SizedFloat, SizedInt
-from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
+from mpirun.model.frontend.subgraphs import any_inside, subgraphs
 
 
 def insert_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
@@ -25,13 +25,14 @@ def insert_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
     sized = _sized_placeholder(graph)
     like = _device_node(graph, state) if sized is None else sized
     for node in list(graph.nodes):
-        for code, _ in subgraphs(node, state):
-            if like is not None and _lacks_operand(code.graph, attributes(code)):
+        for inside in subgraphs(node, state):
+            code = inside.code
+            if like is not None and _lacks_operand(code.graph, inside.state):
                 *_, last = [None, *code.graph.find_nodes(op="placeholder")]
                 with code.graph.inserting_after(last) if last else code.graph.inserting_before():
                     code.graph.placeholder("like").meta = {key: like.meta[key] for key in (SHAPES,) if key in like.meta}
                 node.args = (*node.args, like)
-            insert_lookups(code.graph, attributes(code))
+            insert_lookups(code.graph, inside.state)
             for inner in code.graph.nodes:  # the rest of meta holds fake tensors
                 inner.meta = {"stack_trace": inner.meta.get("stack_trace")}
             code.recompile()

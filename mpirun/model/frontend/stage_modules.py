@@ -194,11 +194,11 @@ def _reshape(graph: fx.Graph, state: Mapping[str, Any], written: Collection[fx.N
     for node in graph.nodes:
         if node.target is aten.view.default and node not in written:
             node.target = aten.reshape.default
-        for code, operands in subgraphs(node, state):
-            inside, views = attributes(code), views_of(code.graph, attributes(code))
-            placeholders = code.graph.find_nodes(op="placeholder")
-            roots = written_roots(code.graph, inside)
-            roots |= {inner for inner, operand in zip(placeholders, operands, strict=False) if operand in written}
+        for inside in subgraphs(node, state):
+            inner_graph, inner_state = inside.code.graph, inside.state
+            views, roots = views_of(inner_graph, inner_state), written_roots(inner_graph, inner_state)
+            roots |= {inner for inner, operand in inside.operand_of.items() if operand in written}
             if any(user in written for user in node.users):  # its results
-                roots |= {views.get(result, result) for result in code.graph.output_node().all_input_nodes}
-            _reshape(code.graph, inside, {inner for inner in code.graph.nodes if views.get(inner, inner) in roots})
+                roots |= {views.get(result, result) for result in inner_graph.output_node().all_input_nodes}
+            inner_written = {inner for inner in inner_graph.nodes if views.get(inner, inner) in roots}
+            _reshape(inner_graph, inner_state, inner_written)

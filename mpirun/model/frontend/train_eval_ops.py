@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from mpirun.model.frontend.node_dependencies import arguments_of
-from mpirun.model.frontend.subgraphs import attributes, subgraphs
+from mpirun.model.frontend.subgraphs import subgraphs
 
 MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
 TRACED = "traced"  # in the meta of a stage's node: the name of its node in the traced graph
@@ -81,11 +81,11 @@ def counters_of(graph: fx.Graph) -> list[fx.Node]:
 
 def follow_mode_inside(node: fx.Node, state: Mapping[str, Any], counters: Collection[fx.Node]) -> None:
     """Change the subgraphs that a node runs so that they follow the mode; `state`, `counters`: of the node's graph."""
-    for code, operands in subgraphs(node, state):
-        pairs = zip(code.graph.find_nodes(op="placeholder"), operands, strict=False)
-        inner_counters = [inner for inner, operand in pairs if operand in counters]
+    for inside in subgraphs(node, state):
+        code = inside.code
+        inner_counters = [inner for inner, operand in inside.operand_of.items() if operand in counters]
         for inner, operation in [(inner, mode_op(inner, inner_counters)) for inner in code.graph.nodes]:
-            follow_mode_inside(inner, attributes(code), inner_counters)
+            follow_mode_inside(inner, inside.state, inner_counters)
             if operation is not None:
                 name = f"{MODE_OPS}{inner.name}"
                 code.add_module(name, operation)
