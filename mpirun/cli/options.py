@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, on_rank_0
-from mpirun.engine.options import SetupOptions
+from mpirun.engine.options import DEVICES, GPU_MESSAGES, ON_NAN, SetupOptions
 from schedgen.util.errors import UsageError
 from schedgen.util.option_fields import Parser, refuse_overwriting
 from schedgen.util.option_types import number
@@ -113,7 +113,7 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
     add("-o", "--output", metavar="PROFILE", help="the file to write")
     _common(parser)
     add("--steps", type=_count, default=10, metavar="N", help="steps that are timed; default: 10")
-    add("--seed", type=_count, default=0, metavar="N", help="seed of the weights and of places in the text; default: 0")
+    add("--seed", type=_count, metavar="N", help="seed of the weights and of places in the text; default: 0")
     values = _values(comm, parser, arguments, model="--model", output="--output")
     if values["stages"] is None and values["schedule"] is None:
         parser.error("--stages or --schedule is missing")
@@ -150,33 +150,37 @@ def _parser(command: str, description: str, epilog: str) -> Parser:
 
 
 def _common(parser: Parser) -> None:
-    """Add the options of the model and of its steps that a run and a profile share."""
+    """Add the options of the model and of its steps that a run and a profile share.
+
+    From here on, options of the names of SetupOptions' fields have their defaults.
+    """
+    parser.set_defaults(**{field.name: field.default for field in fields(SetupOptions) if field.default is not MISSING})
     add = parser.add_argument
     add("--text", metavar="FILE", help="the training text; default: modules of Python's standard library")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
-    add("--momentum", type=_fraction, default=0.0, metavar="X", help="momentum of sgd; default: 0")
-    add("--weight-decay", type=_fraction, default=0.01, metavar="X", help="default: 0.01")
+    add("--optimizer", choices=("adamw", "sgd"), help="default: adamw")
+    add("--momentum", type=_fraction, metavar="X", help="momentum of sgd; default: 0")
+    add("--weight-decay", type=_fraction, metavar="X", help="default: 0.01")
     add("--autocast", choices=("bf16",), help="forwards in mixed precision; weights stay as they are")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
-    add("--gpu-messages", choices=("auto", "direct", "host"), default="auto",
+    add("--device", choices=DEVICES, help="default: a GPU where every rank has one")
+    add("--gpu-messages", choices=GPU_MESSAGES,
         help="direct: MPI gets GPU memory; host: messages go through host memory; default: direct if MPI can and a "
         "trial shows that it does")  # fmt: skip
     add("--stream-words", action="store_true", help="order a GPU's kernels and messages by words in memory, not events")
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
-    add("--threads", type=_threads, default=0, metavar="N", help="torch's threads on each rank; default: cores / ranks")
+    add("--threads", type=_threads, metavar="N", help="torch's threads on each rank; default: cores / ranks")
 
 
 def _of_run(parser: Parser) -> None:
     """Add the options that a run alone has."""
-    add, lr = parser.add_argument, SetupOptions.lr
+    add = parser.add_argument
     # Steps
-    add("--steps", type=_count, default=SetupOptions.steps, metavar="N", help="steps of the optimizer; default: 20")
-    add("--seed", type=_count, metavar="N",
+    add("--steps", type=_count, metavar="N", help="steps of the optimizer; default: 20")
+    add("--seed", type=_count, default=None, metavar="N",
         help="seed of weights and of microbatches' places in the text; default: 0, or the checkpoint's")  # fmt: skip
-    add("--lr", type=_positive, default=lr, metavar="X", help=f"learning rate; default: {lr}")
-    add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant", help="default: constant")
-    add("--warmup", type=_count, default=0, metavar="N", help="steps in which the learning rate rises; default: 0")
-    add("--accumulate", type=_positive_count, default=1, metavar="N", help="passes through the schedule before a step")
+    add("--lr", type=_positive, metavar="X", help=f"learning rate; default: {SetupOptions.lr}")
+    add("--lr-schedule", choices=("constant", "linear", "cosine"), help="default: constant")
+    add("--warmup", type=_count, metavar="N", help="steps in which the learning rate rises; default: 0")
+    add("--accumulate", type=_positive_count, metavar="N", help="passes through the schedule before a step")
     add("--graphs", action="store_true", help="capture the kernels of each job once, on a GPU, and replay them")
     # The comparison with one process
     add("--verify", action="store_true", help="repeat the steps in one process and compare; exit 1 if results differ")
@@ -190,7 +194,7 @@ def _of_run(parser: Parser) -> None:
     add("--keep", type=_positive_count, metavar="K", help="keep the K newest checkpoints; default: 3")
     add("--resume", metavar="DIR", help="resume from the newest whole checkpoint there; --steps includes its steps")
     # What goes wrong
-    add("--on-nan", choices=("stop", "skip"), default="stop",
+    add("--on-nan", choices=ON_NAN,
         help="what to do about a loss or a gradient that is not finite: stop, or leave out the optimizer's step; "
         "default: stop")  # fmt: skip
     add("--timeout", type=_fraction, default=600.0, metavar="S",

@@ -26,7 +26,6 @@ from mpirun.comm.local_gpu import local_rank
 from mpirun.comm.stream_words import CudaStreamOperations, Number, StreamWords
 from schedgen.util.errors import UsageError
 
-WAYS = ("auto", "direct", "host")  # values of --gpu-messages
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the names since torch 2.9, and before
 
 
@@ -186,7 +185,7 @@ class Cuda(Device):
     has_graphs = True
 
     def __init__(self, comm: MPI.Intracomm, messages: str, words: bool) -> None:
-        """`messages`: one of WAYS; `words`: stream words replace events. Collective."""
+        """`messages`: a value of --gpu-messages; `words`: stream words replace events. Collective."""
         self.words = None
         self.torch = torch.device("cuda", number_on_host(comm) % torch.cuda.device_count())
         torch.cuda.set_device(self.torch)
@@ -314,7 +313,9 @@ def mpi_libraries(maps: str) -> list[str]:
 def choose_device(comm: MPI.Intracomm, name: str, messages: str, words: bool = False) -> Device:
     """The device of this rank. Collective; UsageError if an option needs something that is missing here.
 
-    `name`: cpu, cuda, or auto (a GPU if every rank has one); `messages`: one of WAYS; `words`: words replace events.
+    name      cpu, cuda, or auto: a GPU if every rank has one
+    messages  a value of --gpu-messages
+    words     stream words replace events
     """
     found = comm.allgather((torch.cuda.is_available(), MPI.Get_processor_name()))
     without = [(rank, host) for rank, (available, host) in enumerate(found) if not available]

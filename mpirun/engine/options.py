@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DEVICES = ("auto", "cpu", "cuda")
+GPU_MESSAGES = ("auto", "direct", "host")
+ON_NAN = ("stop", "skip")
+
 
 @dataclass(frozen=True)
 class SetupOptions:

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import refusing
 from mpirun.checkpoint.pretrained import Pretrained
-from mpirun.comm.device import WAYS
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.numbered_loader import FunctionLoader
+from mpirun.engine.options import DEVICES, GPU_MESSAGES, ON_NAN
 from mpirun.engine.recipe import Factory, Recipe
 from mpirun.model.contract import Model
 from mpirun.model.frontend.split_result import Cut
@@ -133,9 +133,9 @@ def check_options(
     timeout: float,
 ) -> None:
     """UsageError if one of these options of an Engine has a wrong value."""
-    if device not in ("auto", "cpu", "cuda"):
+    if device not in DEVICES:
         raise UsageError(f"device: {device!r} is none of 'auto', 'cpu' and 'cuda'")
-    if gpu_messages not in WAYS:
+    if gpu_messages not in GPU_MESSAGES:
         raise UsageError(f"gpu_messages: {gpu_messages!r} is none of 'auto', 'direct' and 'host'")
     if threads is not None and (type(threads) is not int or threads < 1):
         raise UsageError(f"threads should be a whole number of at least 1, not {threads!r}")
@@ -147,7 +147,7 @@ def check_options(
         raise UsageError(f"autocast: {autocast!r} is not 'bf16'")
     if type(accumulate) is not int or accumulate < 1:
         raise UsageError(f"accumulate should be a whole number of at least 1, not {accumulate!r}")
-    if on_nan not in ("stop", "skip"):
+    if on_nan not in ON_NAN:
         raise UsageError(f"on_nan: {on_nan!r} is neither 'stop' nor 'skip'")
 
 
