@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.engine.recipe import NamedParameter
 from mpirun.engine.setup import Setup
-from mpirun.model.build_stage import build_stage
-from mpirun.model.rng import LayerRng
 from mpirun.verify.microbatch import forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
+from mpirun.verify.reference_stage import ReferenceStage, optimizer_of
 from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
@@ -86,19 +83,12 @@ def _microbatch(
     return loss
 
 
-class _Versions:
+class _Versions(ReferenceStage):
     """A stage with every version of its weights that a step makes."""
 
     def __init__(self, setup: Setup, index: int) -> None:
-        self.setup, self.index = setup, index
-        self.module = build_stage(setup.model, index, setup.seed).to(setup.device.torch)
-        self.layer_rng = LayerRng(self.module, index, setup.shapes[index].random_layers, setup.device.seed)
-        self.parameters = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
-        named = [
-            NamedParameter(setup.model.entry_name(index, name), weight, weight.shape, True)
-            for name, weight in self.parameters.items()
-        ]
-        self.optimizer = setup.recipe.make(named, setup.seed) if named else None
+        super().__init__(setup, index)
+        self.setup, self.optimizer = setup, optimizer_of(setup, [self])
         self.kept = [{name: weight.detach() for name, weight in self.parameters.items()}]  # the versions of this step
         self.gradients: list[tuple[int, Weights]] = []  # of the next update so far: a rank, and what it computed
         self.gradient: Weights = {}  # of the last update
@@ -107,12 +97,6 @@ class _Versions:
         """Point the module to this version of its weights until the next call: the backward uses them, too."""
         for name, parameter in self.parameters.items():
             parameter.data = self.kept[version][name]
-
-    def take_gradients(self) -> Weights:
-        """Remove and return the parameters' gradients; zeros where there is none."""
-        gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in self.parameters.items()}
-        self.module.zero_grad()
-        return gradients
 
     def update(self, step: int) -> None:
         """Step with the mean of the gradients: each rank's are summed first, and these sums are added in rank order."""

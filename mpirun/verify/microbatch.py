@@ -101,6 +101,11 @@ def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[Forwa
     return [value.item() for value in loss.losses.values()]
 
 
+def gradient_of(leaf: Tensor) -> Tensor:
+    """A leaf's gradient; zeros if there is none."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
 def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tensor | None]) -> None:
     """Run the backward of all stages; `gradients`: of the outputs of the last stage, or of its shards."""
     summands: dict[Value, list[Tensor]] = {value: [] for value in done.outputs}  # last consumer first
@@ -112,7 +117,7 @@ def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tenso
         for stage in shards:
             _backward_of_stage(stage, done.outputs, summands)
         of_shards = [
-            {value: _gradient(leaf) for value, leaf in done.leaves[stage].items() if leaf.is_floating_point()}
+            {value: gradient_of(leaf) for value, leaf in done.leaves[stage].items() if leaf.is_floating_point()}
             for stage in shards
         ]
         if len(header.summed_stages(first)) > 1:
@@ -135,10 +140,6 @@ def _backward_of_stage(stage: int, outputs: Mapping[Value, Tensor], summands: Ma
         gradients.append(gradient.contiguous())
     if roots:
         torch.autograd.backward(roots, gradients)
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _in_order(parts: Sequence[Tensor]) -> Tensor:

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mpirun.engine.grad_norm import tensor_norms, total_norm
 from mpirun.engine.optimizer import clip_factor
-from mpirun.engine.recipe import NamedParameter
 from mpirun.engine.setup import Setup
-from mpirun.model.build_stage import build_stage
 from mpirun.model.frozen_statistics import counts, set_counts
-from mpirun.model.rng import LayerRng
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
+from mpirun.verify.reference_stage import ReferenceStage, optimizer_of
 from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 
@@ -57,23 +54,10 @@ class _Model:
 
     def __init__(self, setup: Setup, header: Header, statistics: Statistics, beat: Callable[[], None]) -> None:
         self.setup, self.header, self.statistics, self.beat = setup, header, statistics, beat
-        device = setup.device
-        self.modules = [build_stage(setup.model, stage, setup.seed).to(device.torch) for stage in range(header.stages)]
-        self.layer_rngs = [
-            LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
-            for module, shape in zip(self.modules, setup.shapes, strict=True)
-        ]
-        self.parameters = {
-            (stage, name): parameter
-            for stage, module in enumerate(self.modules)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
-        named = [
-            NamedParameter(setup.model.entry_name(*key), parameter, parameter.shape, True)
-            for key, parameter in self.parameters.items()
-        ]
-        self.optimizer = setup.recipe.make(named, setup.seed) if named else None
+        self.stages = [ReferenceStage(setup, stage) for stage in range(header.stages)]
+        self.modules = [stage.module for stage in self.stages]
+        self.parameters = {(stage.index, name): x for stage in self.stages for name, x in stage.parameters.items()}
+        self.optimizer = optimizer_of(setup, self.stages)
 
     def forward_backward(self, step: int) -> tuple[list[float], dict[tuple[int, str], Tensor]]:
         """All microbatches of a step: their losses, and the gradient of every parameter."""
@@ -90,8 +74,8 @@ class _Model:
         losses: list[float] = []
         forwards: list[ForwardPass] = []
         for number in numbers:
-            for layer_rng in self.layer_rngs:
-                layer_rng.at = (self.setup.seed, step, number)
+            for stage in self.stages:
+                stage.layer_rng.at = (self.setup.seed, step, number)
             modules = self.statistics.of_microbatch(self.modules, number % self.header.microbatches)
             if self.setup.model.loss_of == "minibatch":
                 forwards.append(forward(self.setup, self.header, modules, step, number))
@@ -102,10 +86,7 @@ class _Model:
 
     def _take_gradients(self) -> Parameters:
         """Remove and return the parameters' gradients; those of tied ones are added in the order of the stages."""
-        gradients: Parameters = {}
-        for key, parameter in self.parameters.items():
-            gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = None
+        gradients = {(stage.index, name): x for stage in self.stages for name, x in stage.take_gradients().items()}
         for tie in self.setup.model.tied:
             copies = sorted({key for key in tie if key in gradients})  # none of a frozen parameter
             for key in copies[1:]:

@@ -73,11 +73,11 @@ class Verification:
         if isinstance(ours, str):
             _say(f"failed: {ours}")
             code = 1
-        elif ours is not None and used is None:
-            theirs = run_in_one_process(setup, header, statistics, begun, steps, beat)
-            code = self._report(ours, theirs, statistics, tolerance)
-        elif ours is not None and used is not None:
-            theirs = run_with_delayed_updates(setup, header, used, statistics, begun, steps, beat)
+        elif ours is not None:
+            if used is None:
+                theirs = run_in_one_process(setup, header, statistics, begun, steps, beat)
+            else:
+                theirs = run_with_delayed_updates(setup, header, used, statistics, begun, steps, beat)
             code = self._report(ours, theirs, statistics, tolerance)
         sleeping_barrier(self.comm)  # meanwhile rank 0 has repeated all steps
         return int(self.comm.bcast(code))
