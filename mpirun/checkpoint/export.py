@@ -26,13 +26,14 @@ from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
 from mpirun.checkpoint.entry_names import first_stages, is_share, parameter_entries, untrained_tensors
 from mpirun.checkpoint.gather import PARAMETER, gather_parameters, writing_rank
 from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
-from mpirun.comm.fail_together import Stop, note, on_rank_0, together
+from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.output import note
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
-from mpirun.model.weight_names import listed, unused_names, weight_names
+from mpirun.model.weight_names import unused_names, weight_names
 from schedgen.ir.header import Header
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, listed
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 

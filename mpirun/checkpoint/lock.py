@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from mpirun.comm.fail_together import say
+from mpirun.comm.output import say
 from schedgen.util.errors import RefusedFile, UsageError
 
 NAME = ".lock"

@@ -19,7 +19,8 @@ from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.entry_names import Entries, untrained_tensors
 from mpirun.checkpoint.run_settings import both_options
-from mpirun.comm.fail_together import Stop, from_rank_0, say, together
+from mpirun.comm.fail_together import Stop, from_rank_0, together
+from mpirun.comm.output import say
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage

@@ -25,14 +25,14 @@ from mpirun.checkpoint.gather import PARAMETER, Values, gather_parameters, writi
 from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import check_all_read, restore
 from mpirun.checkpoint.run_settings import differing_settings, other_threads, run_settings
-from mpirun.comm.fail_together import Stop, note, on_rank_0, say, together
+from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.output import note, say
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.module_copy import temporary_buffers
-from mpirun.model.weight_names import listed
 from schedgen.ir.header import Header
-from schedgen.util.errors import RefusedFile, UsageError
+from schedgen.util.errors import RefusedFile, UsageError, listed
 
 
 class CheckpointWriter:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mpi4py import MPI
 
 from mpirun.cli.options import GraphOptions
-from mpirun.comm.fail_together import on_rank_0, print_notes, write_output
+from mpirun.comm.fail_together import on_rank_0
+from mpirun.comm.output import print_notes, write_output
 from mpirun.model.load_model import load_model
 from schedgen.util.files import check_writable
 

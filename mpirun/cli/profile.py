@@ -23,8 +23,9 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from mpirun.cli.options import ProfileOptions
-from mpirun.comm.fail_together import Stop, from_rank_0, note, on_rank_0, together, write_output
+from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.comm.link_speed import measure_link_speed
+from mpirun.comm.output import note, write_output
 from mpirun.engine.act import Act
 from mpirun.engine.allreduces import parameters_of_tie
 from mpirun.engine.build import build_interpreter

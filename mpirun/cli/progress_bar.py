@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from mpirun.comm.fail_together import say
+from mpirun.comm.output import say
 from mpirun.training.session import Result
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError

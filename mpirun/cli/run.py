@@ -11,7 +11,8 @@ from mpi4py import MPI
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
-from mpirun.comm.fail_together import all_said, note, on_rank_0, say
+from mpirun.comm.fail_together import on_rank_0
+from mpirun.comm.output import all_said, note, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_any
 from mpirun.engine.memory_tracker import track_memory

@@ -30,7 +30,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
 from mpirun.comm.device import CudaGraph, Device
-from mpirun.comm.fail_together import say
+from mpirun.comm.output import say
 from mpirun.engine.capture_check import CaptureCheck
 from mpirun.model.rng import LayerRng
 from schedgen.ir.instructions import Instruction, Op

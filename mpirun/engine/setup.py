@@ -11,7 +11,8 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from mpirun.comm.device import Device
-from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, raised_at, together
+from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, raised_at, together
+from mpirun.comm.output import print_notes
 from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource, Shape
 from mpirun.data.text import training_text
 from mpirun.engine.expand_shards import check_shards, expanded_model

@@ -20,7 +20,8 @@ from mpi4py import MPI
 
 from mpirun.comm.clocks import as_rank_0_times, read_clocks
 from mpirun.comm.device import Device
-from mpirun.comm.fail_together import on_rank_0, write_output
+from mpirun.comm.fail_together import on_rank_0
+from mpirun.comm.output import write_output
 from mpirun.engine.act import Act
 from mpirun.engine.interpreter import Interpreter
 from mpirun.watchdog import ROW

@@ -20,8 +20,8 @@ from mpirun.model.contract import Model, Weights
 from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
 from mpirun.model.parallel_layers import Shard, ShardedDim, sharded_dims
 from mpirun.model.rng import derived_seed, seed_generators
-from mpirun.model.weight_names import lack, listed, weight_names
-from schedgen.util.errors import MpirunWarning, UsageError, raised
+from mpirun.model.weight_names import lack, weight_names
+from schedgen.util.errors import MpirunWarning, UsageError, listed, raised
 
 HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
 PLAIN = nn.Parameter, nn.UninitializedParameter, FakeTensor  # classes that stages keep, or that torch refuses

@@ -8,7 +8,7 @@ from torch import nn
 
 from mpirun.model.contract import Model
 from mpirun.model.module_copy import own_tensors, temporary_buffers, tensor_aliases
-from schedgen.util.errors import clip
+from schedgen.util.errors import listed
 
 
 def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") -> dict[str, list[str]]:
@@ -39,9 +39,3 @@ def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
 def lack(names: Collection[str], where: str) -> str:
     """A sentence that says that weights lack these names; `where`: which weights."""
     return f"{where}: has no {listed(names)}: trained from the values that the model is built with"
-
-
-def listed(names: Collection[str]) -> str:
-    """The first four names, and how many more there are, as text."""
-    shown, more = list(names)[:4], len(names) - 4
-    return ", ".join(map(clip, shown)) + (f" and {more} more" if more > 0 else "")

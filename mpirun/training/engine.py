@@ -25,7 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.export import check_new, whole_state
 from mpirun.checkpoint.export import export as write_export
-from mpirun.comm.fail_together import Stop, any_before, note, on_rank_0, print_notes, refuse, together
+from mpirun.comm.fail_together import Stop, any_before, on_rank_0, refuse, together
+from mpirun.comm.output import note, print_notes
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_any
 from mpirun.data.loader import Batch, Loader

@@ -10,14 +10,14 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from mpirun.comm.fail_together import note
+from mpirun.comm.output import note
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import by_path
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Input, unread_outputs
-from mpirun.model.weight_names import listed
 from schedgen.ir.header import Header
+from schedgen.util.errors import listed
 
 
 class DataNotes:

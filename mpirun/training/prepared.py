@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
+from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.output import print_notes
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, Shape, tokens
 from mpirun.engine.host import Host

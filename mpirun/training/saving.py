@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.reader import newest_checkpoint
-from mpirun.comm.fail_together import Stop, note, refuse, together
+from mpirun.comm.fail_together import Stop, refuse, together
+from mpirun.comm.output import note
 from mpirun.data.loader import Loader
 from mpirun.training.batches import InputOrder
 from mpirun.training.session import Session

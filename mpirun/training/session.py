@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.run_settings import differing_settings, other_sums, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, say, together
+from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, together
+from mpirun.comm.output import say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleep_until, sleeping_barrier
 from mpirun.engine.build import build_interpreter

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.fail_together import say
+from mpirun.comm.output import say
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Setup

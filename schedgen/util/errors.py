@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 
 
 class UsageError(Exception):
@@ -48,6 +49,12 @@ def clip(text: str) -> str:
     text = text.strip()
     short = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:81])
     return short if len(short) <= 80 else short[:77] + "..."
+
+
+def listed(names: Collection[str]) -> str:
+    """The first four names, clipped, and how many more there are, as text."""
+    shown, more = list(names)[:4], len(names) - 4
+    return ", ".join(map(clip, shown)) + (f" and {more} more" if more > 0 else "")
 
 
 def one_line(error: object) -> str:

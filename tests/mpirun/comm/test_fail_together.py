@@ -1,9 +1,8 @@
 """Where an error was raised, in words."""
 
-import io
 import json
 
-from mpirun.comm.fail_together import raised_at, say
+from mpirun.comm.fail_together import raised_at
 
 
 def test_where_an_error_was_raised_is_a_line_of_the_user_s():
@@ -16,9 +15,3 @@ def test_where_an_error_was_raised_is_a_line_of_the_user_s():
         error.__traceback__ = error.__traceback__.tb_next
         called, _, innermost = raised_at(error).partition(", in ")
         assert called == f" (at {__file__}:{line + 5}" and innermost.startswith(json.decoder.__file__)
-
-
-def test_a_line_may_hold_what_a_stream_cannot_encode():
-    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
-    say("in d\u00fcr and \udcff", stream)
-    assert stream.buffer.getvalue() == b"in d\\xfcr and \\udcff\n"
