@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -17,14 +16,25 @@ from torch.autograd.graph import get_gradient_edge
 from mpirun.comm.progress_thread import LONG, needs_calls
 from mpirun.comm.transport import Transport
 from mpirun.engine.act import Act
+from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.optimizer_step import StepResult
 from schedgen.ir.instructions import COMPUTE, Instruction, Op
 
-if TYPE_CHECKING:
-    from mpirun.engine.interpreter import Interpreter
+
+def run_first(interpreter: Interpreter, step: int) -> StepResult:
+    """As `interpreter.run`, for the first step: note in `reached` which parameters got a gradient, and time its jobs.
+
+    In later steps, long jobs with messages in flight let MPI make progress.
+    """
+    with _time_jobs(interpreter) as seconds, _note_reached(interpreter):
+        result = interpreter.run(step)
+    interpreter.timed = True
+    _let_mpi_go_on(interpreter, seconds)
+    return result
 
 
 @contextlib.contextmanager
-def time_jobs(interpreter: Interpreter) -> Iterator[dict[tuple[int, int], float]]:
+def _time_jobs(interpreter: Interpreter) -> Iterator[dict[tuple[int, int], float]]:
     """Time the jobs of the block, without their waits; yields the least seconds of each stage and opcode."""
     transport, acts = interpreter.transport, interpreter.code
     seconds: dict[tuple[int, int], float] = {}
@@ -47,7 +57,7 @@ def time_jobs(interpreter: Interpreter) -> Iterator[dict[tuple[int, int], float]
 
 
 @contextlib.contextmanager
-def note_reached(interpreter: Interpreter) -> Iterator[None]:
+def _note_reached(interpreter: Interpreter) -> Iterator[None]:
     """Add the parameters that get a gradient in the block to the interpreter's `reached`."""
     stage_of, instructions = interpreter.forward_backward.stage_of, interpreter.context.instructions
     stages = {stage_of(i) for i in instructions if i.op in (Op.BWD, Op.BWD_W)}
@@ -65,7 +75,7 @@ def note_reached(interpreter: Interpreter) -> Iterator[None]:
         yield
 
 
-def let_mpi_go_on(interpreter: Interpreter, seconds: Mapping[tuple[int, int], float]) -> None:
+def _let_mpi_go_on(interpreter: Interpreter, seconds: Mapping[tuple[int, int], float]) -> None:
     """Let MPI make progress during jobs where this pays; `seconds`: how long a job takes, by stage and opcode."""
     transport, progress, code = interpreter.transport, interpreter.progress, interpreter.code
     if transport.moves_alone or interpreter.graphs is not None:  # a rank is never inside a replayed job for long

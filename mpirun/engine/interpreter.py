@@ -14,7 +14,6 @@ from mpirun.comm.progress_thread import MessageProgress
 from mpirun.engine.act import Act, in_order
 from mpirun.engine.allreduces import OwnerAllreduce, ShardAllreduce, tied_allreduce
 from mpirun.engine.context import Context
-from mpirun.engine.first_step import let_mpi_go_on, note_reached, time_jobs
 from mpirun.engine.forward_backward import ForwardBackward
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.messages import Transfers
@@ -41,7 +40,7 @@ class Interpreter:
         transport, device = context.transport, context.setup.device
         self.progress = progress or MessageProgress(transport.comm, transport.poll, device)
         self.under_way = under_way
-        self.timed = False  # whether the first step is done
+        self.timed = False  # whether the first step is done, by `run_first`
         self.reached: set[tuple[int, str]] = set()  # (stage, parameter) that got a gradient in the first step
         self.versions = StageVersions(context)
         blocks, rank = context.slots.blocks, transport.comm.rank
@@ -121,14 +120,3 @@ class Interpreter:
         for row, act in enumerate(self.code):
             state[ROW] = row
             act()
-
-    def run_first(self, step: int) -> StepResult:
-        """Like `run`, but for the first step: note in `reached` which parameters got a gradient, and time its jobs.
-
-        In later steps, long jobs with messages in flight let MPI make progress.
-        """
-        with time_jobs(self) as seconds, note_reached(self):
-            result = self.run(step)
-        self.timed = True
-        let_mpi_go_on(self, seconds)
-        return result

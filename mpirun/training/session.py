@@ -24,6 +24,7 @@ from mpirun.comm.output import say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleep_until, sleeping_barrier
 from mpirun.engine.build import build_interpreter
+from mpirun.engine.first_step import run_first
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.optimizer_step import StepResult
@@ -214,7 +215,7 @@ class Session:
         compared = is_compared(step - self.begun)
         if compared:
             self.interpreter.microbatches.record_digests()
-        result = self.interpreter.run(step) if self.interpreter.timed else self.interpreter.run_first(step)
+        result = self.interpreter.run(step) if self.interpreter.timed else run_first(self.interpreter, step)
         if step == self.begun:
             note_unreached(self.comm, self.setup, self.interpreter.reached, step)
         if compared:

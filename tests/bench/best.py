@@ -53,6 +53,7 @@ def rank(options: argparse.Namespace) -> None:
 
     from mpirun.cli.options import run_options
     from mpirun.cli.run import Run
+    from mpirun.engine.first_step import run_first
     from mpirun.engine.memory_tracker import MemoryTracker
 
     torch.set_num_threads(1)
@@ -62,7 +63,7 @@ def rank(options: argparse.Namespace) -> None:
         if options.contestant == "ours":
             arguments = [options.schedule, "--model", options.model, "--text", TEXT, "--threads", "1", "--timeout", "0"]
             interpreter = Run(comm, run_options(comm, arguments)).session.interpreter
-            step, first = interpreter.run, interpreter.run_first
+            step, first = interpreter.run, partial(run_first, interpreter)
         else:
             dist.init_process_group("gloo", f"file://{options.schedule}.meet", rank=comm.rank, world_size=comm.size)
             step = first = PEERS[options.contestant](task)

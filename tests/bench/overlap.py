@@ -31,6 +31,7 @@ from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import Done
+from mpirun.engine.first_step import run_first
 
 QUICK = "--quick" in sys.argv
 WIDTH, ROWS, STAGES = 512, 2048, 4
@@ -88,7 +89,10 @@ def measure(schedule: str) -> None:
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
         mpirun.engine.build.make_transport = lambda device, *arguments, kind=kind: kind(*arguments)
         runs[name] = Run(comm, run_options(comm, arguments)).session.interpreter
-        (runs[name].run if name == "blocking" else runs[name].run_first)(0)
+        if name == "blocking":
+            runs[name].run(0)
+        else:
+            run_first(runs[name], 0)
     laps: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # seconds, and those of them waited
     for step in range(1, STEPS + 1):
         for name in sorted(runs, reverse=bool(step % 2)):

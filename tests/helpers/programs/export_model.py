@@ -13,6 +13,7 @@ from mpi4py import MPI
 from mpirun.checkpoint.export import export
 from mpirun.comm.fail_together import Stop
 from mpirun.engine.build import build_interpreter
+from mpirun.engine.first_step import run_first
 from mpirun.engine.options import SetupOptions
 from mpirun.engine.read_schedule import read_schedule
 from mpirun.engine.setup import set_up_command
@@ -26,7 +27,7 @@ for line in sys.argv[1:]:
         setup = set_up_command(WORLD, SetupOptions(run["model"], device="cpu", threads=1), program.header)
         interpreter = build_interpreter(WORLD, program, program.instructions(WORLD.rank), setup)
         if run["steps"]:
-            interpreter.run_first(0)
+            run_first(interpreter, 0)
         with redirect_stderr(sys.stdout):  # notes are printed in order with errors
             export(WORLD, program.header, setup, interpreter.stages, run["to"], run["source"])
     except Stop as stop:
