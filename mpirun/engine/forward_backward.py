@@ -216,9 +216,7 @@ class ForwardBackward:
             x.value = forward()
             if len(self.minibatch_loss.collected) == count - 1:
                 setup.device.seed(derived_seed(setup.seed, self.position.step, LOSS))
-            self.minibatch_loss.add_outputs(mb, x.value, read())
-            self.losses |= self.minibatch_loss.losses
-            self.minibatch_loss.losses = {}
+            self.losses |= self.minibatch_loss.add_outputs(mb, x.value, read())
 
         return act
 

@@ -98,17 +98,17 @@ class MinibatchLoss:
         """`count`: microbatches of a step; `device_type`: cpu or cuda, for autocast."""
         self.model, self.count, self.device_type, self.autocast_dtype = model, count, device_type, autocast_dtype
         self.collected: dict[int, tuple[list[Tensor], Microbatch]] = {}  # by number: outputs, and all but the input
-        self.losses: dict[int, Tensor] = {}  # by microbatch, the same for all
 
-    def add_outputs(self, mb: int, outputs: Sequence[Tensor], batch: Microbatch) -> None:
+    def add_outputs(self, mb: int, outputs: Sequence[Tensor], batch: Microbatch) -> dict[int, Tensor]:
         """Collect a microbatch's outputs; with the last of them compute the loss and its gradients.
 
-        UsageError if the loss is not one real number, or has no gradient.
+        Returns the loss by microbatch, the same for all; before the last outputs it is empty. UsageError if the loss is
+        not one real number, or has no gradient.
         """
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs]
         self.collected[mb] = leaves, batch._replace(leaves=[])
         if len(self.collected) < self.count:
-            return
+            return {}
         outputs_of, batches = zip(*(self.collected[number] for number in sorted(self.collected)), strict=True)
         with torch.enable_grad(), autocast(self.device_type, self.autocast_dtype):
             joined = [torch.cat(parts) for parts in zip(*outputs_of, strict=True)]
@@ -121,7 +121,7 @@ class MinibatchLoss:
         check_graph(loss)
         loss = loss.reshape(())
         loss.backward()
-        self.losses = dict.fromkeys(self.collected, loss.detach())
+        return dict.fromkeys(self.collected, loss.detach())
 
     def _joined_target(self, batches: Sequence[Microbatch]) -> Any:
         """The target of the whole minibatch; a leaf that is the same for every microbatch is taken once.

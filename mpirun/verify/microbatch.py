@@ -94,11 +94,12 @@ def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[Forwa
     """The backwards of all microbatches, from their common loss; returns that loss once for each microbatch."""
     loss, last = MinibatchLoss(setup.model, len(forwards), setup.device.kind, setup.autocast_dtype), header.stages - 1
     setup.device.seed(derived_seed(setup.seed, step, LOSS))
+    losses: dict[int, Tensor] = {}
     for number, done in enumerate(forwards):
-        loss.add_outputs(number, done.outputs_of(last), done.batch)
+        losses |= loss.add_outputs(number, done.outputs_of(last), done.batch)
     for number, done in enumerate(forwards):
         _backward(header, done, {Value(last, index): x for index, x in enumerate(loss.take_gradients(number))})
-    return [value.item() for value in loss.losses.values()]
+    return [value.item() for value in losses.values()]
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

@@ -142,10 +142,10 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
     for number in range(2):
         piece = pieces(0, number)
         swapped = dict(sorted(piece.target.items())) if number else piece.target  # the same in another order
-        minibatch_loss.add_outputs(number, [piece.leaves[0] + 1], piece._replace(target=swapped))
+        losses = minibatch_loss.add_outputs(number, [piece.leaves[0] + 1], piece._replace(target=swapped))
     assert len(seen) == 1 and torch.equal(seen[0]["rows"], rows) and torch.equal(seen[0]["weights"], weights)
     assert (seen[0]["names"], seen[0]["classes"]) == (target["names"], target["classes"])
-    assert minibatch_loss.losses[0] == 8 and torch.equal(minibatch_loss.take_gradients(0)[0], torch.ones(2, 2))
+    assert losses[0] == 8 and torch.equal(minibatch_loss.take_gradients(0)[0], torch.ones(2, 2))
     minibatch_loss.collected.clear()
     minibatch_loss.add_outputs(0, [rows], piece)
     renamed = {"labels" if name == "rows" else name: x for name, x in target.items()}
