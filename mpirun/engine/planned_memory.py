@@ -59,7 +59,10 @@ class MemorySlots:
         activation[-1] = sum(spec.bytes for spec in shapes[-1].outputs) if loss is None else loss.bytes
         by_edge = np.array([dataflow.x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
         zero = np.zeros(len(shapes), np.int64)
-        self.bytes = BufferSizes(activation, weight, weight * rows, zero, zero, {}, zero, by_edge)
+        self.bytes = BufferSizes(
+            activation, weight, partial=weight * rows, saved=zero, half=zero, workspace={}, owned=zero,
+            edge_activation=by_edge,
+        )  # fmt: skip
         planned = memory_plan(program, self.bytes)
         sizes = planned.sizes[comm.rank].tolist()
         self.number = {i: slot for i, slot in zip(instructions, planned.slot.tolist(), strict=True) if slot >= 0}
