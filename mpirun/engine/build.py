@@ -103,7 +103,6 @@ def _local_stages(
         owned = [part for stage, part in owned_units if stage == index]
         if not owned and index not in named:
             continue
-        owns_all = len(owned) == len(parts)
         module = build_stage(setup.model, index, setup.seed, values=bool(owned), mapped=True)
         digests |= value_digests(setup.model, index, module, bool(owned))
         stages[index] = LocalStage(
@@ -111,8 +110,7 @@ def _local_stages(
             index,
             setup.shapes[index],
             setup.device,
-            owns_all,
-            None if owns_all else slots.weights(index),
+            slots.weights(index),
             setup.autocast_dtype,
             parts,
             owned,

@@ -58,7 +58,6 @@ class LocalStage:
         index: int,
         shape: StageShape,
         device: Device,
-        owns_all: bool,
         memory: Tensor | None = None,
         autocast_dtype: torch.dtype | None = None,
         parts: Sequence[int] = (-1,),
@@ -66,14 +65,14 @@ class LocalStage:
     ) -> None:
         """Move a module's parameters into flat weights.
 
-        owns_all        the rank owns all weights, or all parts of them
         memory          where weights fetched from other ranks will be, shape (bytes,); None: it fetches none
         autocast_dtype  the type that torch's autocast computes in; None: the parameters' own
         parts           of the weights; (-1,) where they are not divided
-        owned_parts     the parts that the rank owns if it does not own all; they lie outside of `weights`
+        owned_parts     the parts that the rank owns; if it does not own all, they lie outside of `weights`
         """
         self.module, self.index, self.shape, self.device = module, index, shape, device
         self.autocast_dtype = autocast_dtype
+        owns_all = len(owned_parts) == len(parts)
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in named]
         self.layout, self.size = flat_layout([parameter for _, parameter in named])
@@ -128,7 +127,7 @@ class LocalStage:
 
         `module`: another module of the stage, which gets the buffers and frozen parameters of this one.
         """
-        stage = LocalStage(module, self.index, self.shape, self.device, False, memory, self.autocast_dtype)
+        stage = LocalStage(module, self.index, self.shape, self.device, memory, self.autocast_dtype)
         for source, target in zip(self.module.modules(), module.modules(), strict=True):
             frozen = {name: x for name, x in source._parameters.items() if x is not None and not x.requires_grad}
             target._buffers = source._buffers  # shared: every version sees what a forward assigns

@@ -38,7 +38,7 @@ def seconds(width: int, length: int, sequences: int, blocks: int, runs: int) -> 
     x = torch.randn(sequences, length, width)
     gradient = torch.randn_like(x)
     module = nn.Sequential(*(Block(width, 4) for _ in range(blocks)))
-    stage = LocalStage(module, 0, StageShape((TensorSpec(tuple(x.shape), x.dtype),), ()), Device(), owns_all=True)
+    stage = LocalStage(module, 0, StageShape((TensorSpec(tuple(x.shape), x.dtype),), ()), Device(), owned_parts=(-1,))
     for parameter in stage.parameters:
         parameter.grad = torch.zeros_like(parameter)
 

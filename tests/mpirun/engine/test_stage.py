@@ -43,7 +43,7 @@ def shape_of(module: nn.Module, *inputs: Tensor) -> StageShape:
 
 
 def owned(module: nn.Module, shape: StageShape, index: int = 0) -> LocalStage:
-    return LocalStage(module, index, shape, Device(), owns_all=True)
+    return LocalStage(module, index, shape, Device(), owned_parts=(-1,))
 
 
 def chain_shape(model: Model, index: int) -> StageShape:
@@ -62,7 +62,7 @@ def guest_of(model: Model, index: int) -> tuple[LocalStage, Tensor]:
     """A stage whose weights are another rank's, and the memory that they are received in."""
     shape = chain_shape(model, index)
     memory = torch.empty(shape.weight_bytes, dtype=torch.uint8)
-    return LocalStage(build_stage(model, index, SEED), index, shape, Device(), owns_all=False, memory=memory), memory
+    return LocalStage(build_stage(model, index, SEED), index, shape, Device(), memory), memory
 
 
 def case(model: Model, index: int):
@@ -272,7 +272,7 @@ def test_a_stage_without_parameters(module):
     nothing = torch.empty(0, dtype=torch.uint8)
     for stage in (
         owned(module, shape_of(module, x)),
-        LocalStage(module, 0, shape_of(module, x), Device(), False, nothing),
+        LocalStage(module, 0, shape_of(module, x), Device(), nothing),
     ):
         assert len(stage.weights) == 0
         _, saved = stage.forward([x], None, save=True)

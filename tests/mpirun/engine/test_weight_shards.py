@@ -162,14 +162,14 @@ DIVIDED = pytest.mark.parametrize("divided", ["into parts", "into tensor shards"
 
 
 def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer]) -> Optimizer:
-    """The optimizer of a linear layer whose weight has an attribute; the rank owns all parts, or a shard."""
+    """The optimizer of a linear layer whose weight has an attribute; the rank owns parts of it, a shard, or all."""
     shard = Shard(0, 2) if divided == "into tensor shards" else UNSHARDED
     module = ColumnParallelLinear(4, 8, shard)
     module.weight.kind = "matrix"
     model = Model([module], mse_loss, sharded=[0], tensor_parallel=shard.count)
     shape = StageShape((), ("weight", "bias"), sharded_dims=sharded_dims(module))
-    parts = {"parts": (0, 1), "owned_parts": (0, 1)} if divided == "into parts" else {}
-    stage = LocalStage(module, 0, shape, Device(), not parts, **parts)
+    parts = {"parts": (0, 1, 2), "owned_parts": (0, 1)} if divided == "into parts" else {"owned_parts": (-1,)}
+    stage = LocalStage(module, 0, shape, Device(), **parts)
     return Optimizer(Recipe(factory), model, {0: stage})
 
 
