@@ -20,9 +20,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor
@@ -30,7 +29,7 @@ from torch import Tensor
 from mpirun.comm.device import Device, Mark
 from mpirun.comm.message import mpi_buffer
 from mpirun.comm.stream_words import Number, Word
-from mpirun.comm.transport import Receive, Transport
+from mpirun.comm.transport import OnWait, Receive, Transport
 from mpirun.comm.waiting import Done, punctual_naps
 
 WIDEST = 16  # bytes: host memory begins at a multiple of it in the block, so that every type stays aligned
@@ -162,9 +161,17 @@ class QueuedTransport(Transport):
     Messages to the same GPU memory go through the same host memory.
     """
 
-    def __init__(self, device: Device, *arguments: Any) -> None:
-        """`device`: of the tensors; `arguments`: those of `Transport`."""
-        super().__init__(*arguments, device=device)
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        groups: Sequence[Sequence[int]],
+        crowded: bool = True,
+        on_wait: OnWait = lambda row: None,
+        *,
+        device: Device,
+    ) -> None:
+        """As `Transport`."""
+        super().__init__(comm, groups, crowded, on_wait, device=device)
         self.sends: deque[Transfer] = deque()  # those that have not begun
         self.receives_to_begin: deque[Transfer] = deque()
         self.sends_of_sums: deque[Transfer] = deque()
@@ -282,6 +289,14 @@ class QueuedTransport(Transport):
                 self.comm.Abort(1)
 
 
-def make_transport(device: Device, *arguments: Any) -> Transport:
-    """The transport for tensors on a device; `arguments`: those of `Transport`. Collective."""
-    return Transport(*arguments, device=device) if device.kind == "cpu" else QueuedTransport(device, *arguments)
+def make_transport(
+    comm: MPI.Intracomm,
+    groups: Sequence[Sequence[int]],
+    crowded: bool = True,
+    on_wait: OnWait = lambda row: None,
+    *,
+    device: Device,
+) -> Transport:
+    """The transport for tensors on a device, with the arguments of `Transport`. Collective."""
+    kind = Transport if device.kind == "cpu" else QueuedTransport
+    return kind(comm, groups, crowded, on_wait, device=device)

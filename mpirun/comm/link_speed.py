@@ -28,14 +28,14 @@ def measure_link_speed(comm: MPI.Intracomm, device: Device, crowded: bool) -> tu
     """
     if comm.size == 1:
         return 0.0, 0.0
-    transport = make_transport(device, comm, (), crowded)
-    rounds = (_one_round(comm, transport, device) for _ in range(ROUNDS))
+    transport = make_transport(comm, (), crowded, device=device)
+    rounds = (_one_round(comm, transport) for _ in range(ROUNDS))
     fitted = fit_rounds(np.array(SIZES, np.float64), rounds)
     transport.free()
     return fitted
 
 
-def _one_round(comm: MPI.Intracomm, transport: Transport, device: Device) -> NDArray[np.float64]:
+def _one_round(comm: MPI.Intracomm, transport: Transport) -> NDArray[np.float64]:
     """Seconds by size, the medians over all pairs, the same on all ranks. Collective.
 
     Ranks 0-1, 2-3 and so on send at once, then ranks 1-2, 3-4, because pipelines do so.
@@ -46,14 +46,14 @@ def _one_round(comm: MPI.Intracomm, transport: Transport, device: Device) -> NDA
         peer = comm.rank + 1 if low else comm.rank - 1
         comm.Barrier()
         if 0 <= peer < comm.size:
-            by_pair.append([ping_pong(transport, device, peer, size, low) for size in SIZES])
+            by_pair.append([ping_pong(transport, peer, size, low) for size in SIZES])
     all_pairs = [seconds for pairs in comm.allgather(by_pair) for seconds in pairs]
     return np.median(all_pairs, axis=0)
 
 
-def ping_pong(transport: Transport, device: Device, peer: int, size: int, first: bool) -> float:
+def ping_pong(transport: Transport, peer: int, size: int, first: bool) -> float:
     """The median of half the seconds that `size` bytes take to the peer and back; `first`: this rank sends first."""
-    out, into = (torch.zeros(size, dtype=torch.uint8, device=device.torch) for _ in range(2))
+    out, into = (torch.zeros(size, dtype=torch.uint8, device=transport.device.torch) for _ in range(2))
     receive = transport.receive(into, peer, TAG)
     seconds = []
     for _ in range(SMALL_REPETITIONS if size <= SMALL else REPETITIONS):
@@ -64,7 +64,7 @@ def ping_pong(transport: Transport, device: Device, peer: int, size: int, first:
         transport.wait(receive.done)
         if not first:
             transport.wait(transport.send(out, peer, TAG))
-        device.finish()
+        transport.device.finish()
         seconds.append((time.perf_counter() - begin) / 2)
     return float(np.median(seconds[WARM_UP:]))
 

@@ -25,6 +25,9 @@ NO_ROW = -1  # of a transfer that no single instruction of this rank has started
 AT_ONCE = 2**12  # bytes: smaller messages are sent eagerly by any MPI, even while ranks compute
 
 
+OnWait = Callable[[int | None], None]  # takes a row or, when the wait ends, None: see `Transport`
+
+
 class Receive(NamedTuple):
     """A receive that can be repeated: call `start`, then ask `done`."""
 
@@ -42,7 +45,7 @@ class Transport:
         comm: MPI.Intracomm,
         groups: Sequence[Sequence[int]],
         crowded: bool = True,
-        on_wait: Callable[[int | None], None] = lambda row: None,
+        on_wait: OnWait = lambda row: None,
         *,
         device: Device | None = None,
     ) -> None:

@@ -64,7 +64,7 @@ def build_interpreter(
         stages = {s: stage.elsewhere(slots.weights(s), setup.shapes[s]) for s, stage in other.stages.items()}
         optimizer = other.optimizer
     state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
-    transport = make_transport(setup.device, comm, header.groups, setup.crowded, _show_waits(state))
+    transport = make_transport(comm, header.groups, setup.crowded, _show_waits(state), device=setup.device)
     grad_buffers = GradBuffers(header, stages, slots, comm.rank, None if other is None else other.context.grad_buffers)
     context = Context(
         header, instructions, setup, stages, slots, transport, AllreduceQueue(transport), LocalBuffers(transport),

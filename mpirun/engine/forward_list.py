@@ -59,7 +59,7 @@ class ForwardList:
         def show(row: int | None) -> None:  # the watchdog knows only the rows of the run's own list
             run.transport.on_wait(None if row is None else NO_ROW)
 
-        self.transport = transport = make_transport(setup.device, comm, header.groups, setup.crowded, show)
+        self.transport = transport = make_transport(comm, header.groups, setup.crowded, show, device=setup.device)
         self.position = Position(setup.passes)
         context = replace(
             run, header=header, instructions=instructions, setup=setup, stages=self.stages, slots=slots,

@@ -87,7 +87,7 @@ def measure(schedule: str) -> None:
     arguments = [schedule, "--model", MODEL, "--threads", "1", "--timeout", "0", "--steps", str(STEPS)]
     runs = {}
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
-        mpirun.engine.build.make_transport = lambda device, *arguments, kind=kind: kind(*arguments)
+        mpirun.engine.build.make_transport = lambda *arguments, device, kind=kind: kind(*arguments)
         runs[name] = Run(comm, run_options(comm, arguments)).session.interpreter
         if name == "blocking":
             runs[name].run(0)

@@ -66,7 +66,7 @@ class Timed(QueuedTransport):
     """Notes how late sends begin."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__(device, MPI.COMM_SELF, ())
+        super().__init__(MPI.COMM_SELF, (), device=device)
         self.delays: list[float] = []
 
     def _enqueue(self, queue: deque[Transfer], transfer: Transfer) -> None:

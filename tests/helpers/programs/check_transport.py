@@ -241,6 +241,6 @@ if __name__ == "__main__":
     for how, device in DEVICES.items():
         for name, claim in CLAIMS.items():
             with device.working() if isinstance(device, Late) else contextlib.nullcontext(), device.torch:
-                claim(make_transport(device, WORLD, GROUPS))
+                claim(make_transport(WORLD, GROUPS, device=device))
             holds(f"{name}, {how}")
     sys.exit()

@@ -90,7 +90,7 @@ class Staged(Device):
 def test_what_arrives_in_one_place_goes_through_one_place_of_the_host():
     """64 messages into 3 places, a tenth of their block, need no more host memory than these places."""
     device = Staged()
-    transport = QueuedTransport(device, MPI.COMM_SELF, ())
+    transport = QueuedTransport(MPI.COMM_SELF, (), device=device)
     block = torch.zeros(10_000, dtype=torch.uint8)
     places = [block[begin : begin + 300].view(torch.float32) for begin in (400, 700, 1000)]
     receives = [transport.receive(places[k % 3], 0, 1) for k in range(64)]
@@ -118,7 +118,7 @@ def test_naps_end_in_time_and_the_thread_that_asks_uses_the_device():
 
     def run() -> None:
         prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(50_000))
-        transport = QueuedTransport(Noting(), MPI.COMM_SELF, ())
+        transport = QueuedTransport(MPI.COMM_SELF, (), device=Noting())
         slacks["waiting"] = prctl(PR_GET_TIMERSLACK)
         transport.free()
         slacks.setdefault("asking", 0 if transport.moves_alone else 1)

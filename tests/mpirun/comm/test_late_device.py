@@ -157,7 +157,7 @@ from mpirun.comm.sections import Section
 rank = MPI.COMM_WORLD.rank
 device = Late(sys.argv[1] == "direct", rank)
 with device.working():
-    transport = QueuedTransport(device, MPI.COMM_WORLD, [[0, 1]])
+    transport = QueuedTransport(MPI.COMM_WORLD, [[0, 1]], device=device)
     rows = torch.zeros((1, 4000), device=device.torch).view(torch.uint8)
     keys, sections = [[0], [1]], [Section(0, 16000, torch.float32)]
     summed, sums = OrderedAllreduce(transport, transport.group(0), rows, keys, sections), AllreduceQueue(transport)

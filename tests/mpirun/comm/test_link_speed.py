@@ -35,7 +35,8 @@ def test_rounds_that_are_all_disturbed_say_that_bytes_cost_nothing():
 
 def test_the_transport_is_freed(monkeypatch):
     freed = []
-    monkeypatch.setattr(link_speed, "make_transport", lambda *_: SimpleNamespace(free=lambda: freed.append(True)))
+    transport = SimpleNamespace(free=lambda: freed.append(True))
+    monkeypatch.setattr(link_speed, "make_transport", lambda *_, device: transport)
     monkeypatch.setattr(link_speed, "_one_round", lambda *_: QUIET)
     assert measure_link_speed(SimpleNamespace(size=2), Device(), crowded=False) == pytest.approx((3e-6, 1e-10))
     assert freed == [True]

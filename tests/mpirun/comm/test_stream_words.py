@@ -87,7 +87,7 @@ from mpi4py import MPI
 from mpirun.comm.gpu_transport import QueuedTransport
 device = Late(True, 0, words=True)
 with device.working():
-    transport = QueuedTransport(device, MPI.COMM_WORLD, [])
+    transport = QueuedTransport(MPI.COMM_WORLD, [], device=device)
     device.use_words(ready=True)
     message = torch.zeros(8, device=device.torch)
     receive = transport.receive(message, 77, 0)  # there is no such rank
