@@ -30,7 +30,7 @@ def explain_hang(states: list[State]) -> str:
 
     def next_of(rank: int) -> int | None:
         """The rank that a rank waits for; in a sum, the first rank that has not reached the sum."""
-        peer: int | None = by_rank[rank]["peer"]
+        peer = by_rank[rank]["peer"]
         if peer != -1:
             return peer
         late = [state["rank"] for state in states if state["peer"] != -1]

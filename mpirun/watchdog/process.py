@@ -182,7 +182,7 @@ class WatchdogProcess:
     def _end_job(self, reason: str, states: list[State]) -> None:
         """Say why, and where each rank is; end all ranks at once."""
         self.spoken = True
-        _speak("\n  ".join([reason, *map(in_a_line, sorted(states, key=lambda state: int(state["rank"])))]))
+        _speak("\n  ".join([reason, *map(in_a_line, sorted(states, key=lambda state: state["rank"]))]))
         self.hosts.send(end="now")
         self._end_ranks(0)
 

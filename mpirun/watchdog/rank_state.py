@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from mpirun.watchdog import ASKED, BEAT, CALL, IN_SCRIPT, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
 
 LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
 ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
 
-# A rank's state, as watchdogs send it to each other: rank, host, at (what it executes), waits (for what, as text), peer
-# (the rank that it waits for; None: for none, -1: for all that have not come yet), process (what its process does),
-# moved (seconds since it last moved), calls (how many methods of the Engine its script has called), call (the last
-# one), in_script (whether that has returned), asked (whether SIGTERM ends it).
-State = dict[str, Any]
+
+class State(TypedDict):
+    """A rank's state, as watchdogs send it to each other."""
+
+    rank: int
+    host: str
+    at: str  # what it executes
+    waits: str | None  # for what; None: for nothing
+    peer: int | None  # the rank that it waits for; None: for none, -1: for all that have not come yet
+    process: str  # what its process does
+    moved: float  # seconds since it last moved
+    calls: int  # how many methods of the Engine its script has called
+    call: str  # the last one
+    in_script: bool  # whether that has returned
+    asked: bool  # whether SIGTERM ends it
 
 
 class OsProcess(NamedTuple):
