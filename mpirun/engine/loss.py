@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpirun.data.chunks import cut_dims
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, to_device
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch
+from mpirun.data.values import to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpirun.data.microbatches import Microbatch, digest, to_device
+from mpirun.data.microbatches import Microbatch, digest
+from mpirun.data.values import to_device
 from mpirun.engine.act import Position
 from mpirun.engine.setup import Setup
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mpirun.data.microbatches import digest_of
+from mpirun.data.values import digest_of
 from mpirun.engine.grad_buffers import GradBuffer
 from mpirun.engine.recipe import (
     NO_OPTIONS,

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from mpirun.comm.fail_together import Stop, first_difference
-from mpirun.data.microbatches import digest_of, raw_bytes
+from mpirun.data.values import digest_of, raw_bytes
 from mpirun.model.contract import Model
 from mpirun.model.module_copy import given_modules, own_tensors
 from schedgen.ir.header import Header

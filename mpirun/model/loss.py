@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from mpirun.data.chunks import one_per_sample
-from mpirun.data.microbatches import Microbatch, copy_of
+from mpirun.data.microbatches import Microbatch
+from mpirun.data.values import copy_of
 from mpirun.model.forward_watch import ForwardWatch
 from mpirun.model.rng import WHOLE_STAGE
 from schedgen.util.errors import UsageError, clip, raised

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from mpirun.data.microbatches import Microbatch, copy_of, to_device
+from mpirun.data.microbatches import Microbatch
+from mpirun.data.values import copy_of, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
 from mpirun.model.contract import Model

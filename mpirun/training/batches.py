@@ -14,7 +14,8 @@ from torch import Tensor
 from mpirun.comm.fail_together import Stop, together
 from mpirun.data.chunks import chunk, cut_dims, sample_count
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import LeafOrder, Microbatch, MicrobatchSource, copy_of, input_and_target, plain
+from mpirun.data.microbatches import LeafOrder, Microbatch, MicrobatchSource, input_and_target, plain
+from mpirun.data.values import copy_of
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from mpirun.model.loss import without_padding

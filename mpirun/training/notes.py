@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpirun.comm.output import note
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import by_path
+from mpirun.data.values import by_path
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Input, unread_outputs

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpirun.data.microbatches import Microbatch, to_device
+from mpirun.data.microbatches import Microbatch
+from mpirun.data.values import to_device
 from mpirun.engine.loss import MinibatchLoss
 from mpirun.engine.setup import Setup
 from mpirun.model.autocast import autocast

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.data.microbatches import digest_of, raw_bytes
+from mpirun.data.values import digest_of, raw_bytes
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import pieces
 from mpirun.model.stage_shape import StageShape

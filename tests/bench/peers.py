@@ -30,8 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import bytes_from_rank_0
-from mpirun.data.microbatches import Microbatches, to_device
+from mpirun.data.microbatches import Microbatches
 from mpirun.data.text import training_text
+from mpirun.data.values import to_device
 from mpirun.engine.first_step import run_first
 from mpirun.examples.gpt import Block
 from mpirun.model.build_stage import build_stage

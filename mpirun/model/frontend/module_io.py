@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.data.microbatches import by_path, input_and_target
+from mpirun.data.microbatches import input_and_target
+from mpirun.data.values import by_path
 from schedgen.util.errors import UsageError, clip
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's forward

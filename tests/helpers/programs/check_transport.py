@@ -18,7 +18,7 @@ from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
 from mpirun.comm.sections import Section
 from mpirun.comm.transport import Transport
 from mpirun.comm.waiting import Done
-from mpirun.data.microbatches import to_device
+from mpirun.data.values import to_device
 
 WORLD = MPI.COMM_WORLD
 GROUPS = [(0, 1, 2), (1, 2)]  # overlapping

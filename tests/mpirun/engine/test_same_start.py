@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpirun.data.microbatches import digest_of
+from mpirun.data.values import digest_of
 from mpirun.engine.same_start import given_digests, value_digests
 from mpirun.model.contract import Model
 from mpirun.model.frontend.split_sequential import split_sequential
