@@ -25,8 +25,8 @@ from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, TensorSpec, all_outputs, check_reads
 from mpirun.model.load_model import load_model
 from mpirun.model.loss import on_copies
-from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
+from mpirun.model.trial import Trial
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
 

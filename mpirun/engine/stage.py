@@ -25,8 +25,8 @@ from mpirun.model.dataflow import TensorSpec
 from mpirun.model.frozen_statistics import counts, set_counts
 from mpirun.model.module_copy import like_parameter
 from mpirun.model.rng import LayerRng
-from mpirun.model.shapes import ASK_FOR_GRADIENTS, NEEDS_GRADIENTS
 from mpirun.model.stage_shape import StageShape, flat_layout
+from mpirun.model.trial import ASK_FOR_GRADIENTS, NEEDS_GRADIENTS
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number

@@ -22,8 +22,8 @@ from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
-from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
+from mpirun.model.trial import Trial
 
 STAGES, SEED = 4, 3
 CHAIN = [(), (0,), (1,), (2,)]  # the producers of each stage

@@ -19,7 +19,7 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, TensorSpec, Value
 from mpirun.model.load_model import join_stages, load_model
-from mpirun.model.shapes import Trial
+from mpirun.model.trial import Trial
 from mpirun.training.compiled import compile_for
 from schedgen.util.errors import UsageError
 

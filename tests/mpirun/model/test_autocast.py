@@ -10,8 +10,8 @@ import torch
 from mpirun.data.microbatches import Microbatches
 from mpirun.examples import mlp
 from mpirun.model.contract import Model
-from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
+from mpirun.model.trial import Trial
 
 CHAIN = [(), (0,), (1,), (2,)]
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))

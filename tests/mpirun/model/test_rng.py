@@ -21,7 +21,7 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Value
 from mpirun.model.rng import LayerRng, seed_generators
-from mpirun.model.shapes import Trial
+from mpirun.model.trial import Trial
 
 DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping_function"
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))

@@ -20,8 +20,8 @@ from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input
 from mpirun.model.forward_watch import ReadWatch
 from mpirun.model.loss import loss_and_metrics, why_uncut
-from mpirun.model.shapes import Trial
 from mpirun.model.stage_shape import StageShape
+from mpirun.model.trial import Trial
 from schedgen.util.errors import UsageError
 
 ROWS = torch.linspace(-1, 1, 24).view(4, 6)
