@@ -50,7 +50,7 @@ class Run:
         self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
         session.build(made, options.verify, checkpoint is not None)
         if options.save:
-            session.checkpoints().open(options.save, options.resume)
+            session.checkpoint_writer().open(options.save, options.resume)
         if checkpoint is not None:
             session.resume(checkpoint)
         self.progress = on_rank_0(comm, lambda: Progress(session.begun, setup.steps, options.metrics))

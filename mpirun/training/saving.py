@@ -111,12 +111,12 @@ class Checkpoints:
 
     def _open(self, saving: Saving) -> None:
         """Make this run's next checkpoints go to the directory."""
-        writer = self.session.checkpoints()
+        writer = self.session.checkpoint_writer()
         if writer.directory != saving.directory:
             writer.open(str(saving.directory), None if self.resumed is None else str(self.resumed.directory))
 
     def _write(self, saving: Saving) -> bool:
-        writer = self.session.checkpoints()
+        writer = self.session.checkpoint_writer()
         writer.settings.pop("loader", None)
         writer.settings["inputs"] = self.order.to_save
         if saving.data is not None:

@@ -142,7 +142,7 @@ class Session:
         for interpreter in self.interpreters[:1]:
             interpreter.progress.free()
 
-    def checkpoints(self) -> CheckpointWriter:
+    def checkpoint_writer(self) -> CheckpointWriter:
         """The writer of this run's checkpoints, which also restores them."""
         if self.writer is None:
             stages, optimizer = self.interpreter.stages, self.interpreter.optimizer
@@ -156,7 +156,7 @@ class Session:
 
     def resume(self, manifest: Manifest) -> None:
         """Resume from a checkpoint. Stop if it is of another model or optimizer."""
-        writer = self.checkpoints()
+        writer = self.checkpoint_writer()
         if self.verification is not None:
             saved = manifest.settings
             changed = [*saved["changed"], *differing_settings(saved, writer.settings)]
@@ -176,7 +176,7 @@ class Session:
         """
         share_buffers(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
         with self.watchdog.phase(SAVING), self.interpreter.optimizer.assigned():
-            return self.checkpoints().save(self.steps, keep)
+            return self.checkpoint_writer().save(self.steps, keep)
 
     def begin_trace(self) -> None:
         """Record from now on when each rank executes which instruction."""
