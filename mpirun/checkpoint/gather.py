@@ -47,10 +47,10 @@ def _own_pieces(stage: LocalStage | None, parameters: int, kept: Kept) -> list[l
     own: list[list[tuple[int, Values]]] = [[] for _ in range(parameters)]
     if stage is None:
         return own
-    for via, part in stage.owned.items():
-        of_pieces = kept(via)
-        for number, piece in enumerate(pieces(stage.layout, stage.part_slices[via])):
-            values = {PARAMETER: piece.of_part(part), **(of_pieces[number] if of_pieces else {})}
+    for part, flat in stage.owned.items():
+        of_pieces = kept(part)
+        for number, piece in enumerate(pieces(stage.layout, stage.part_slices[part])):
+            values = {PARAMETER: piece.of_part(flat), **(of_pieces[number] if of_pieces else {})}
             copies = {
                 key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 for key, value in values.items()

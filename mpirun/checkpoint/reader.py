@@ -129,9 +129,9 @@ class _StageReader:
                 target.copy_(value)
         for entry, place in self.places.items():
             values[entry] = self._checked(entry, values.get(entry), place.size, place.dtype, self.dims.get(entry))
-        for via, part in self.stage.owned.items():
-            targets = self.stage.views_of_part(via, part)
-            for target, (entry, piece) in zip(targets, self._of_part(via), strict=True):
+        for part, flat in self.stage.owned.items():
+            targets = self.stage.views_of_part(part, flat)
+            for target, (entry, piece) in zip(targets, self._of_part(part), strict=True):
                 target.copy_(values[entry] if piece is None else piece.of_parameter(values[entry]))
         return names
 
@@ -147,9 +147,9 @@ class _StageReader:
             as_saved = state in kept.files and -1 in self.stage.owned and dim is None  # whole when saved, and whole now
             if not as_saved and isinstance(value, Tensor) and value.dim():
                 values[state] = self._checked(state, value, self.places[entry].size, value.dtype, dim)
-        for via in self.stage.owned:
+        for part in self.stage.owned:
             restored: list[dict[str, Any]] = []
-            for entry, piece in self._of_part(via):
+            for entry, piece in self._of_part(part):
                 states = {state.rpartition(".")[2]: values[state] for state in of_parameter.get(entry, ())}
                 if piece is not None:  # several pieces may be on this rank, each with its own numbers
                     states = {
@@ -159,13 +159,13 @@ class _StageReader:
                         for key, value in states.items()
                     }
                 restored.append(states)
-            optimizer.restore((self.stage.index, via), restored)
+            optimizer.restore((self.stage.index, part), restored)
 
-    def _of_part(self, via: int) -> list[tuple[str, Piece | None]]:
+    def _of_part(self, part: int) -> list[tuple[str, Piece | None]]:
         """What a part of the weights holds, in its order: a parameter's entry, and which piece of it; None: all."""
-        if via < 0:
+        if part < 0:
             return [(entry, None) for entry in self.entries]
-        return [(self.entries[p.parameter], p) for p in pieces(self.stage.layout, self.stage.part_slices[via])]
+        return [(self.entries[p.parameter], p) for p in pieces(self.stage.layout, self.stage.part_slices[part])]
 
     def _checked(
         self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, dim: ShardedDim | None

@@ -201,8 +201,8 @@ class CheckpointWriter:
             if not self.header.is_divided(index):
                 continue
 
-            def kept(via: int) -> Sequence[Values]:
-                return self.optimizer.state((index, via)) or ()
+            def kept(part: int) -> Sequence[Values]:
+                return self.optimizer.state((index, part)) or ()
 
             root, stage = writing_rank(self.header, index), self.stages.get(index)
             values = gather_parameters(self.comm, root, stage, shape.layout, kept, self.beat)

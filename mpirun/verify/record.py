@@ -45,13 +45,13 @@ def on_host(tensors: Mapping[tuple[int, str], Tensor]) -> Parameters:
     return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
 
-def copy_pieces(stage: LocalStage, via: int, flat: Tensor) -> Pieces:
+def copy_pieces(stage: LocalStage, part: int, flat: Tensor) -> Pieces:
     """Copies of the parameters' pieces in a part of a stage's weights; `flat`: laid out as that part is."""
-    if via < 0:
+    if part < 0:
         return {(stage.index, name, 0): view.clone() for name, view in zip(stage.names, stage.views(flat), strict=True)}
     return {
         (stage.index, stage.names[piece.parameter], piece.begin): piece.of_part(flat).clone()
-        for piece in pieces(stage.layout, stage.part_slices[via])
+        for piece in pieces(stage.layout, stage.part_slices[part])
     }
 
 

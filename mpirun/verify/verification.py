@@ -44,9 +44,9 @@ class Verification:
     def _add_gradients(self, totals: dict[Unit, Tensor]) -> None:
         """Record the gradients of the units of which this rank is the first owner."""
         self.record.gradients.append({})
-        for (stage, via), total in totals.items():
-            if self.header.first_owner(stage, via) == self.comm.rank:
-                self.record.gradients[-1].update(copy_pieces(self.interpreter.stages[stage], via, total))
+        for (stage, part), total in totals.items():
+            if self.header.first_owner(stage, part) == self.comm.rank:
+                self.record.gradients[-1].update(copy_pieces(self.interpreter.stages[stage], part, total))
 
     def _divides_by_gradients(self) -> bool:
         """Whether the optimizer makes full steps even from tiny gradients, which is assumed of all but SGD."""
@@ -60,8 +60,8 @@ class Verification:
         tolerance  the relative difference that is allowed; None: the default for the types
         """
         for stage in self.interpreter.optimizer.stages.values():
-            for via, part in stage.owned.items():
-                self.record.parameters.update(copy_pieces(stage, via, part))
+            for part, flat in stage.owned.items():
+                self.record.parameters.update(copy_pieces(stage, part, flat))
         self.record.buffers.update(self._buffers())
         ours = gather_record(self.comm, self.header, self.setup.shapes, self.record)
         setup, header = self.setup, self.header
