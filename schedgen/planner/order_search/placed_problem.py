@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,13 @@ from schedgen.simulator.lower_bounds import order_bound
 def as_placement(scheme: Scheme, split: bool) -> Scheme:
     """The scheme without its order, with split backwards if `split`; halves of a whole backward have its worker."""
     w = scheme.w
+
+    @wraps(w)  # which also tells a fourth argument
+    def halves(s: Any, b: Any, d: Any, *part: Any) -> Any:
+        return w(s, b, np.minimum(d, B), *part)
+
     return scheme._replace(
-        w=w if scheme.split or not split else lambda s, b, d: w(s, b, np.minimum(d, B)),
+        w=w if scheme.split or not split else halves,
         n=lambda s, b, d: 0 * (s + b + d),
         mode="greedy",
         split=split,
