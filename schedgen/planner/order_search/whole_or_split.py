@@ -104,14 +104,14 @@ class _Choices:
         begin = []
         for order, each in zip(orders, found, strict=True):
             all_whole = len(each.program.header.compute) == 2
-            begin.append(self._with_value(problem, order, all_whole & (self.direction > F)))
+            begin.append(self._with_value(order, all_whole & (self.direction > F)))
         tried, share = list(begin), work // (len(HOT) * len(begin) + len(LATER))
         for seed, (mixed, hot) in enumerate(product(begin, HOT)):
             tried.append(self._moved(problem, mixed, hot, share, seed))
         for seed, hot in enumerate(LATER, start=len(tried)):
             tried.append(self._moved(problem, min(tried, key=lambda each: each.value), hot, share, seed))
         for mixed in sorted(tried, key=lambda each: each.value)[:BEST]:
-            n = self._numbers(problem, mixed.order, mixed.whole)
+            n = self._numbers(mixed.order, mixed.whole)
             if fits(problem, order_of(problem, n)):
                 yield from self._compiled(n, mixed.whole & (self.direction == B))
 
@@ -119,13 +119,13 @@ class _Choices:
         """Anneal from a temperature of `hot` mean durations of a job."""
         jobs, mean = len(mixed.order), float(problem.length.mean())
         choice = Choice(mixed.whole.copy(), self.whole_length, problem.length)
-        own = problem._replace(length=self._lengths(problem, mixed.whole))
+        own = problem._replace(length=self._lengths(mixed.whole))
         _, order, judged = anneal.sized(jobs)(
             own, mixed.order.copy(), seed, max(1000, work // jobs), hot * mean, 0.3 * min(hot, 0.1) * mean, self.bound,
             new_run(problem), new_run(problem), choice,
         )  # fmt: skip
         self.work += judged * jobs
-        return self._with_value(problem, self._tidy(problem, order, choice.whole), choice.whole)
+        return self._with_value(self._tidy(order, choice.whole), choice.whole)
 
     def _order(self, program: Program) -> Numbers:
         """The order of a program, with a whole backward as an I and its W."""
@@ -139,27 +139,27 @@ class _Choices:
         peak = self._simulated(program).footprint.peak
         return self.problem._replace(capacity=self.limits.bytes - (peak - most_held(self.problem, order)))
 
-    def _lengths(self, problem: OrderProblem, whole: Flags) -> Times:
+    def _lengths(self, whole: Flags) -> Times:
         """By job: in a whole backward the I takes all its time, and the W none."""
-        return np.where(whole, self.whole_length, problem.length)
+        return np.where(whole, self.whole_length, self.problem.length)
 
-    def _with_value(self, problem: OrderProblem, order: Numbers, whole: Flags) -> _Mixed:
-        own, run = problem._replace(length=self._lengths(problem, whole)), new_run(problem)
+    def _with_value(self, order: Numbers, whole: Flags) -> _Mixed:
+        own, run = self.problem._replace(length=self._lengths(whole)), new_run(self.problem)
         return _Mixed(order, whole, run_order.sized(len(order))(own, order, np.inf, run))
 
-    def _numbers(self, problem: OrderProblem, order: Numbers, whole: Flags) -> Numbers:
+    def _numbers(self, order: Numbers, whole: Flags) -> Numbers:
         """By job, a number that grows along each worker; the W of a whole backward comes directly after its I."""
-        n = 2 * places(problem, order)
+        n = 2 * places(self.problem, order)
         second = np.flatnonzero(whole & (self.direction == W))
         n[second] = n[second - self.per_half] + 1
         return n
 
-    def _tidy(self, problem: OrderProblem, order: Numbers, whole: Flags) -> Numbers:
+    def _tidy(self, order: Numbers, whole: Flags) -> Numbers:
         """The order with the W of whole backwards as early after their I as earlier W allow, to hold less memory."""
-        n = self._numbers(problem, order, whole)
-        for jobs in np.split(problem.class_jobs, problem.class_first[1:-1]):
+        n = self._numbers(order, whole)
+        for jobs in np.split(self.problem.class_jobs, self.problem.class_first[1:-1]):
             n[jobs] = np.maximum.accumulate(n[jobs])
-        return order_of(problem, n)
+        return order_of(self.problem, n)
 
     def proved(self, best: FoundOrder, seconds: float) -> Iterator[FoundOrder]:
         """The order that CP-SAT finds, if the problem is small; raises `bound` to CP-SAT's."""
