@@ -18,7 +18,7 @@ import numpy as np
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, Numbers, W
 from schedgen.ir.stage_graph import chain
-from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.evaluate import new_run, run_and_judge, run_order
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, third
 
@@ -45,7 +45,7 @@ def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work:
     best: dict[float, Numbers] = {}  # by value
     for k in np.linspace(0, len(blocks) - 1, tries).astype(np.int64):
         for order in _orders(problem, repeated(blocks[k], batches), limit):
-            value = run_order.sized(len(order))(problem, order, np.inf, run) + 0.1 * run.window.mean()
+            value = run_and_judge(problem, order, run)
             if np.isfinite(value) and fits(problem, order):
                 best.setdefault(value, order)
     return orders + [best[value] for value in sorted(best)[:KEPT]]

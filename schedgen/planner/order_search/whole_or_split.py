@@ -26,7 +26,7 @@ from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Question, reached
-from schedgen.planner.order_search.local_search import Choice, anneal
+from schedgen.planner.order_search.local_search import FEWEST_MOVES, HOT, Choice, anneal, temperatures
 from schedgen.planner.order_search.order_search import PROVED_SECONDS, search_order
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
@@ -35,8 +35,7 @@ from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
 SHARES = (0.3, 0.3)  # of the work: whole backwards alone, halves alone; annealing has the rest
-HOT = (0.03, 0.3, 2.0)  # initial temperatures, in mean durations of a job, for each of the two ...
-LATER = (0.3, 0.03, 0.3, 0.03)  # ... and then for the best
+LATER = (0.3, 0.03, 0.3, 0.03)  # temperatures for the best order, after those of HOT for each of the two
 BEST = 4  # orders that the simulator judges
 
 
@@ -117,11 +116,11 @@ class _Choices:
 
     def _moved(self, problem: OrderProblem, mixed: _Mixed, hot: float, work: int, seed: int) -> _Mixed:
         """Anneal from a temperature of `hot` mean durations of a job."""
-        jobs, mean = len(mixed.order), float(problem.length.mean())
+        jobs, moves = len(mixed.order), max(FEWEST_MOVES, work // len(mixed.order))
         choice = Choice(mixed.whole.copy(), self.whole_length, problem.length)
         own = problem._replace(length=self._lengths(mixed.whole))
         _, order, judged = anneal.sized(jobs)(
-            own, mixed.order.copy(), seed, max(1000, work // jobs), hot * mean, 0.3 * min(hot, 0.1) * mean, self.bound,
+            own, mixed.order.copy(), seed, moves, *temperatures(hot, float(problem.length.mean())), self.bound,
             new_run(problem), new_run(problem), choice,
         )  # fmt: skip
         self.work += judged * jobs
