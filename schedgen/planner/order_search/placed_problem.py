@@ -14,7 +14,7 @@ from schedgen.compiler.refine import refine
 from schedgen.ir.cost import by_stage
 from schedgen.ir.instructions import B, Times
 from schedgen.planner.order_search.found_order import Question
-from schedgen.planner.order_search.problem import OrderProblem, make_problem
+from schedgen.planner.order_search.problem import OrderProblem, class_nodes, make_problem
 from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.lower_bounds import order_bound
 
@@ -96,7 +96,7 @@ def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
             if (worker[node] != worker[other]).all():
                 hops[other, node] = float(problem.before_hop[k])
     takes = np.zeros(directions * stages)
-    takes[problem.class_jobs[problem.class_first[:-1]] // batches] = problem.takes
+    takes[class_nodes(problem)] = problem.takes
     return Nodes(placed.job_graph.pred, problem.length[::batches], hops, takes)
 
 

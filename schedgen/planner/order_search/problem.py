@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from schedgen.compiler.job_waits import wait_arrays
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.instructions import B, F, Numbers, Times
@@ -83,7 +84,7 @@ def make_problem(
             return 0.0
         return message[(stage, other_stage) if d == F else (other_stage, stage)]
 
-    edges = [(node, other) for node, others in enumerate(graph.succ) for other in others]
+    waits, first, after = wait_arrays(graph)
     back = [(node, other) for node, others in enumerate(graph.pred) for other in others]
     amounts = np.array([by_stage(amount, stages) for amount in takes]).ravel()
     return OrderProblem(
@@ -92,10 +93,10 @@ def make_problem(
         route=route.ravel(),
         worker=worker,
         length=length,
-        waits=np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), batches),
-        first=np.cumsum([0, *map(len, graph.succ)]),
-        after=np.array([other for _, other in edges], np.int64),
-        hop=np.array([hop(node, other) for node, other in edges]),
+        waits=waits,
+        first=first,
+        after=after,
+        hop=np.array([hop(node, other) for node, others in enumerate(graph.succ) for other in others]),
         before_first=np.cumsum([0, *map(len, graph.pred)]),
         before=np.array([other for _, other in back], np.int64),
         before_hop=np.array([hop(other, node) for node, other in back]),
@@ -114,6 +115,11 @@ def _message_times(graph: StageGraph, machine: Machine) -> dict[tuple[int, int],
     sizes = machine.edge_bytes(graph)
     times = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
     return dict(zip(graph.edges, times.tolist(), strict=True))
+
+
+def class_nodes(problem: OrderProblem) -> Numbers:
+    """By class: its node."""
+    return problem.class_jobs[problem.class_first[:-1]] // problem.microbatches
 
 
 def order_of(problem: OrderProblem, start: NDArray[Any]) -> Numbers:

@@ -24,7 +24,7 @@ from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
-from schedgen.planner.order_search.problem import OrderProblem, places
+from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
@@ -155,7 +155,7 @@ class _Tries:
         """The problem with the forwards of some stages redone; what whole backwards hold while they run is left out."""
         problem = problem_of(self.placed, self.plain)
         directions, S, batches = self.placed.compute.shape
-        d, s = np.divmod(problem.class_jobs[problem.class_first[:-1]] // batches, S)
+        d, s = np.divmod(class_nodes(problem), S)
         again = self.kept.saved[s] * stages[s]
         takes = problem.takes - again * (d == F) + again * (d == B)
         length = problem.length.reshape(directions, S, batches).copy()
