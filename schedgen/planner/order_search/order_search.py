@@ -18,6 +18,7 @@ import numpy as np
 from schedgen.ir.cost import has_both
 from schedgen.ir.instructions import Numbers, Times
 from schedgen.ir.program import Program
+from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.built_ins import Start, starts
 from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, with_own_costs
@@ -48,7 +49,7 @@ def search_order(
     otherwise a whole backward takes I + W.
     """
     scheme, limits = question.scheme, question.limits
-    if scheme.updates != "flush":
+    if scheme.updates != FLUSH:
         raise UsageError(f"{scheme.name} updates weights within a step, which fixes its order")
     only_halves |= has_both(question.cost)
     question = with_own_costs(question)

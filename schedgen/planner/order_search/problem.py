@@ -65,7 +65,7 @@ def make_problem(
     capacity  memory of all workers, or of each
     """
     directions, stages, batches = placed.compute.shape
-    graph = placed.job_graph
+    jobs = placed.job_graph
     worker = placed.compute.ravel().astype(np.int64)
     length = np.repeat(np.concatenate([by_stage(amount, stages) for amount in cost.values()]), batches)
     node, mb = np.divmod(np.arange(len(worker)), batches)
@@ -84,8 +84,8 @@ def make_problem(
             return 0.0
         return message[(stage, other_stage) if d == F else (other_stage, stage)]
 
-    waits, first, after = wait_arrays(graph)
-    back = [(node, other) for node, others in enumerate(graph.pred) for other in others]
+    waits, first, after = wait_arrays(jobs)
+    back = [(node, other) for node, others in enumerate(jobs.pred) for other in others]
     amounts = np.array([by_stage(amount, stages) for amount in takes]).ravel()
     return OrderProblem(
         stages=stages,
@@ -96,8 +96,8 @@ def make_problem(
         waits=waits,
         first=first,
         after=after,
-        hop=np.array([hop(node, other) for node, others in enumerate(graph.succ) for other in others]),
-        before_first=np.cumsum([0, *map(len, graph.pred)]),
+        hop=np.array([hop(node, other) for node, others in enumerate(jobs.succ) for other in others]),
+        before_first=np.cumsum([0, *map(len, jobs.pred)]),
         before=np.array([other for _, other in back], np.int64),
         before_hop=np.array([hop(other, node) for node, other in back]),
         class_jobs=class_jobs,

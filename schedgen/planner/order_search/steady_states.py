@@ -20,7 +20,7 @@ from schedgen.ir.instructions import B, F, Numbers, W
 from schedgen.ir.stage_graph import chain
 from schedgen.planner.order_search.evaluate import new_run, run_and_judge, run_order
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
-from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, third
+from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, squeezed_starts, third
 
 BLOCK_JOBS = 40  # squeezing a block takes this many times as long as computing its start times
 KEPT = 3  # best blocks, besides V-Half's and V-Min's
@@ -37,8 +37,7 @@ def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work:
         return []
     if directions != 3 or stages != 2 * p or (placed.compute != way_down[:, None]).any():
         return []
-    known = [repeated(np.array([block(r, p) for r in range(p)]), batches) for block in (half, third)]
-    orders = [order_of(problem, by_job(squeeze(slots, limit)).ravel()) for slots in known]
+    orders = [order_of(problem, squeezed_starts(p, batches, block, limit).ravel()) for block in (half, third)]
     blocks = steady_states(p) if work else []
     tries = min(len(blocks), work // (BLOCK_JOBS * len(problem.worker)))
     run = new_run(problem)
