@@ -12,7 +12,7 @@ from schedgen.ir.cost import REDO
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
 from schedgen.planner.candidates import SEARCHED
-from schedgen.planner.order_search.found_order import BUDGET, OBJECTIVES
+from schedgen.planner.order_search.question import BUDGET, OBJECTIVES
 from schedgen.planner.placement_search.families import FREE
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS

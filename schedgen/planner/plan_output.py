@@ -11,7 +11,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.order_search.found_order import FoundOrder
+from schedgen.planner.order_search.question import FoundOrder
 from schedgen.planner.partition import Hierarchy, Partition, data_parallel_seconds
 from schedgen.planner.placement_search.families import FREE
 from schedgen.planner.plan import Plan

@@ -14,8 +14,8 @@ from schedgen.ir.cost import durations
 from schedgen.ir.instructions import B, F, Numbers
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search.compiled_orders import order_costs
-from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.problem import OrderProblem, order_of
+from schedgen.planner.order_search.question import Question
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError

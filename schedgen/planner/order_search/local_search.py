@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.instructions import Flags, Numbers, Times
-from schedgen.planner.order_search.evaluate import Run, run_order
 from schedgen.planner.order_search.problem import OrderProblem
+from schedgen.planner.order_search.run_order import Run, run_order
 from schedgen.util.jit import kernel
 
 CRITICAL = 90  # percent of moves that begin on the critical path

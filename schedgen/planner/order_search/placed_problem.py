@@ -13,8 +13,8 @@ from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import by_stage
 from schedgen.ir.instructions import B, Times
-from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes, make_problem
+from schedgen.planner.order_search.question import Question
 from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.lower_bounds import order_bound
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.instructions import F, Numbers, Times
-from schedgen.planner.order_search.evaluate import Run, begin_run
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes
+from schedgen.planner.order_search.run_order import Run, begin_run
 from schedgen.util.jit import kernel
 
 

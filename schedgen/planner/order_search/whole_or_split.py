@@ -24,12 +24,12 @@ from schedgen.ir.instructions import B, F, Flags, Numbers, Op, Times, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
-from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Question, reached
 from schedgen.planner.order_search.local_search import FEWEST_MOVES, HOT, Choice, anneal, temperatures
 from schedgen.planner.order_search.order_search import PROVED_SECONDS, search_order
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
+from schedgen.planner.order_search.question import BUDGET, FoundOrder, Question, reached
+from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -169,13 +169,13 @@ class _Choices:
         if self.limits.bytes is not None:
             problem = problem._replace(capacity=self.limits.bytes - run.footprint.owned.astype(np.float64))
         start, whole = self._starts(run)
-        proof = cp_sat.solve(problem, start, best.value, self.bound, seconds, self.whole_length, whole)
-        self.bound = max(self.bound, proof.bound)
-        if proof.start is not None:
-            n = 2 * np.argsort(np.argsort(proof.start, kind="stable"))
-            n[np.flatnonzero(proof.whole) + self.per_half] = n[proof.whole] + 1
+        solution = cp_sat.solve(problem, start, best.value, self.bound, seconds, self.whole_length, whole)
+        self.bound = max(self.bound, solution.bound)
+        if solution.start is not None:
+            n = 2 * np.argsort(np.argsort(solution.start, kind="stable"))
+            n[np.flatnonzero(solution.whole) + self.per_half] = n[solution.whole] + 1
             if fits(problem, order_of(problem, n)):  # times are rounded down
-                yield from self._compiled(n, proof.whole)
+                yield from self._compiled(n, solution.whole)
 
     def _starts(self, run: Simulation) -> tuple[Times, Flags]:
         """By job: when it started, the W of a whole backward at its end; and whether it is the I of a whole one."""
