@@ -24,10 +24,11 @@ from mpirun.comm.fail_together import on_rank_0, write_output
 from mpirun.engine.act import Act
 from mpirun.engine.interpreter import Interpreter
 from mpirun.watchdog import ROW
-from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Instruction, Kind, Op, Small, Times
+from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Instruction, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import MEASURED, trace_events, trace_file
 from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE, measured_timelines
+from schedgen.util.arrays import Small, Times
 
 _ON_DEVICE = (*COMPUTE, Op.ADD, Op.STEP)
 

@@ -79,7 +79,7 @@ def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
             key = (header.model_stage(stage), name)
             sharded = setup.shapes[stage].sharded_dims.get(name) if tensor.split[stage] else None
             if sharded is not None:
-                parameters.setdefault(key, sharded.join([values[shard, name] for shard in tensor.siblings(stage)]))
+                parameters.setdefault(key, sharded.join([values[shard, name] for shard in tensor.shards_of(stage)]))
             elif tensor_bytes(parameters.setdefault(key, value)) != tensor_bytes(value):
                 shard = stage % tensor.degree
                 differing.append(f"{name} of stage {key[0]} differs in shard {shard} from the first shard that has it")

@@ -19,8 +19,8 @@ import numpy as np
 
 from schedgen.ir.accesses import Accesses, Slots, numbers_in_all, numbers_per_size, slots
 from schedgen.ir.effects import RECEIVERS, Buffer, Effect
-from schedgen.ir.instructions import Flags, Ints, Numbers, Small
 from schedgen.ir.program import Program
+from schedgen.util.arrays import Flags, Ints, Numbers, Small
 from schedgen.util.jit import kernel
 
 UNDEFINED, AGAIN, TWICE, OWNED, LEFT, NOTHING = range(1, 7)  # codes of faults

@@ -13,8 +13,9 @@ import numpy as np
 
 from schedgen.analysis.lifetimes import Lifetimes
 from schedgen.ir.effects import COLLECTIVES, RECEIVERS, SENDERS
-from schedgen.ir.instructions import AnyInts, Ints, Kind, Numbers
+from schedgen.ir.instructions import Kind
 from schedgen.ir.program import Program
+from schedgen.util.arrays import AnyInts, Ints, Numbers
 from schedgen.util.sort import stable_order
 
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from schedgen.analysis.messages import entries
 from schedgen.checker.proof import Proof
-from schedgen.ir.instructions import EXCHANGED, Numbers
+from schedgen.ir.instructions import EXCHANGED
+from schedgen.util.arrays import Numbers
 from schedgen.util.errors import clip
 
 

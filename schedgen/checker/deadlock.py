@@ -10,7 +10,7 @@ import numpy as np
 
 from schedgen.analysis import Waits
 from schedgen.checker.proof import Proof
-from schedgen.ir.instructions import Ints, Numbers
+from schedgen.util.arrays import Ints, Numbers
 from schedgen.util.jit import kernel
 
 SHOWN = 4  # rows of a cycle that a refusal names

@@ -11,16 +11,15 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.checker.proof import Proof, Touches
+from schedgen.ir.accesses import entered_again
 from schedgen.ir.effects import Buffer, Effect
-from schedgen.ir.instructions import Ints, Kind, Numbers, Op
+from schedgen.ir.instructions import Kind, Op
+from schedgen.util.arrays import Ints, Numbers
 
 
 def ties_entered_once(proof: Proof) -> None:
     """Refuse a rank that enters a tie twice; runs before rules on buffers, as accesses leave out the second entry."""
-    rows = _ties(proof)
-    entries = proof.rank[rows].astype(np.int64) * len(proof.header.tied) + proof.stage[rows]
-    again = np.delete(rows, np.unique(entries, return_index=True)[1])
-    proof.refuse_any(5, again, "this tie is summed twice")
+    proof.refuse_any(5, entered_again(proof.program), "this tie is summed twice")
 
 
 def rule_5(proof: Proof) -> None:
@@ -73,13 +72,6 @@ def rule_5(proof: Proof) -> None:
     proof.refuse_any(5, late, "this stage has stepped: its weights are the next step's")
 
 
-def _ties(proof: Proof) -> Numbers:
-    """The rows with the ALLREDUCE of a tie."""
-    sums = proof.rows_of(Op.ALLREDUCE)
-    ties: Numbers = sums[proof.kind[sums] == Kind.T]
-    return ties
-
-
 def _said(proof: Proof, unit: int) -> str:
     """The part of a unit's name that follows w. and dw."""
     stage, part = proof.header.weight_shards.units[unit]
@@ -109,7 +101,8 @@ def norms(proof: Proof, last_sum: Ints, last_step: Ints) -> Numbers:
 
 def _sums_of_ties(proof: Proof, last_sum: Ints, norm: Numbers) -> None:
     """Prove that every owner of a tied stage enters each of its ties, after the sums of its stages and before NORM."""
-    header, rows = proof.header, _ties(proof)
+    header, rows = proof.header, proof.rows_of(Op.ALLREDUCE)
+    rows = rows[proof.kind[rows] == Kind.T]
     rows = rows[np.argsort(proof.stage[rows], kind="stable")]
     bounds = np.searchsorted(proof.stage[rows], np.arange(len(header.tied) + 1))
     for k, stages in enumerate(header.tied):

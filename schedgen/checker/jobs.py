@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.checker.proof import Proof
-from schedgen.ir.instructions import FORWARD_KINDS, FORWARD_OPS, B, F, Ints, Op, W
+from schedgen.ir.instructions import FORWARD_KINDS, FORWARD_OPS, B, F, Op, W
+from schedgen.util.arrays import Ints
 
 
 def rule_1(proof: Proof) -> None:
@@ -49,9 +50,7 @@ def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
 
 def _redone_behind_forward(proof: Proof) -> None:
     """Prove that on one rank no FWD comes after the RECOMPUTE of its job, which by rule 2 precedes the backward."""
-    forwards, redone = proof.rows_of(Op.FWD), proof.rows_of(Op.RECOMPUTE)
-    forward = np.zeros(proof.header.compute.shape[1:], np.int64)
-    forward[proof.stage[forwards], proof.mb[forwards]] = forwards
-    row = forward[proof.stage[redone], proof.mb[redone]]
+    redone = proof.rows_of(Op.RECOMPUTE)
+    row = proof.program.job_rows(Op.FWD)[proof.stage[redone], proof.mb[redone]]
     late = row[(row > redone) & (proof.rank[row] == proof.rank[redone])]
     proof.refuse_any(1, late, "this forward comes after its RECOMPUTE")

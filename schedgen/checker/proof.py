@@ -9,8 +9,9 @@ import numpy as np
 from schedgen.analysis import analyse
 from schedgen.ir.effects import Buffer, Effect
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import AnyInts, Flags, Ints, Numbers, Op
+from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
 from schedgen.util.errors import RefusedFile
 
 RULES = {

@@ -21,8 +21,9 @@ import numpy as np
 
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import Buffer, Effect
-from schedgen.ir.instructions import B, F, Kind, Numbers, Op, buffer_name
+from schedgen.ir.instructions import B, F, Kind, Op, buffer_name
 from schedgen.ir.program import Program
+from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
 
 Term = int | tuple[int, ...]  # the number of a partial's sequence, or the microbatches of consecutive backwards
@@ -111,7 +112,7 @@ def drifting(program: Program) -> tuple[int, int] | None:
         return None
     sums = _gradient_trees(program)
     for stage in np.flatnonzero(~tensor.split).tolist():
-        first = tensor.siblings(stage)[0]
+        first = tensor.shards_of(stage)[0]
         trees = [[sums[shard, rank] for rank in owners[shard] if (shard, rank) in sums] for shard in (first, stage)]
         if trees[0] != trees[1]:
             return stage, owners[stage][0]

@@ -13,8 +13,10 @@ import numpy as np
 from schedgen.checker.gradient_sums import norms
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import RECEIVERS, SENDERS, Buffer, Effect
-from schedgen.ir.instructions import COMPUTE, AnyInts, F, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, F, Kind, Op
 from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
+from schedgen.util.arrays import AnyInts, Numbers
+from schedgen.util.sort import places_in_runs
 
 
 class Steps:
@@ -31,11 +33,8 @@ class Steps:
         self.counts = -(-header.microbatches // self.rounds)[self.stages]  # updates, by pair
         self.begin = np.concatenate([[0], np.cumsum(self.counts)])
         self.length = len(proof.program)
-        pair = self.pair[proof.rank[rows], proof.stage[rows]]
-        proof.refuse_any(5, rows[pair < 0], "this rank does not own the stage")
-        order = np.argsort(pair, kind="stable")
-        rows, pair = rows[order], pair[order]
-        place = np.arange(len(rows)) - np.searchsorted(pair, pair)  # within its pair
+        proof.refuse_any(5, rows[self.pairs(proof, rows) < 0], "this rank does not own the stage")
+        rows, pair, place = self.in_turn(proof, rows)
         for i in np.flatnonzero(proof.peer[rows] != place + 1)[:1]:
             proof.refuse(5, int(rows[i]), f"the next step of this stage here makes version {place[i] + 1}")
         proof.refuse_any(5, rows[place >= self.counts[pair]], "no gradient is left for this step")
@@ -48,6 +47,12 @@ class Steps:
     def pairs(self, proof: Proof, rows: AnyInts) -> Numbers:
         """The pair of the rank and the stage of each row."""
         return self.pair[proof.rank[rows], proof.stage[rows]]
+
+    def in_turn(self, proof: Proof, rows: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """The rows pair by pair, each pair in its order; the pair of each, and its place within that."""
+        pair = self.pairs(proof, rows)
+        order = np.argsort(pair, kind="stable")
+        return rows[order], pair[order], places_in_runs(pair[order])
 
     def before(self, pair: Numbers, rows: AnyInts) -> Numbers:
         """How many STEPs of a pair come before each row."""
@@ -90,9 +95,7 @@ def _rounds(proof: Proof, steps: Steps) -> None:
     for row in sums.tolist():
         if proof.header.groups[proof.peer[row]] != proof.header.owners[proof.stage[row]]:
             proof.refuse(5, row, "this is not the group of the stage's owners")
-    sums = sums[np.argsort(steps.pairs(proof, sums), kind="stable")]
-    pair = steps.pairs(proof, sums)
-    place = np.arange(len(sums)) - np.searchsorted(pair, pair)
+    sums, pair, place = steps.in_turn(proof, sums)
     wrong = (steps.before(pair, sums) != place) | (place >= steps.counts[pair])
     proof.refuse_any(5, sums[wrong], "one ALLREDUCE belongs to each step of this stage")
     wanted = np.where(several[steps.stages], steps.counts, 0)
@@ -120,9 +123,7 @@ def _freed(proof: Proof, steps: Steps, adds: Numbers) -> None:
     newest = (pair >= 0) & (proof.peer[weights] == steps.counts[pair])
     proof.refuse_any(7, weights[newest], "these are the newest weights, which are never freed")
     frees = frees[steps.pairs(proof, frees) >= 0]
-    frees = frees[np.argsort(steps.pairs(proof, frees), kind="stable")]
-    pair = steps.pairs(proof, frees)
-    place = np.arange(len(frees)) - np.searchsorted(pair, pair)
+    frees, pair, place = steps.in_turn(proof, frees)
     proof.refuse_any(5, frees[steps.before(pair, frees) <= place], "no STEP has used this sum yet")
     keys = pair * (steps.length + 1) + frees
     pair = steps.pairs(proof, adds)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import DIRECTIONS, Flags
+from schedgen.ir.instructions import DIRECTIONS
 from schedgen.schemes.scheme import Function
+from schedgen.util.arrays import Flags
 from schedgen.util.errors import SlowScheme, UsageError, raised
 from schedgen.util.progress import over
 

@@ -57,11 +57,7 @@ def forward_list(program: Program) -> Program:
 
 def _placed(program: Program) -> PlacedScheme:
     """A refined scheme whose strict order is the order of the program's forwards."""
-    header, table = program.header, program.rows
-    place = np.zeros(header.compute.shape, np.int64)
-    rows = program.rows_of(Op.FWD)
-    place[0, table.stage[rows], table.mb[rows]] = rows
-
+    header = program.header
     parameters = {key: value for key, value in header.scheme.items() if key not in _SIZES}
     numbers: dict[str, Any] = {key: header.lowering[key] for key in ("weight_slots", "fan_out", "prefetch")}
     nowhere = np.zeros(header.compute.shape[1:], bool)
@@ -73,7 +69,7 @@ def _placed(program: Program) -> PlacedScheme:
         workers=header.workers,
         weights=header.weights,
         compute=header.compute,
-        n=place,
+        n=program.job_rows(Op.FWD)[None],
         graph=header.graph,
         part_owners=header.part_owners,
         caps=None,

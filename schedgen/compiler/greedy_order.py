@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.compiler.job_waits import cycle, wait_arrays
-from schedgen.ir.instructions import Flags, Ints, Numbers, Times
 from schedgen.ir.job_graph import JobGraph
+from schedgen.util.arrays import Flags, Ints, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.heap import least_leaf, pop, push, set_leaf, time_of
 from schedgen.util.jit import kernel

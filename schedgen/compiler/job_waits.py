@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.ir.instructions import Ints, Numbers, Times
 from schedgen.ir.job_graph import JobGraph
+from schedgen.util.arrays import Ints, Numbers, Times
 
 SHOWN = 8  # jobs of a cycle that a refusal names
 

@@ -10,12 +10,11 @@ from schedgen.compiler.passes import FORWARDS, PIPELINE, WITH_VERSIONS
 from schedgen.compiler.passes.emit_jobs import emit_jobs
 from schedgen.compiler.passes.free import free
 from schedgen.compiler.place import PlacedScheme
-from schedgen.compiler.refine import shard_groups
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import Flags, Times
 from schedgen.ir.limits import MOST_USES
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
+from schedgen.util.arrays import Flags, Ints, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
 from schedgen.util.version import __version__
@@ -76,9 +75,20 @@ def header_of(placed: PlacedScheme) -> Header:
         part_owners=placed.part_owners,
         tensor_parallel=placed.tensor_parallel,
     )  # fmt: skip
-    groups = shard_groups(placed)
+    groups = _shard_groups(placed)
     if not header.is_forward:
         groups |= {ranks for ranks, several in zip(header.owners, header.several_owners, strict=True) if several}
         groups |= {header.sharers(tie) for tie in range(len(header.tied))}
         groups |= {tuple(range(placed.workers))}
     return replace(header, groups=tuple(sorted(groups, key=lambda group: (-len(group), group))))
+
+
+def _shard_groups(placed: PlacedScheme) -> set[tuple[int, ...]]:
+    """The groups of ranks, ascending, that sum the outputs and gradients of the shards of a split stage."""
+    T, split = placed.tensor_parallel.degree, placed.tensor_parallel.split
+    if T == 1:
+        return set()
+    directions, stages, microbatches = placed.compute.shape
+    by_shard = placed.compute.reshape(directions, stages // T, T, microbatches)[:2, split[::T]]
+    ranks: Ints = np.sort(np.moveaxis(by_shard, 2, 3).reshape(-1, T), axis=1)
+    return {tuple(group) for group in np.unique(ranks, axis=0).tolist()}

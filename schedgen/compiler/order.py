@@ -15,7 +15,8 @@ from schedgen.compiler.greedy_order import greedy
 from schedgen.compiler.place import PlacedScheme
 from schedgen.compiler.strict_order import strict
 from schedgen.ir.cost import redo_duration
-from schedgen.ir.instructions import DIRECTIONS, B, Times, W
+from schedgen.ir.instructions import DIRECTIONS, B, W
+from schedgen.util.arrays import Times
 
 
 def order(placed: PlacedScheme) -> Times:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from schedgen.compiler.evaluate import at_job, evaluate, evaluate_marks
 from schedgen.compiler.options import Options, apply_options, part_counts
 from schedgen.ir.cost import own_costs, whole_numbers
-from schedgen.ir.instructions import B, F, Flags, Ints, Numbers, W
+from schedgen.ir.instructions import B, F, W
 from schedgen.ir.job_graph import JobGraph, job_graph
 from schedgen.ir.limits import check_jobs, check_workers
 from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.ir.tensor_parallel import TensorParallel
 from schedgen.schemes.scheme import Scheme, Sizes, fourth_argument
+from schedgen.util.arrays import Flags, Ints, Numbers
 from schedgen.util.errors import UsageError, raised
 
 

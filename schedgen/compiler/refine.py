@@ -12,10 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.instructions import F, Ints
+from schedgen.ir.instructions import F
 from schedgen.ir.limits import MOST_TIES
 from schedgen.ir.stage_graph import StageGraph, expand_shards
 from schedgen.ir.tensor_parallel import TensorParallel, check_shards_apart
+from schedgen.util.arrays import Ints
 from schedgen.util.errors import UsageError
 
 
@@ -102,14 +103,3 @@ def _distinct(ties: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         if count > MOST_TIES:
             raise UsageError(f"tied: stage {stage} is in {count} ties, more than {MOST_TIES}")
     return distinct
-
-
-def shard_groups(placed: PlacedScheme) -> set[tuple[int, ...]]:
-    """The groups of ranks, ascending, that sum the outputs and gradients of the shards of a split stage."""
-    T, split = placed.tensor_parallel.degree, placed.tensor_parallel.split
-    if T == 1:
-        return set()
-    directions, stages, microbatches = placed.compute.shape
-    by_shard = placed.compute.reshape(directions, stages // T, T, microbatches)[:2, split[::T]]
-    ranks: Ints = np.sort(np.moveaxis(by_shard, 2, 3).reshape(-1, T), axis=1)
-    return {tuple(group) for group in np.unique(ranks, axis=0).tolist()}

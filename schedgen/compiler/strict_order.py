@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.compiler.job_waits import cycle, wait_arrays
-from schedgen.ir.instructions import Flags, Ints, Numbers, Times
 from schedgen.ir.job_graph import JobGraph
+from schedgen.util.arrays import Flags, Ints, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import kernel
 from schedgen.util.sort import stable_order

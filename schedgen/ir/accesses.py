@@ -12,8 +12,9 @@ import numpy as np
 
 from schedgen.ir.effects import EFFECTS, Buffer, Which
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import AnyInts, B, F, Flags, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers, Small
 from schedgen.util.jit import kernel
 
 _KINDS = len(Kind)
@@ -152,13 +153,13 @@ class _Names(NamedTuple):
 
 def _names(program: Program) -> _Names:
     """Gather `_Names` from the header, and from the rows that change what other rows do."""
-    header, table = program.header, program.rows
+    header, again = program.header, np.zeros(len(program), bool)
+    again[entered_again(program)] = True
     edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
     stages, shards = np.arange(header.stages + 1), header.weight_shards
     redone = np.full(header.compute.shape[1:], True) if header.is_forward else header.compute[F] != header.compute[B]
-    again = program.rows_of(Op.RECOMPUTE)
-    redone[table.stage[again], table.mb[again]] = True
+    redone |= program.job_rows(Op.RECOMPUTE) >= 0
     return _Names(
         edges=edges,
         by_consumer=by_consumer,
@@ -171,7 +172,7 @@ def _names(program: Program) -> _Names:
         owner=header.is_owner,
         redone=redone,
         stays=_freed_later(program),
-        again=_entered_again(program),
+        again=again,
         stages=header.stages,
         batches=header.microbatches,
         versions=header.weight_versions.count,
@@ -193,13 +194,12 @@ def _freed_later(program: Program) -> Flags:
     return stays
 
 
-def _entered_again(program: Program) -> Flags:
-    """By row, for ALLREDUCE of a tie: whether its rank has entered that tie before."""
-    table, again = program.rows, np.zeros(len(program), bool)
-    rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == Kind.T))
+def entered_again(program: Program) -> Numbers:
+    """The rows with an ALLREDUCE of a tie that their rank has entered before, ascending; they have no accesses."""
+    table, rows = program.rows, program.rows_of(Op.ALLREDUCE)
+    rows = rows[table.kind[rows] == Kind.T]
     entries = table.rank[rows].astype(np.int64) * len(program.header.tied) + table.stage[rows]
-    again[np.delete(rows, np.unique(entries, return_index=True)[1])] = True
-    return again
+    return np.delete(rows, np.unique(entries, return_index=True)[1])
 
 
 @kernel

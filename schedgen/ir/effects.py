@@ -99,12 +99,10 @@ EFFECTS: dict[Op, Form] = {
 }
 
 
-def ops_that(effect: Effect, *buffers: Buffer) -> tuple[Op, ...]:
-    """The opcodes that have this effect, on one of these kinds of buffer, or on any if none is given."""
+def ops_that(effect: Effect) -> tuple[Op, ...]:
+    """The opcodes that have this effect."""
     return tuple(
-        op
-        for op, form in EFFECTS.items()
-        if any(does.effect == effect and does.buffer in (buffers or Buffer) for all in form.values() for does in all)
+        op for op, form in EFFECTS.items() if any(does.effect == effect for all in form.values() for does in all)
     )
 
 

@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import DIRECTIONS, Instruction, Ints
+from schedgen.ir.instructions import DIRECTIONS, Instruction
 from schedgen.ir.limits import MOST_ROWS, Limits
 from schedgen.ir.line_codec import LONGEST_LINE, NO_COMMA, State, read_lines, write_lines
 from schedgen.ir.program import Program, Rows, rows
 from schedgen.ir.validate_header import Wrong, read_header, read_limits
 from schedgen.ir.validate_instruction import instruction
+from schedgen.util.arrays import Ints
 from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.files import BLOCK
 from schedgen.util.parse_json import read_json

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from schedgen.ir.instructions import DIRECTIONS, Flags, Ints
+from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.ir.tensor_parallel import TensorParallel
 from schedgen.ir.weight_shards import WeightShards
 from schedgen.ir.weight_versions import FLUSH, WeightVersions
+from schedgen.util.arrays import Flags, Ints
 
 _Stage = TypeVar("_Stage", int, Ints)  # one stage, or an array of them
 
@@ -98,7 +99,7 @@ class Header:
 
     def shards_of(self, stage: int) -> range:
         """All shards of the model's stage that `stage` belongs to; `stage` alone if stages have no shards."""
-        return self.tensor_parallel.siblings(stage)
+        return self.tensor_parallel.shards_of(stage)
 
     def summed_stages(self, stage: int) -> range:
         """The stages whose jobs add up to x.s and to the gradients of s's inputs: all shards if s is split, else s."""

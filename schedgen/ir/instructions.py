@@ -7,17 +7,7 @@ This is the only place that defines an opcode and its operands. What an instruct
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int32]
-Numbers = NDArray[np.int64]
-Small = NDArray[np.int8]
-Times = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-AnyInts = NDArray[np.integer[Any]]
+from typing import NamedTuple
 
 # Directions, the third argument of w and n. Where the backward is not split
 # there are two, F and B; where it is, three: F, I (gradient of the input) and
@@ -59,20 +49,21 @@ class Kind(IntEnum):
 KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}
 KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}
 
-# Operands by opcode, in the order they are written; "shard" only where the stage's weights are divided.
+# Operands by opcode, in the order they are written; "shard" only where the stage's weights are divided, "version" only
+# where the schedule has versions of weights.
 OPERANDS: dict[Op, tuple[str, ...]] = {
     Op.FETCH_W: ("stage", "shard", "from"),
     Op.RECV: ("buf", "from"),
     Op.SEND: ("buf", "to"),
-    Op.FWD: ("stage", "mb"),
-    Op.BWD: ("stage", "mb"),
-    Op.BWD_I: ("stage", "mb"),
-    Op.BWD_W: ("stage", "mb"),
-    Op.RECOMPUTE: ("stage", "mb"),
+    Op.FWD: ("stage", "mb", "version"),
+    Op.BWD: ("stage", "mb", "version"),
+    Op.BWD_I: ("stage", "mb", "version"),
+    Op.BWD_W: ("stage", "mb", "version"),
+    Op.RECOMPUTE: ("stage", "mb", "version"),
     Op.ADD: ("buf", "from"),
     Op.ALLREDUCE: ("buf", "group"),
     Op.NORM: ("group",),
-    Op.STEP: ("stage", "shard"),
+    Op.STEP: ("stage", "shard", "version"),
     Op.FREE: ("buf",),
 }
 # The kinds of buffer an opcode may name.
@@ -86,9 +77,9 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
 }
 EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between shards
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
+LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}  # of its direction; of a whole backward B
 FORWARD_OPS = (Op.FETCH_W, Op.RECV, Op.SEND, Op.FWD, Op.ALLREDUCE, Op.FREE)  # the opcodes of a list of forwards
 FORWARD_KINDS = (Kind.NONE, Kind.X, Kind.W)  # the kinds of buffer that they name there
-VERSIONED = (*COMPUTE, Op.STEP)  # have a last operand "version" where a schedule has versions of weights
 
 
 class Instruction(NamedTuple):
@@ -111,10 +102,10 @@ class Instruction(NamedTuple):
                 fields.append(f'"{name}": {self.stage if name == "stage" else self.mb}')
             elif name == "shard":
                 fields += [f'"shard": {self.via}'] * (self.via >= 0)
+            elif name == "version":
+                fields += [f'"version": {self.peer}'] * (self.peer >= 0)
             else:
                 fields.append(f'"{name}": {self.peer}')
-        if self.op in VERSIONED and self.peer >= 0:
-            fields.append(f'"version": {self.peer}')
         return "{" + ", ".join(fields) + "}"
 
     @property

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, VERSIONED, Flags, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, Kind, Op
 from schedgen.ir.limits import Limits
 from schedgen.ir.program import Rows, rows
 from schedgen.ir.validate_instruction import NAME_NUMBERS
+from schedgen.util.arrays import Flags, Ints, Numbers, Small
 from schedgen.util.jit import kernel
 
 Bytes = NDArray[np.uint8]
@@ -64,8 +65,7 @@ def _templates() -> Templates:
     field, limit = np.zeros((2, len(Op), 3), np.int64)
     kinds = np.zeros((len(Op), len(Kind)), np.bool_)
     name_begin, name_length, fewest, most = np.zeros((4, len(Kind)), np.int64)
-    every = {op: (*operands, *["version"] * (op in VERSIONED)) for op, operands in OPERANDS.items()}
-    for op, operands in every.items():
+    for op, operands in OPERANDS.items():
         leads = [f'   {{"op": "{op.name}"', *[""] * (len(operands) - 1)]
         pieces = [f'{lead}, "{name}": ' for lead, name in zip(leads, operands, strict=True)] + ["}"]
         for k, piece in enumerate(pieces):
@@ -78,7 +78,7 @@ def _templates() -> Templates:
         name_begin[kind], name_length[kind] = len(text), len(name) + 1
         fewest[kind], most[kind] = min(NAME_NUMBERS[kind]), max(NAME_NUMBERS[kind])
         text += f'"{name}'.encode()
-    fields = np.array([len(every[op]) for op in Op], np.int64)
+    fields = np.array([len(OPERANDS[op]) for op in Op], np.int64)
     letters = np.frombuffer(text, np.uint8)
     return Templates(letters, begin, length, fields, field, limit, kinds, name_begin, name_length, fewest, most)
 

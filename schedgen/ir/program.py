@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import EXCHANGED, AnyInts, Flags, Instruction, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers, Small, Times
 from schedgen.util.sort import stable_order
 
 
@@ -78,7 +79,7 @@ class Program:
 
     header: Header
     rows: Rows
-    time: NDArray[np.float64] | None = None  # global order only: when each row happens, ascending
+    time: Times | None = None  # global order only: when each row happens, ascending
 
     def __len__(self) -> int:
         """How many instructions all ranks have together."""
@@ -107,6 +108,17 @@ class Program:
         """Projected only: rank r's instructions are rows bounds[r] to bounds[r + 1] - 1."""
         return np.searchsorted(self.rows.rank, np.arange(self.header.workers + 1))
 
+    @property
+    def ranks_with_rows(self) -> Numbers:
+        """Projected only: the ranks that have instructions; with forwards alone a list may be empty."""
+        return np.flatnonzero(np.diff(self.bounds))
+
+    def of_row_before(self, values: Times) -> Times:
+        """Projected only: by row, the value of the row before it on its rank; 0 for the first of a rank."""
+        before = np.append(0.0, values[:-1])
+        before[self.bounds[self.ranks_with_rows]] = 0.0
+        return before
+
     def is_one_of(self, *ops: Op) -> Flags:
         """By row, whether its opcode is one of these."""
         return reduce(or_, (self.rows.op == int(op) for op in ops))  # a tenth of a lookup's time
@@ -114,6 +126,12 @@ class Program:
     def rows_of(self, *ops: Op) -> Numbers:
         """The rows with one of these opcodes, ascending."""
         return np.flatnonzero(self.is_one_of(*ops))
+
+    def job_rows(self, *ops: Op) -> Numbers:
+        """The row of each job (s, b) under one of these opcodes, shape (S, B); -1 if there is none."""
+        rows, by_job = self.rows_of(*ops), np.full((self.header.stages, self.header.microbatches), -1, np.int64)
+        by_job[self.rows.stage[rows], self.rows.mb[rows]] = rows
+        return by_job
 
     def instruction(self, row: int) -> Instruction:
         """The instruction of one row."""

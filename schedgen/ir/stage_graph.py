@@ -15,7 +15,7 @@ from operator import index
 
 import numpy as np
 
-from schedgen.ir.instructions import AnyInts, Flags, Numbers
+from schedgen.util.arrays import AnyInts, Flags, Numbers
 from schedgen.util.errors import UsageError, clip
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Ints
+from schedgen.util.arrays import Flags, Ints
 from schedgen.util.errors import UsageError
 
 
@@ -35,14 +35,14 @@ class TensorParallel:
         split[list(self.replicated)] = False
         return np.repeat(split, self.degree)
 
-    def siblings(self, stage: int) -> range:
+    def shards_of(self, stage: int) -> range:
         """The shards of the model's stage that `stage` is one of: stages of the schedule, in their order."""
         first = stage - stage % self.degree
         return range(first, first + self.degree)
 
     def summed_stages(self, stage: int) -> range:
         """The stages whose jobs add up to x.s and to the gradients of s's inputs: all shards if s is split, else s."""
-        return self.siblings(stage) if self.split[stage] else range(stage, stage + 1)
+        return self.shards_of(stage) if self.split[stage] else range(stage, stage + 1)
 
 
 def check_shards_apart(compute: Ints, degree: int, directions: Sequence[str]) -> None:

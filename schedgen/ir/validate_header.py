@@ -14,11 +14,12 @@ import numpy as np
 
 from schedgen.ir.cost import REDO
 from schedgen.ir.header import Header, owners_of
-from schedgen.ir.instructions import DIRECTIONS, Ints
+from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES, Limits
 from schedgen.ir.stage_graph import StageGraph, check_edges
 from schedgen.ir.tensor_parallel import TensorParallel, check_shards_apart
 from schedgen.ir.weight_versions import STASH, TWO_BUFFERS, VERTICAL
+from schedgen.util.arrays import Ints
 from schedgen.util.errors import UsageError, clip
 
 LARGEST = 2**31 - 1  # any number in a file fits an int32

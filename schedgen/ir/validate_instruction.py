@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, VERSIONED, Instruction, Kind, Op
+from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, Instruction, Kind, Op
 from schedgen.ir.limits import Limits
 from schedgen.util.errors import clip
 
@@ -21,9 +21,8 @@ def instruction(item: object, limits: Limits) -> Instruction:
     if not isinstance(item, dict) or not isinstance(item.get("op"), str) or item["op"] not in Op.__members__:
         raise ValueError("no such instruction")
     op = Op[item["op"]]
-    operands = (*OPERANDS[op], *["version"] * (limits.versions > 0 and op in VERSIONED))
-    if not limits.divided(item.get("stage")):
-        operands = tuple(name for name in operands if name != "shard")
+    there = {"shard": limits.divided(item.get("stage")), "version": limits.versions > 0}
+    operands = [name for name in OPERANDS[op] if there.get(name, True)]
     if set(item) != {"op", *operands}:
         raise ValueError(f"{op.name} takes {', '.join(operands)}")
     kind, stage, mb, via, peer = int(Kind.W if op == Op.FETCH_W else Kind.NONE), -1, -1, -1, -1

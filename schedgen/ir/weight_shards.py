@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Numbers
+from schedgen.util.arrays import Flags, Numbers
 
 LINE = 64  # bytes: parts of weights, and slices of a sum, begin at multiples of it
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from schedgen.compiler.place import place_jobs, priorities
 from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
-from schedgen.ir.instructions import B, F, Ints
+from schedgen.ir.instructions import B, F
 from schedgen.planner.candidates import Candidate
 from schedgen.planner.layer_profile import Floats
 from schedgen.planner.stage_costs import StageCosts
 from schedgen.simulator.lower_bounds import window_bound
+from schedgen.util.arrays import Ints
 
 
 class CandidateBound(NamedTuple):

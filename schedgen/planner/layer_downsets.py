@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.planner.layer_profile import Edge, Floats, Layers
+from schedgen.util.arrays import Flags
 
 MOST_DOWNSETS = 2**12 + 1  # as many as the longest chain has
 

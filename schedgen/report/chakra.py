@@ -34,6 +34,7 @@ from schedgen.simulator.buffer_sizes import NUMBER
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
+from schedgen.util.sort import places_in_runs
 
 VERSION = "1.0.0"
 COMP_NODE, SEND_NODE, RECV_NODE, COLLECTIVE_NODE = 4, 5, 6, 7  # NodeType
@@ -88,8 +89,7 @@ def chakra_traces(
     size, tag = run.message_bytes.copy(), np.zeros(len(program), np.int64)
     pair = table.rank[sends].astype(np.int64) * program.header.workers + table.peer[sends]
     order = np.lexsort((sends, pair))
-    first = np.flatnonzero(np.append(True, np.diff(pair[order]) > 0))
-    tag[sends[order]] = np.arange(len(sends)) - np.repeat(first, np.diff(np.append(first, len(sends))))
+    tag[sends[order]] = places_in_runs(pair[order])
     size[receives], tag[receives] = size[sends], tag[sends]
     size += run.summed_bytes
     size[table.op == Op.NORM] = NUMBER * (program.header.microbatches + 1)  # losses, and the norm

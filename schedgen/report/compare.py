@@ -27,13 +27,13 @@ from schedgen.ir.stage_graph import chain
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.stats import stats
+from schedgen.simulator.stats import most_weights, stats
 from schedgen.util.errors import UsageError, one_line
 from schedgen.util.files import read_text
 from schedgen.util.progress import over
 from schedgen.util.text_table import aligned
 
-Price = tuple[float, int, int]  # latency, activations, weights
+Price = tuple[float, int, float]  # latency, activations, weights
 
 
 class SchemeNumbers(NamedTuple):
@@ -45,7 +45,7 @@ class SchemeNumbers(NamedTuple):
     bubble: float  # idle fraction of workers x latency
     gap: float  # latency over the largest lower bound (`schedgen.simulator.lower_bounds`), minus 1
     peak_activations: int  # saved forwards
-    weights: int  # stages that a worker owns, plus the most foreign copies it holds at once
+    weights: float  # stages that a worker owns, plus the most foreign copies it holds at once
     activation_traffic: int  # activations and their gradients sent, by all workers
     weight_traffic: int  # weights and their gradients sent; a reduction among m workers sends 2 (m - 1)
     best: bool  # on the Pareto front of latency, activations and weights
@@ -188,7 +188,7 @@ def _numbers(program: Program, name: str, sizes: Sizes, with_cost: bool) -> Sche
         numbers["bubble"],
         numbers["gap"],
         numbers["peak_activations"],
-        max(worker["weight_storage"] + worker["peak_memory"]["weight"] for worker in numbers["workers"]),
+        most_weights(numbers),
         int(sent[Kind.X] + sent[Kind.G]),
         int(sent[Kind.W] + sent[Kind.DW]) + rings,
         False,

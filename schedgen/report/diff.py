@@ -9,11 +9,12 @@ import numpy as np
 
 from schedgen.ir.file import CHUNK, header_entries, line_of
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import DIRECTIONS, Ints, Numbers
+from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.line_codec import LONGEST_LINE, write_lines
 from schedgen.ir.program import Program, Rows, concatenate
 from schedgen.report.patience_match import patience_match
 from schedgen.simulator.stats import stats
+from schedgen.util.arrays import Ints, Numbers
 from schedgen.util.errors import clip
 
 CONTEXT = 2  # rows shown around a change

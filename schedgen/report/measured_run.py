@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import DIRECTION, REDO
+from schedgen.ir.cost import REDO
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import COMPUTE, Op, Times
+from schedgen.ir.instructions import COMPUTE, LETTER, Op
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import MEASURED, SIMULATED
 from schedgen.simulator.timeline import CAUSES, Timeline, measured_timelines
+from schedgen.util.arrays import Times
 from schedgen.util.errors import RefusedFile, clip
 
 MOST = 1e30  # an exclusive bound on times in a trace, in microseconds
@@ -42,7 +43,7 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
     """
     ranks = _slices(text, name, program.header.workers)
     bounds = program.bounds.tolist()
-    first = int(np.flatnonzero(np.diff(program.bounds))[0])  # with forwards alone a list may be empty
+    first = int(program.ranks_with_rows[0])
     passes = max(1, len(ranks[first]) // (bounds[first + 1] - bounds[first]))
     columns: list[Times] = []
     for rank, slices in enumerate(ranks):
@@ -80,7 +81,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     cause = np.stack([timeline.cause for timeline in passes])
     begin, end = (start - wait).min(axis=1, keepdims=True), (start + length).max(axis=1, keepdims=True)
     begins, ends = begin.repeat(workers, axis=1), begin.repeat(workers, axis=1)
-    listed = np.flatnonzero(np.diff(program.bounds))  # with forwards alone a list may be empty
+    listed = program.ranks_with_rows
     first, last = program.bounds[listed], program.bounds[listed + 1] - 1
     begins[:, listed], ends[:, listed] = start[:, first] - wait[:, first], start[:, last] + length[:, last]
     compute = program.is_one_of(*COMPUTE)
@@ -133,7 +134,7 @@ def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
         return np.where(np.isnan(means), others, means)
 
     ops, whole = set(np.unique(table.op).tolist()), mean(Op.BWD)
-    of_direction = {name: op for op, name in DIRECTION.items() if op != Op.RECOMPUTE}
+    of_direction = {name: op for op, name in LETTER.items()}
     means = {name: mean(of_direction[name]) for name in header.directions}
     if "I" in means and Op.BWD in ops:
         means |= {half: filled(means[half], whole / 2) for half in "IW"}

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Numbers
+from schedgen.util.arrays import Flags, Numbers
 from schedgen.util.jit import kernel
+from schedgen.util.sort import places_in_runs
 
 
 def patience_match(a: Numbers, b: Numbers) -> Numbers:
@@ -54,10 +55,8 @@ def _single(key: Numbers) -> tuple[Numbers, Numbers]:
 def _numbered(key: Numbers) -> Numbers:
     """One number for (key, how many equal keys come before it)."""
     order = np.argsort(key, kind="stable")
-    begins = np.flatnonzero(np.append(True, key[order][1:] != key[order][:-1]))
-    nth = np.arange(len(key)) - np.repeat(begins, np.diff(np.append(begins, len(key)))) if len(key) else key
-    numbered = np.empty_like(key)
-    numbered[order] = key[order] * 2**31 + nth
+    ascending, numbered = key[order], np.empty_like(key)
+    numbered[order] = ascending * 2**31 + places_in_runs(ascending)
     return numbered
 
 

@@ -13,12 +13,11 @@ import itertools
 import numpy as np
 
 from schedgen.compiler.options import Options
-from schedgen.ir.instructions import COMPUTE, Flags, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, LETTER, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
+from schedgen.util.arrays import Flags, Numbers
 from schedgen.util.errors import UsageError
-
-LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
 
 def as_torch_csv(program: Program) -> str:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from schedgen.ir.instructions import B, F, Numbers, W
+from schedgen.ir.instructions import B, F, W
+from schedgen.util.arrays import Numbers
 from schedgen.util.jit import kernel
 
 PERIOD = 6  # slots from one microbatch to the next

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import DIRECTIONS, B, F, Flags, Numbers, W
+from schedgen.ir.instructions import DIRECTIONS, B, F, W
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.arrays import Flags, Numbers
 from schedgen.util.errors import RefusedFile, clip, number_of
 
 _LOWERED = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B")

@@ -20,7 +20,7 @@ def chunked(name: str, sizes: Sizes, chunks: int | None = None) -> tuple[int, in
     v = chunks or sizes.chunks
     if v is None:
         v = sizes.stages // sizes.spread(name, "stages") if sizes.workers else 2
-    if v < 1 or sizes.stages % v:
+    if sizes.stages % v:
         raise UsageError(f"{name} has {v} stages a worker: {sizes.stages} stages do not divide")
     workers = sizes.stages // v
     if sizes.workers not in (None, workers):

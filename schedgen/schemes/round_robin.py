@@ -12,17 +12,18 @@ import numpy as np
 
 from schedgen.ir.instructions import F
 from schedgen.ir.limits import check_workers
+from schedgen.ir.weight_versions import FLUSH
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 
 PARAMETERS = ("replicas",)
 
 
-def scheme(sizes: Sizes, name: str, updates: str = "flush") -> Scheme:
+def scheme(sizes: Sizes, name: str, updates: str = FLUSH) -> Scheme:
     """1F1B-RR with r(s) replicas of stage s, 1 by default, W in all; no stage has more replicas than microbatches."""
     check_workers(sizes.stages, sizes.stages)  # every stage has one or more
     replicas = np.array(sizes.replicas or [1] * sizes.stages)
-    if len(replicas) != sizes.stages or replicas.min() < 1:
+    if len(replicas) != sizes.stages:
         numbers = ",".join(map(str, replicas.tolist()))
         raise UsageError(f"{name} takes a number of replicas for each of {sizes.stages} stages, not {numbers}")
     before = np.concatenate([[0], np.cumsum(replicas)])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from schedgen.ir.weight_versions import FLUSH
 from schedgen.util.errors import UsageError, number_of
 
 Function = Callable[..., Any]
@@ -76,7 +77,7 @@ class Scheme(NamedTuple):
     cap: Function | None = None  # s -> the most microbatches in flight on a stage and worker (greedy)
     edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer); None: the chain
     per_consumer: tuple[int, ...] = ()  # stages that give each of several consumers an output of its own
-    updates: str = "flush"  # when weights change: one of UPDATES
+    updates: str = FLUSH  # when weights change: one of UPDATES
     accumulated: int | None = None  # with updates 2bw: microbatches of an update; None: as many as stages
     by_shard: bool = False  # w takes the shard t of a stage
 

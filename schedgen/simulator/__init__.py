@@ -1,1 +1,14 @@
-"""What a list costs: time and bytes on a machine, and how far that is from the best possible."""
+"""What a list costs: time and bytes on a machine, and how far that is from the best possible.
+
+simulate.py            when each instruction runs; execution.py is its loop
+machine.py             the machine: links, sizes, the time of a STEP; a profile read
+buffer_sizes.py        the bytes of every buffer, message and sum on it
+timeline.py            when instructions ran and what they waited for, simulated or measured
+time_breakdown.py      where every rank's time went
+simulation_numbers.py  a simulation summed up in numbers
+stats.py               the numbers of a schedule where messages take no time
+lower_bounds.py        how fast any order could be; memory_bound.py: with limited memory
+memory_plan.py         a slot for every buffer that a rank receives
+footprint.py           the bytes that every rank needs
+bytes_under_way.py     the bytes of messages and sums in flight, for mpirun alone
+"""

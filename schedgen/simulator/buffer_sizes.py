@@ -9,9 +9,10 @@ import numpy as np
 
 from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import EXCHANGED, Kind, Numbers, Op
+from schedgen.ir.instructions import EXCHANGED, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.machine import Machine, workspaces
+from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
 
 NUMBER = 8  # the most bytes of a loss or a norm

@@ -1,7 +1,8 @@
 """Bytes in flight while an instruction runs: of messages and sums that its rank has started and not yet waited for.
 
 In: one rank's rows, and the bytes of its buffers. Out: bytes by row. A receive or a sum is in flight until the next
-instruction that touches the buffer it fills, a SEND until one that changes or ends the buffer it reads.
+instruction that touches the buffer it fills, a SEND until one that changes or ends the buffer it reads. Only mpirun
+uses this: to decide during which jobs messages need calls.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import numpy as np
 
 from schedgen.analysis import analyse
 from schedgen.ir.effects import Effect
-from schedgen.ir.instructions import Kind, Numbers, Op
+from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes, message_bytes, summed_bytes
+from schedgen.util.arrays import Numbers
 
 
 def bytes_under_way(program: Program, sizes: BufferSizes) -> Numbers:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Ints, Kind, Numbers, Op, Small, Times
+from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE
+from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.heap import least_leaf, set_leaf
 from schedgen.util.jit import kernel
 

@@ -16,11 +16,12 @@ from schedgen.analysis import analyse
 from schedgen.ir.cost import DIRECTION
 from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Kind, Numbers, Op
+from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.memory_plan import memory_plan
+from schedgen.util.arrays import Numbers
 
 BOOKKEEPING = 16  # what an owner holds besides whole copies of the weights is bookkeeping if below 1/16 of them
 

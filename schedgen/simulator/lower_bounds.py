@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.cost import Amount, by_stage, durations, has_both, redo_duration, shortest_halves
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Flags, Ints, Numbers, Times
+from schedgen.ir.instructions import B, F
 from schedgen.ir.job_graph import job_graph
 from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
+from schedgen.util.arrays import Flags, Floats, Ints, Numbers, Times
 
 MOST_NODES = 600  # directions x stages: with more, `ends` is 0, since it takes time for all pairs of nodes
 
@@ -116,7 +116,7 @@ def _way(header: Header, lengths: Mapping[str, Times]) -> float:
 
 def order_bound(
     before: Sequence[Sequence[int]], compute: Ints, lengths: Times, hops: Mapping[tuple[int, int], float],
-    own_window: bool, takes: Times, capacity: Times, looked_at: Sequence[int] | None = None,
+    own_window: bool, takes: Floats, capacity: Floats, looked_at: Sequence[int] | None = None,
 ) -> float:  # fmt: skip
     """A lower bound on the latency of any order of these jobs or, with `own_window`, on the longest own window.
 
@@ -147,7 +147,7 @@ def order_bound(
 
 
 def _ends(
-    compute: Ints, way: NDArray[np.float64], lengths: Times, own_window: bool, takes: Times, capacity: Times,
+    compute: Ints, way: Times, lengths: Times, own_window: bool, takes: Floats, capacity: Floats,
     looked_at: Sequence[int],
 ) -> float:  # fmt: skip
     """The largest `memory_bound` of these workers; arguments as in `order_bound`; `way`: the longest paths."""
@@ -174,8 +174,8 @@ def _ends(
 
 
 def _worker_jobs(
-    here: Flags, own: Numbers, stages: int, way: NDArray[np.float64], lengths: Times,
-    takes: Times, own_window: bool,
+    here: Flags, own: Numbers, stages: int, way: Times, lengths: Times,
+    takes: Floats, own_window: bool,
 ) -> WorkerJobs:  # fmt: skip
     """The jobs of a worker. `own`: the nodes of which it has jobs; `here`: for each, which microbatches it has."""
     among, length = way[np.ix_(own, own)], lengths[own]
@@ -188,9 +188,7 @@ def _worker_jobs(
     return WorkerJobs(own % stages, heads, tails, length, here.sum(axis=1), takes[own], waits.T)
 
 
-def longest_ways(
-    before: Sequence[Sequence[int]], lengths: Times, hops: Mapping[tuple[int, int], float]
-) -> NDArray[np.float64]:
+def longest_ways(before: Sequence[Sequence[int]], lengths: Times, hops: Mapping[tuple[int, int], float]) -> Times:
     """By pair of nodes: the least time from the first one's start to the second's; -inf if there is no path."""
     way = np.full((len(before), len(before)), -np.inf)
     for node in TopologicalSorter(dict(enumerate(before))).static_order():

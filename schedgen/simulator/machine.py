@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from schedgen.ir.cost import DIRECTION, MOST_AMOUNT, REDO, Amount, by_stage, is_amount
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import DIRECTIONS, Times
+from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
+from schedgen.util.arrays import Floats, Times
 from schedgen.util.errors import RefusedFile, clip, number_of
 from schedgen.util.parse_json import read_json
 
@@ -39,15 +40,19 @@ class Machine(NamedTuple):
     # The part of a job's time that its layers do not take: a stage of several layers has it once. Or by direction.
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
-    tied: Times | None = None  # bytes of the parameters that a tie's stages share, by tie; None: not known
+    tied: Floats | None = None  # bytes of the parameters that a tie's stages share, by tie; None: not known
 
-    def edge_bytes(self, graph: StageGraph) -> NDArray[np.float64]:
+    def edge_bytes(self, graph: StageGraph) -> Floats:
         """Bytes of the x, and of the g, that goes along each edge, shape (edges,)."""
         producers, edges = [producer for producer, _ in graph.edges], len(graph.edges)
-        sizes: NDArray[np.float64] = by_stage(self.activation, graph.stages)[producers]
+        sizes: Floats = by_stage(self.activation, graph.stages)[producers]
         if self.edge_activation is not None:
             sizes = np.where(graph.is_per_consumer[producers], by_stage(self.edge_activation, edges), sizes)
         return sizes
+
+    def message_times(self, sizes: NDArray[Any]) -> Times:
+        """How long messages of these bytes take; one of none takes no time."""
+        return np.where(sizes > 0, self.alpha + self.beta * sizes, 0.0)
 
 
 PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by key: the field

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Numbers, Times
+from schedgen.util.arrays import Flags, Floats, Numbers, Times
 
 MOST_NODES = 24  # nodes of a worker: with more, fewer times t are considered, and no memory is reserved
 
@@ -43,7 +43,7 @@ class WorkerJobs(NamedTuple):
     tail: Times  # the least time from its end to T; -inf: it may run after T
     length: Times
     jobs: Numbers  # how many there are
-    takes: Times  # memory that a job takes when it begins; below 0: memory that it releases when it ends
+    takes: Floats  # memory that a job takes when it begins; below 0: memory that it releases when it ends
     needs: Flags  # needs[k, j]: within a microbatch, job k waits for job j
 
     def reversed(self) -> WorkerJobs:
@@ -95,7 +95,7 @@ def _idle(worker: WorkerJobs, capacity: float) -> list[tuple[float, float]]:
     return found
 
 
-def _most_work(worker: WorkerJobs, takes: Times, t: float, room: float) -> float:
+def _most_work(worker: WorkerJobs, takes: Floats, t: float, room: float) -> float:
     """An upper bound on the work by time t while no memory is released: jobs may be cut, as in a fractional knapsack.
 
     Every job that takes memory also enables the jobs after it in its stage that take none.

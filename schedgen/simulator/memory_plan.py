@@ -21,9 +21,10 @@ import numpy as np
 
 from schedgen.analysis import Lifetimes, analyse
 from schedgen.ir.effects import Buffer
-from schedgen.ir.instructions import Ints, Numbers, Op
+from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes
+from schedgen.util.arrays import Ints, Numbers
 from schedgen.util.jit import kernel
 
 MOST_TOGETHER = 2**24  # pairs of a fetched copy and one live with it, on a rank; with more, no stages share a slot

@@ -19,13 +19,14 @@ import numpy as np
 
 from schedgen.analysis import Memory, Waits, analyse
 from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations, redo_duration
-from schedgen.ir.instructions import COMPUTE, Ints, Numbers, Op, Small, Times
+from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_bytes, summed_bytes
 from schedgen.simulator.execution import Listed, Waiting, execute, new_run
 from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.timeline import Timeline
+from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import counted
 
@@ -68,6 +69,11 @@ class Simulation:
         """When the last job ends."""
         return float(self.windows[1].max())
 
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time up to the latency that no job takes."""
+        return max(0.0, float(1 - self.busy.sum() / (self.latency * self.program.header.workers)))
+
     @cached_property
     def message_bytes(self) -> Numbers:
         """By row: the bytes of a SEND's message; 0 for other rows."""
@@ -83,10 +89,7 @@ class Simulation:
     @cached_property
     def wait(self) -> Times:
         """By row: how long its rank was idle before it."""
-        row_offsets = self.program.bounds
-        before = np.append(0.0, self.end[:-1])
-        before[row_offsets[:-1][np.diff(row_offsets) > 0]] = 0.0  # ranks start at zero
-        wait: Times = self.start - before
+        wait: Times = self.start - self.program.of_row_before(self.end)  # ranks start at zero
         return wait
 
     @cached_property
@@ -148,8 +151,7 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine, s
     """By row: how long it takes by itself; for a SEND, how long its message takes."""
     table, header = program.rows, program.header
     duration, sends = np.zeros(len(program)), program.rows_of(Op.SEND)
-    sent = message_bytes(program, sizes, sends)
-    duration[sends] = np.where(sent > 0, machine.alpha + machine.beta * sent, 0.0)
+    duration[sends] = machine.message_times(message_bytes(program, sizes, sends))
     steps = program.rows_of(Op.STEP)  # for a part of the weights: its part of the time
     duration[steps] = (by_stage(machine.step, header.stages) / header.weight_shards.counts)[table.stage[steps]]
     lengths = durations(cost, len(header.directions))

@@ -15,14 +15,13 @@ from schedgen.simulator.timeline import CAUSES
 def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
     """The numbers by name: times in the unit of the costs; bytes in all, by kind, link and worker. See the README."""
     table, workers = program.rows, program.header.workers
-    latency, makespan = run.latency, float(run.end.max())
     sends = program.rows_of(Op.SEND)
     link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.peer[sends], return_inverse=True)
     traffic = np.bincount(number, run.message_bytes[sends], minlength=len(link)).astype(np.int64)
     return {
-        "latency": latency,
-        "makespan": makespan,
-        "bubble": max(0.0, float(1 - run.busy.sum() / (latency * workers))),
+        "latency": run.latency,
+        "makespan": float(run.end.max()),
+        "bubble": run.bubble,
         "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
         "bytes": {words: int(run.message_bytes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
         **_exchanges(program, run),
@@ -46,7 +45,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
 
 def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
     """How many sums over shards there are, and the bytes that they move in all; empty without shards."""
-    rows, T = program.exchanges(), len(program.header.shards_of(0))
+    rows, T = program.exchanges(), program.header.tensor_parallel.degree
     if T == 1:
         return {}
     moved = int(2 * (T - 1) * run.summed_bytes[rows].sum() // T)  # by rings

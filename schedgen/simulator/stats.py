@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.analysis import Memory, analyse
-from schedgen.ir.cost import DIRECTION, Amount
+from schedgen.ir.cost import Amount
 from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Numbers, Op, Times
+from schedgen.ir.instructions import KIND_WORDS, LETTER, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
+from schedgen.util.arrays import Numbers, Times
 
 
 def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
 
     With a `machine` the numbers include bytes; its links are ignored.
     """
-    header, table = program.header, program.rows
+    header = program.header
     cost = header.cost if cost is None else cost
     run = simulate(program, cost, (machine or Machine())._replace(alpha=0.0, beta=0.0))
     memory = analyse(program).memory
@@ -36,16 +37,13 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     bubbles = (ends - begins - run.busy)[np.isfinite(begins)]
     if len(header.directions) == 3 and not len(program.rows_of(Op.BWD)):
         cost = {name: time for name, time in cost.items() if name != "B"}
-    again = program.rows_of(Op.RECOMPUTE)
-    redone = np.zeros((header.stages, header.microbatches), bool)
-    redone[table.stage[again], table.mb[again]] = True
-    limits = lower_bounds(header, cost, memory.saved, redone)
+    limits = lower_bounds(header, cost, memory.saved, program.job_rows(Op.RECOMPUTE) >= 0)
     gap = latency / max(limits.values()) - 1
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
         "latency": _plain(latency),
-        "throughput": len(program.rows_of(Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W)) / (latency * header.workers),
-        "bubble": max(0.0, float(1 - run.busy.sum() / (latency * header.workers))),
+        "throughput": len(program.rows_of(*LETTER)) / (latency * header.workers),
+        "bubble": run.bubble,
         "bounds": {name: _plain(limit) for name, limit in limits.items()},
         "gap": 0.0 if abs(gap) < 1e-9 else gap,  # rounding is no gap
         "own_window_bubble": _plain(float(bubbles.max())),
@@ -69,6 +67,12 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     return numbers
 
 
+def most_weights(numbers: Mapping[str, Any]) -> float:
+    """Of the numbers of `stats`: the weights of a worker at the most, in stages, of its own and foreign copies."""
+    most: float = max(worker["weight_storage"] + worker["peak_memory"]["weight"] for worker in numbers["workers"])
+    return most
+
+
 class Cycle(NamedTuple):
     """The jobs that start together."""
 
@@ -84,7 +88,7 @@ def clock_cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> 
     """
     table = program.rows
     run = simulate(program, program.header.cost if cost is None else cost)
-    rows = np.flatnonzero(np.isin(table.op, COMPUTE) & (table.op != Op.RECOMPUTE))
+    rows = program.rows_of(*LETTER)
     start = run.start[rows]
     order = np.lexsort((rows, start))
     shortest = float((run.end[rows] - start).min())
@@ -92,7 +96,7 @@ def clock_cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> 
     cycles = []
     for together in np.split(rows[order], first[1:]):
         columns = (column[np.sort(together)].tolist() for column in (table.op, table.stage, table.mb))
-        jobs = [(DIRECTION[Op(op)], stage, mb) for op, stage, mb in zip(*columns, strict=True)]
+        jobs = [(LETTER[Op(op)], stage, mb) for op, stage, mb in zip(*columns, strict=True)]
         cycles.append(Cycle(_plain(float(run.start[together].min())), jobs))
     return cycles
 

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import Waits, analyse
-from schedgen.ir.instructions import COMPUTE, Numbers, Op, Small, Times
+from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.timeline import REDUCTION, SEND_CAUSE, Timeline
+from schedgen.util.arrays import Numbers, Small, Times
 
 SHARES = ("busy", "warm-up", "dependency", "cool-down", "transfer", "send", "sum", "step", "overhead")
 MEANING = (
@@ -57,13 +58,13 @@ def time_breakdown(program: Program, timeline: Timeline) -> TimeBreakdown:
     lengths = np.concatenate([timeline.length, until - begin, timeline.start - until])
     entry = np.tile(table.rank * len(SHARES), 3) + np.concatenate([share, early, late])
     time = np.bincount(entry, lengths, program.header.workers * len(SHARES)).reshape(-1, len(SHARES)).astype(float)
-    row_offsets = program.bounds
-    ranks = np.flatnonzero(np.diff(row_offsets))
-    begins, ends = begin[row_offsets[ranks]], (timeline.start + timeline.length)[row_offsets[ranks + 1] - 1]
+    bounds, ranks = program.bounds, program.ranks_with_rows
+    begins, ends = begin[bounds[ranks]], (timeline.start + timeline.length)[bounds[ranks + 1] - 1]
     origin, finish = float(begins.min()), float(ends.max())
     time[ranks, WARM_UP] += begins - origin
-    time[ranks, COOL_DOWN] += finish - ends
-    time[np.diff(row_offsets) == 0, COOL_DOWN] = finish - origin  # with forwards alone a list may be empty
+    after = np.full(len(time), finish - origin)  # by rank: after its last row
+    after[ranks] = finish - ends
+    time[:, COOL_DOWN] += after
     rest = finish - origin - time.sum(axis=1)  # gaps between measured instructions, or rounding
     time[:, OVERHEAD] += np.where(rest > 1e-9 * (finish - origin), rest, 0.0)
     shares = early.astype(np.int8), late.astype(np.int8)

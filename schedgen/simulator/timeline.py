@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import analyse
-from schedgen.ir.instructions import Small, Times
+from schedgen.ir.instructions import KIND_WORDS
 from schedgen.ir.program import Program
+from schedgen.util.arrays import Small, Times
 
 # Why a rank is idle: it waits for a message of a kind, for one of its own to leave, for other ranks.
-CAUSES = ("activation", "gradient", "weight", "weight_gradient", "send", "reduction")
+CAUSES = (*KIND_WORDS.values(), "send", "reduction")
 SEND_CAUSE, REDUCTION = CAUSES.index("send"), CAUSES.index("reduction")  # the causes before are Kind - 1
 
 

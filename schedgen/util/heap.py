@@ -6,13 +6,8 @@ equal, as integers. An item below len(by_rank) is the rank of job by_rank[item];
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
+from schedgen.util.arrays import Numbers, Times
 from schedgen.util.jit import kernel
-
-Times = NDArray[np.float64]
-Numbers = NDArray[np.int64]
 
 
 @kernel

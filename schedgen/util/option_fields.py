@@ -74,15 +74,11 @@ def read(options: type[T], values: Mapping[str, Any], not_files: Collection[str]
     `not_files`: words that may be given in place of a file name.
     """
     _check_files(options, values, not_files)
-    for name, flag in (("output", "-o"), ("trace", "--trace")):
-        if values.get("json") and is_standard_output(values.get(name)):
-            both = f"{flag} {values[name]} and --json would both be standard output"
-            raise UsageError(f"{both}: give one of them a file")
     return options(**{each.name: values[each.name] for each in fields(options)})  # type: ignore[arg-type]
 
 
 def _check_files(options: type[Any], values: Mapping[str, Any], not_files: Collection[str]) -> None:
-    """Refuse to write to a file that is read, which would be lost, to read - twice, and empty file names."""
+    """Refuse to write to a file that is read, to read or write - twice, and empty file names."""
     files: dict[str, list[str]] = {READ: [], WRITTEN: []}
     for each in (each for each in fields(options) if each.metadata.get("file")):
         given = values[each.name]
@@ -94,6 +90,10 @@ def _check_files(options: type[Any], values: Mapping[str, Any], not_files: Colle
     if files[READ].count("-") > 1:
         raise UsageError("- is standard input, which can be read only once")
     refuse_overwriting([name for name in files[READ] if name not in not_files], files[WRITTEN])
+    for each in fields(options) if values.get("json") else ():
+        if each.metadata.get("file") == WRITTEN and is_standard_output(values[each.name]):
+            both = f"{each.metadata['flags'][0]} {values[each.name]} and --json would both be standard output"
+            raise UsageError(f"{both}: give one of them a file")
 
 
 def refuse_overwriting(read: Iterable[str | None], written: Iterable[str | None]) -> None:

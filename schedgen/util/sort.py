@@ -1,4 +1,4 @@
-"""`stable_order`: the permutation that sorts an array of keys and leaves equal keys in their order.
+"""`stable_order`: the permutation that sorts keys and leaves equal ones in their order; `places_in_runs` numbers these.
 
 NumPy's stable sort exploits runs that are in order already, as much of a schedule is: it beat a radix sort of our own.
 """
@@ -10,8 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from schedgen.util.arrays import Numbers
 
-def stable_order(keys: NDArray[Any]) -> NDArray[np.int64]:
+
+def stable_order(keys: NDArray[Any]) -> Numbers:
     """The indices, shape (n,), that sort the keys in ascending order."""
     few = keys.dtype.kind in "iu" and len(keys) > 0 and keys.min() >= 0 and keys.max() < 2**16
     return np.argsort(keys.astype(np.uint16) if few else keys, kind="stable")  # NumPy sorts 16 bits by radix
+
+
+def places_in_runs(keys: NDArray[Any]) -> Numbers:
+    """The place, from 0, of each of these sorted keys among those equal to it."""
+    begins = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
+    return np.arange(len(keys)) - np.repeat(begins, np.diff(np.append(begins, len(keys))))

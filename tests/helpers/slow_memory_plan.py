@@ -148,7 +148,7 @@ def peak(program, rank, found, planned, bytes):
     for i in program.instructions(rank):
         if i.op == Op.ALLREDUCE and i.kind in (Kind.X, Kind.G):
             giver = i.stage if i.kind == Kind.X else (i.via if i.via >= 0 else header.graph.consumers[i.stage][0])
-            ranks = header.compute[F if i.kind == Kind.X else B, list(header.tensor_parallel.siblings(giver)), i.mb]
+            ranks = header.compute[F if i.kind == Kind.X else B, list(header.tensor_parallel.shards_of(giver)), i.mb]
             column = header.graph.size_columns(np.array([i.stage]), np.array([i.via]))[0]
             sums.add((tuple(ranks), int(bytes.outputs(header)[column])))
     for ranks, part in sums:  # what is summed, and a slice from each of the other ranks

@@ -10,8 +10,9 @@ import numpy as np
 
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, Op, Times, W
+from schedgen.ir.instructions import B, Op, W
 from schedgen.ir.program import Program, rows
+from schedgen.util.arrays import Times
 from schedgen.util.sort import stable_order
 
 OPS = {1: (Op.FWD,), 2: (Op.FWD, Op.BWD), 3: (Op.FWD, Op.BWD_I, Op.BWD_W)}

@@ -1,4 +1,4 @@
-"""Rows that passes look for in a program in global order: jobs, jobs next to a row on a rank, the ends of jobs."""
+"""Rows that passes look for in a program in global order: those that define a buffer, jobs near a row, ends of jobs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from schedgen.ir.instructions import COMPUTE, Flags, Ints, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program
+from schedgen.util.arrays import Flags, Ints, Numbers
 from schedgen.util.jit import kernel
 
 
-def job_rows(program: Program, *ops: Op) -> Numbers:
-    """The row of each job (s, b) under one of `ops`, shape (S, B); -1 if there is none."""
-    header = program.header
-    by_job = np.full((header.stages, header.microbatches), -1, np.int64)
-    jobs = program.rows_of(*ops)
-    by_job[program.rows.stage[jobs], program.rows.mb[jobs]] = jobs
-    return by_job
+def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
+    """The rows after which these x or g are complete: those of their jobs, or of the last ALLREDUCE over shards."""
+    header, table = program.header, program.rows
+    sums = program.rows_of(Op.ALLREDUCE)
+    sums = sums[table.kind[sums] == kind]
+    if not len(sums):
+        return job
+
+    def key(stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
+        return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
+
+    keys = key(table.stage[sums], table.mb[sums], table.via[sums])
+    T = header.tensor_parallel.degree
+    last_member = sums.reshape(-1, T)[:, -1:].repeat(T, axis=1).ravel()
+    order = np.argsort(keys)
+    wanted = key(stage, mb, consumer)
+    place = np.minimum(np.searchsorted(keys[order], wanted), len(order) - 1)
+    return np.where(keys[order][place] == wanted, last_member[order][place], job)
 
 
 def serving_owner(program: Program, rank: int, stage: int) -> int:

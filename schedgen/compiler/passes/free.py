@@ -12,8 +12,9 @@ import numpy as np
 
 from schedgen.ir.accesses import Slots, accesses, numbers_in_all, operands, slots
 from schedgen.ir.effects import Buffer, Effect
-from schedgen.ir.instructions import COMPUTE, Flags, Ints, Kind, Op, Small
+from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program, rows
+from schedgen.util.arrays import Flags, Ints, Small
 from schedgen.util.jit import kernel
 
 FREED = (Buffer.X, Buffer.G, Buffer.DW)

@@ -16,7 +16,7 @@ from schedgen.ir.program import Program, concatenate, rows
 def optimizer_step(program: Program, _: PlacedScheme) -> Program:
     """NORM and STEP at the end of the program."""
     header, shards = program.header, program.header.weight_shards
-    everyone = header.groups.index(tuple(range(header.workers)))
+    everyone = header.group_numbers[tuple(range(header.workers))]
     norm = rows(Op.NORM, np.arange(header.workers, dtype=np.int32), group=everyone)
     steps = [(rank, stage, part) for stage, part in shards.units for rank in shards.holders(stage, part)]
     rank, stage, part = np.array(steps, np.int32).T

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import job_rows, next_compute
-from schedgen.compiler.passes.shard_allreduce import defining_rows
+from schedgen.compiler.passes.find_rows import defining_rows, next_compute
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import COMPUTE, B, F, Flags, Ints, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
 
 
 def send_recv(program: Program, placed: PlacedScheme) -> Program:
@@ -37,7 +37,7 @@ def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, Numbers]:
     stage, consumer = np.repeat(np.array(sorted(readers), np.int32).reshape(-1, 2), lengths, axis=0).T
     mb, to = np.concatenate(messages, axis=1)
     source = header.compute[F, stage, mb]
-    forward = job_rows(program, Op.FWD)[stage, mb]
+    forward = program.job_rows(Op.FWD)[stage, mb]
     after = defining_rows(program, Kind.X, forward, stage, mb, consumer)
     if delayed_send.any():
         delayed = delayed_send[stage, mb]
@@ -64,7 +64,7 @@ def _gradients(program: Program) -> tuple[Rows, Numbers]:
     source, to = header.compute[B, consumer], header.compute[B, producer]
     edge, mb = (index.astype(np.int32) for index in np.nonzero(source != to))
     stage, via = producer.astype(np.int32)[edge], operand[edge]
-    backward = job_rows(program, Op.BWD, Op.BWD_I)[consumer[edge], mb]
+    backward = program.job_rows(Op.BWD, Op.BWD_I)[consumer[edge], mb]
     after = defining_rows(program, Kind.G, backward, stage, mb, via)
     return _pairs(Kind.G, stage, mb, via, source[edge, mb], to[edge, mb], after)
 
@@ -72,16 +72,17 @@ def _gradients(program: Program) -> tuple[Rows, Numbers]:
 def _pairs(
     kind: Kind, stage: Ints, mb: Ints, consumer: Ints, source: Ints, to: Ints, after: Numbers
 ) -> tuple[Rows, Numbers]:
-    """A SEND and its RECV for every message, one after the other, in the order of `after`."""
+    """A SEND and its RECV for every message, in the order of `after`."""
     order = np.argsort(after, kind="stable")
+    stage, mb, consumer, source, to = (column[order] for column in (stage, mb, consumer, source, to))
+    return transfers(Op.RECV, kind, source, to, after[order], stage=stage, mb=mb, consumer=consumer)
 
-    def interleaved(of_send: Ints, of_recv: Ints) -> Ints:
-        both = np.empty(2 * len(order), np.int32)
-        both[::2], both[1::2] = of_send[order], of_recv[order]
-        return both
 
-    ops = np.tile(np.array([Op.SEND, Op.RECV], np.int8), len(order))
-    stages, mbs, consumers = (interleaved(column, column) for column in (stage, mb, consumer))
-    rank, peer = interleaved(source, to), interleaved(to, source)
-    new = rows(ops, rank, kind=kind, stage=stages, mb=mbs, consumer=consumers, peer=peer)
-    return new, np.repeat(after[order], 2)
+def transfers(
+    receive: Op, kind: Kind, source: AnyInts, to: AnyInts, after: Numbers, **buffer: AnyInts
+) -> tuple[Rows, Numbers]:
+    """A SEND and its receive for every message, one after the other, and the row after which each is inserted."""
+    rank, peer = (np.stack(ends, axis=1).ravel() for ends in ((source, to), (to, source)))
+    ops = np.tile(np.array([Op.SEND, receive], np.int8), len(source))
+    twice = {name: np.repeat(column, 2) for name, column in buffer.items()}
+    return rows(ops, rank, kind=kind, peer=peer, **twice), np.repeat(after, 2)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import job_rows
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.instructions import B, F, Ints, Kind, Numbers, Op
+from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
+from schedgen.util.arrays import Numbers
 
 
 def shard_allreduce(program: Program, _: PlacedScheme) -> Program:
@@ -24,31 +24,11 @@ def shard_allreduce(program: Program, _: PlacedScheme) -> Program:
     outputs = np.stack([stages, stages, np.full_like(stages, -1)])
     edges = [(c, p, graph.gradient_consumer(p, c)) for p, c in graph.edges if split[c]]
     inputs = np.array(edges, np.int64).reshape(-1, 3).T
-    forwards, after_forward = _sums(program, Kind.X, F, outputs, job_rows(program, Op.FWD))
+    forwards, after_forward = _sums(program, Kind.X, F, outputs, program.job_rows(Op.FWD))
     if program.header.is_forward:
         return program.insert(forwards, after=after_forward)
-    backwards, after_backward = _sums(program, Kind.G, B, inputs, job_rows(program, Op.BWD, Op.BWD_I))
+    backwards, after_backward = _sums(program, Kind.G, B, inputs, program.job_rows(Op.BWD, Op.BWD_I))
     return program.insert(concatenate([forwards, backwards]), after=np.concatenate([after_forward, after_backward]))
-
-
-def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
-    """The rows after which these x or g are complete: those of their jobs, or of the last ALLREDUCE over shards."""
-    header, table = program.header, program.rows
-    sums = program.rows_of(Op.ALLREDUCE)
-    sums = sums[table.kind[sums] == kind]
-    if not len(sums):
-        return job
-
-    def key(stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
-        return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
-
-    keys = key(table.stage[sums], table.mb[sums], table.via[sums])
-    T = header.tensor_parallel.degree
-    last_member = sums.reshape(-1, T)[:, -1:].repeat(T, axis=1).ravel()
-    order = np.argsort(keys)
-    wanted = key(stage, mb, consumer)
-    place = np.minimum(np.searchsorted(keys[order], wanted), len(order) - 1)
-    return np.where(keys[order][place] == wanted, last_member[order][place], job)
 
 
 def _sums(program: Program, kind: Kind, d: int, buffers: Numbers, job: Numbers) -> tuple[Rows, Numbers]:

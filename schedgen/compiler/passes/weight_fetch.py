@@ -25,10 +25,12 @@ import numpy as np
 
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import serving_owner
+from schedgen.compiler.passes.send_recv import transfers
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import DIRECTION, redo_duration
-from schedgen.ir.instructions import COMPUTE, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
+from schedgen.util.arrays import Numbers
 from schedgen.util.sort import stable_order
 
 
@@ -104,11 +106,8 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
     if header.part_owners:  # after one row: copies from an owner, the nearest first, and then relayed ones
         order = np.lexsort(((server - rank_) % header.workers, depth, after))
         rank_, stage_, part_, server, after = (column[order] for column in (rank_, stage_, part_, server, after))
-    ends, others = (np.stack(pair, axis=1).ravel() for pair in ((server, rank_), (rank_, server)))
-    stage_, part_, after = (np.repeat(column, 2) for column in (stage_, part_, after))
-    ops = np.tile(np.array([Op.SEND, Op.FETCH_W], np.int8), len(server))
-    transfers = rows(ops, ends, kind=Kind.W, stage=stage_, part=part_, peer=others)
-    return program.insert(concatenate([frees, transfers]), after=np.concatenate([end, after]))
+    moves, after = transfers(Op.FETCH_W, Kind.W, server, rank_, after, stage=stage_, part=part_)
+    return program.insert(concatenate([frees, moves]), after=np.concatenate([end, after]))
 
 
 def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[Numbers]:

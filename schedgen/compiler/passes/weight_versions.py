@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import job_rows, rows_at_end
+from schedgen.compiler.passes.find_rows import rows_at_end
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Kind, Numbers, Op
+from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program, rows
 from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
+from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
 
 Fields = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, after
@@ -38,7 +39,7 @@ def weight_versions(program: Program, placed: PlacedScheme) -> Program:
     """The program with versions in its jobs, and with the ALLREDUCEs, STEPs and FREEs of all updates, and NORM."""
     header = program.header
     check_placement(header)
-    backward, forward = job_rows(program, Op.BWD, Op.BWD_W), job_rows(program, Op.FWD)
+    backward, forward = program.job_rows(Op.BWD, Op.BWD_W), program.job_rows(Op.FWD)
     ended = rows_at_end(program, backward, placed.exact_cost)
     updates = {
         (rank, stage): _updates(header, rank, stage, backward[stage], ended[stage])

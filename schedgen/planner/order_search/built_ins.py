@@ -11,13 +11,14 @@ from schedgen.compiler.order import order
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import durations
-from schedgen.ir.instructions import B, F, Numbers
+from schedgen.ir.instructions import B, F
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search.compiled_orders import order_costs
 from schedgen.planner.order_search.problem import OrderProblem, order_of
 from schedgen.planner.order_search.question import Question
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
 
 

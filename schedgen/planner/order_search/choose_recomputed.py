@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import B, F, Flags, Numbers, Times
+from schedgen.ir.instructions import B, F
+from schedgen.util.arrays import Flags, Numbers, Times
 
 ROOM = 1 + 1e-12  # sums of bytes are rounded
 

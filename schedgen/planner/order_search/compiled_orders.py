@@ -10,12 +10,13 @@ import numpy as np
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.cost import REDO, by_stage, has_both, own_costs
-from schedgen.ir.instructions import B, F, Flags, Numbers, Op, W
+from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.placed_problem import as_placement
 from schedgen.planner.order_search.question import Question
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.util.arrays import Flags, Numbers
 
 MOST = 5e11  # costs below it can be in a file, and so can I + W
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Numbers, Times
 from schedgen.planner.order_search.problem import OrderProblem
+from schedgen.util.arrays import Flags, Numbers, Times
 
 MOST_JOBS = 300  # of larger problems CP-SAT proves nothing in a minute
 MOST_UNITS = 2**53  # in a schedule: all times are integers that a float holds exactly

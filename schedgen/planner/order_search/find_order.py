@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.ir.instructions import Numbers
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.local_search import FEWEST_MOVES, HOT, NO_CHOICE, anneal, temperatures
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
 from schedgen.planner.order_search.question import reached
 from schedgen.planner.order_search.run_order import new_run, run_and_judge
+from schedgen.util.arrays import Numbers
 from schedgen.util.progress import counted
 
 RULE_JOBS = 4  # a rule takes this many times as long as `run_order` for each job

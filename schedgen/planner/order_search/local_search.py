@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Numbers, Times
 from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.planner.order_search.run_order import Run, run_order
+from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.jit import kernel
 
 CRITICAL = 90  # percent of moves that begin on the critical path

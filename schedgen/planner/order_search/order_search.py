@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import has_both
-from schedgen.ir.instructions import Numbers, Times
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search import cp_sat
@@ -29,6 +28,7 @@ from schedgen.planner.order_search.question import BUDGET, FoundOrder, NoOrder, 
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.simulator.simulate import Simulation
+from schedgen.util.arrays import Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 

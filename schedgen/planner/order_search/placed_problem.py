@@ -12,11 +12,12 @@ from schedgen.compiler.options import Options
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import by_stage
-from schedgen.ir.instructions import B, Times
+from schedgen.ir.instructions import B
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes, make_problem
 from schedgen.planner.order_search.question import Question
 from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.lower_bounds import order_bound
+from schedgen.util.arrays import Times
 
 
 def as_placement(scheme: Scheme, split: bool) -> Scheme:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import F, Numbers, Times
+from schedgen.ir.instructions import F
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes
 from schedgen.planner.order_search.run_order import Run, begin_run
+from schedgen.util.arrays import Numbers, Times
 from schedgen.util.jit import kernel
 
 

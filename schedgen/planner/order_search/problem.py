@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from schedgen.compiler.job_waits import wait_arrays
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import Amount, by_stage
-from schedgen.ir.instructions import B, F, Numbers, Times
+from schedgen.ir.instructions import B, F
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.simulator.machine import Machine
+from schedgen.util.arrays import Numbers, Times
 
 
 class OrderProblem(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
-from schedgen.ir.instructions import B, F, Flags, Numbers, Times
+from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.choose_recomputed import Kept, most_held_with_redone, redone, without_needless
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of, with_own_costs
@@ -27,6 +27,7 @@ from schedgen.planner.order_search.problem import OrderProblem, class_nodes, pla
 from schedgen.planner.order_search.question import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
+from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Numbers, Times
 from schedgen.planner.order_search.problem import OrderProblem
+from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.jit import kernel
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves
-from schedgen.ir.instructions import B, F, Flags, Numbers, Op, Times, W
+from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
@@ -31,6 +31,7 @@ from schedgen.planner.order_search.problem import OrderProblem, fits, most_held,
 from schedgen.planner.order_search.question import BUDGET, FoundOrder, Question, reached
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 

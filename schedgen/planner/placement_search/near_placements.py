@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Times
 from schedgen.planner.order_search.question import reached
 from schedgen.planner.placement_search.families import in_order
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets
+from schedgen.util.arrays import Times
 
 AT_ONCE = 60  # placements whose bounds are computed, and sorted, at a time
 KICKS = 200  # climbs that begin with random changes, at the most

@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from schedgen.ir.cost import has_both, shortest_halves
-from schedgen.ir.instructions import Times
 from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.placed_problem import least_time, lenient, nodes_of, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import order_of
@@ -26,6 +25,7 @@ from schedgen.planner.placement_search.near_placements import Judged, NearPlacem
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets, sets_of
 from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
+from schedgen.util.arrays import Times
 from schedgen.util.jit import compiled_always
 
 NEAR_SHARE = 0.3  # of the work: for placements near the best

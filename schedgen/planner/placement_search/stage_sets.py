@@ -23,9 +23,9 @@ from functools import cache
 
 import numpy as np
 
-from schedgen.ir.instructions import Flags, Times
 from schedgen.planner.order_search.placed_problem import Nodes
 from schedgen.simulator.lower_bounds import longest_ways, order_bound
+from schedgen.util.arrays import Flags, Times
 
 MOST_STAGES = 12  # up to which all partitions are considered
 

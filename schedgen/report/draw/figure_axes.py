@@ -99,7 +99,7 @@ def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
     during = held.during
     after = during - held.freed
     most = max(int(during.max()), 1)
-    for rank in np.flatnonzero(np.diff(bounds)).tolist():  # with forwards alone a list may be empty
+    for rank in scene.program.ranks_with_rows.tolist():
         rows = slice(bounds[rank], bounds[rank + 1])
         time = np.repeat(np.stack([start[rows], end[rows]], axis=1).ravel(), 2)
         level = np.stack([during[rows], after[rows]], axis=1).ravel()

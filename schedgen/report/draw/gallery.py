@@ -8,20 +8,18 @@ from __future__ import annotations
 import base64
 import html
 import io
-import re
 import sys
 from collections.abc import Callable, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import BinaryIO
 
 from schedgen.checker.files import checked
 from schedgen.report.draw.figure import figure, legend
-from schedgen.report.draw.page import page
+from schedgen.report.draw.page import filled, page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring, key_figures, size_text
 from schedgen.schemes import SCHEMES
 from schedgen.simulator.simulate import simulate
-from schedgen.simulator.stats import stats
+from schedgen.simulator.stats import most_weights, stats
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.files import open_output
 
@@ -43,9 +41,8 @@ def main(arguments: Sequence[str]) -> int:
             "legend": _image("legend", lambda out: legend(scenes, out, "microbatch", WEIGHTS)),
             "entries": "\n".join(_entry(scene, folder) for scene in scenes),
         }
-        text = (resources.files("schedgen.report.draw") / "web" / "gallery.html").read_text(encoding="utf-8")
         with open_output(str(folder / "index.html")) as out:
-            out.write(re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], text).encode())
+            out.write(filled("gallery.html", parts))
     except (UsageError, RefusedFile) as error:
         print(f"schedgen: {one_line(error)}", file=sys.stderr)
         return error.code
@@ -75,8 +72,7 @@ def _read_scene(path: Path, name: str) -> Scene:
 
 def _row(scene: Scene) -> str:
     """A scene's row of the table: peak weights are in stages, of its own and foreign copies."""
-    workers = stats(scene.program)["workers"]
-    weights = max(worker["weight_storage"] + worker["peak_memory"]["weight"] for worker in workers)
+    weights = most_weights(stats(scene.program))
     name = html.escape(scene.name)
     numbers = (f"{scene.latency:.4g}", f"{scene.shares()[:, 0].mean():.1%}", scene.peak_activations().max(), weights)
     cells = "".join(f"<td>{number}</td>" for number in numbers)

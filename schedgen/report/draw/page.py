@@ -11,7 +11,7 @@ import gzip
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedgen.analysis import analyse
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import KIND_NAME, OPERANDS, VERSIONED, Kind, Op
+from schedgen.ir.instructions import KIND_NAME, OPERANDS, Kind, Op
 from schedgen.report.draw.colours import HELD, LOOKS, OVERHEAD, SHARE_COLOURS, TRANSFER_COLOURS, colours
 from schedgen.report.draw.scene import LOOK_OF_OP, Scene, colour_count, joint_title
 from schedgen.simulator.time_breakdown import MEANING, SHARES
@@ -55,7 +55,7 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
         "transferColours": TRANSFER_COLOURS,
         "causes": [cause.replace("_", " ") for cause in CAUSES],
         "kinds": [KIND_NAME.get(kind, "") for kind in Kind],
-        "operands": [[op.name, (*OPERANDS[op], *["version"] * (op in VERSIONED))] for op in Op],
+        "operands": [[op.name, OPERANDS[op]] for op in Op],
         "scenes": described,
     }
     parts = {
@@ -63,11 +63,19 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
         "scenes": json.dumps(numbers, separators=(",", ":")).replace("<", "\\u003c"),
         "columns": base64.b64encode(gzip.compress(b"".join(packed), LEVEL, mtime=0)).decode(),
     }
-    web = resources.files("schedgen.report.draw") / "web"
-    parts["script"] = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-    text = (web / "page.html").read_text(encoding="utf-8")
+    parts["script"] = "\n".join(_web(f"{name}.js") for name in SCRIPTS)
+    return filled("page.html", parts)
+
+
+def filled(template: str, parts: Mapping[str, str]) -> bytes:
+    """A page of web/ with the parts in place of their placeholders."""
     # In one pass, because a title may look like the placeholder of another part.
-    return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], text).encode()
+    return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], _web(template)).encode()
+
+
+def _web(name: str) -> str:
+    """The text of a file of web/."""
+    return (resources.files("schedgen.report.draw") / "web" / name).read_text(encoding="utf-8")
 
 
 def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]:
@@ -107,8 +115,7 @@ def _columns(scene: Scene, sized: bool) -> Columns:
     table, timeline, breakdown, bounds = scene.program.rows, scene.timeline, scene.breakdown, scene.program.bounds
     waits, held, saved = analyse(scene.program).waits, scene.held(in_bytes=sized), scene.held_activations()
     begin = timeline.start - timeline.wait
-    end_before = np.append(0.0, (timeline.start + timeline.length)[:-1])
-    end_before[bounds[:-1][np.diff(bounds) > 0]] = 0.0
+    end_before = scene.program.of_row_before(timeline.start + timeline.length)
     send = scene.program.rows_of(Op.SEND)
     user = np.full(len(table.op), -1)
     user[waits.sends] = np.repeat(np.arange(len(table.op)), np.diff(waits.first))

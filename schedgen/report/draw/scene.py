@@ -11,15 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import MemoryTimeline, analyse
-from schedgen.ir.instructions import COMPUTE, Ints, Numbers, Op, Small, Times
+from schedgen.ir.instructions import COMPUTE, LETTER, Op
 from schedgen.ir.program import Program
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.time_breakdown import COOL_DOWN, TimeBreakdown, time_breakdown
 from schedgen.simulator.timeline import Timeline
+from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.errors import number_of
 
-_LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W", Op.RECOMPUTE: "R", Op.STEP: "S"}
+_LETTER = {**LETTER, Op.RECOMPUTE: "R", Op.STEP: "S"}
 _INDEX = {look.letter: k for k, look in enumerate(LOOKS)}
 LOOK_OF_OP = np.array([_INDEX[_LETTER[op]] if op in _LETTER else -1 for op in Op], np.int8)  # index of LOOKS; -1: none
 
@@ -82,9 +83,9 @@ class Scene(NamedTuple):
     def gaps(self) -> Gaps:
         """All waits, and the time after a worker's last instruction."""
         start, until, bounds = self.timeline.start, self.breakdown.until, self.program.bounds
-        ranks = np.arange(self.program.header.workers)
-        last_end = (start + self.timeline.length)[bounds[1:] - 1]
-        ends = np.where(np.diff(bounds) > 0, last_end, 0.0)  # with forwards alone a list may be empty
+        ranks, listed = np.arange(self.program.header.workers), self.program.ranks_with_rows
+        ends = np.zeros(len(ranks))
+        ends[listed] = (start + self.timeline.length)[bounds[listed + 1] - 1]
         worker = np.concatenate([self.program.rows.rank, self.program.rows.rank, ranks])
         first = np.concatenate([start - self.timeline.wait, until, ends])
         last = np.concatenate([until, start, np.full(len(ranks), self.makespan)])
@@ -108,9 +109,7 @@ class Scene(NamedTuple):
 
     def peak_activations(self) -> Numbers:
         """By worker: the most forwards at once whose backward is still to come."""
-        peak = np.zeros(self.program.header.workers, np.int64)
-        np.maximum.at(peak, self.program.rows.rank, self.held_activations().during)
-        return peak
+        return analyse(self.program).memory.saved
 
 
 def build_scene(name: str, file: str, program: Program, timeline: Timeline, sizes: BufferSizes, seconds: bool) -> Scene:
@@ -130,7 +129,7 @@ def build_scene(name: str, file: str, program: Program, timeline: Timeline, size
 def size_text(scene: Scene) -> str:
     """Workers, stages and microbatches, as in "4 workers, 4 stages, 8 microbatches"."""
     header = scene.program.header
-    degree = header.stages // header.model_stages
+    degree = header.tensor_parallel.degree
     shards = f" ({header.model_stages} in {degree} shards each)" if degree > 1 else ""
     counts = (header.workers, "worker"), (header.stages, "stage"), (header.microbatches, "microbatch")
     workers, stages, microbatches = (number_of(count, one) for count, one in counts)
@@ -174,10 +173,10 @@ def colour_count(scenes: Sequence[Scene], by: str) -> int:
 
 def key_figures(scene: Scene) -> str:
     """Latency, mean busy share and peak activations, in words."""
-    peak = int(scene.peak_activations().max())
+    peak = number_of(int(scene.peak_activations().max()), "activation")
     busy = scene.shares()[:, 0].mean()
     latency = format_time(scene.latency, scene.seconds)
-    return f"latency {latency}, busy {busy:.1%}, peak {peak} activation{'s' * (peak != 1)}"
+    return f"latency {latency}, busy {busy:.1%}, peak {peak}"
 
 
 def format_time(value: float, seconds: bool) -> str:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Numbers
 from schedgen.report.draw.colours import LOOKS, colours
 from schedgen.report.draw.scene import Scene, colour_count, format_time, heading
 from schedgen.simulator.time_breakdown import SHARES
+from schedgen.util.arrays import Numbers
 from schedgen.util.terminal import has_colours
 
 NARROWEST = 20  # columns that a time axis takes even on the narrowest terminal
