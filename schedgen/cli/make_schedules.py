@@ -26,8 +26,8 @@ from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.compiled_orders import compile_own, with_own_costs
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.found_order import FoundOrder, Limits, Question
 from schedgen.planner.order_search.least_memory import least_memory
+from schedgen.planner.order_search.question import FoundOrder, Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import Hierarchy, hierarchy, partition
@@ -84,13 +84,12 @@ def run_compile(options: CompileOptions) -> int:
 
 @contextlib.contextmanager
 def _slow_schemes_noted() -> Iterator[None]:
-    """Print a note for each SlowScheme warning, unless an error is raised."""
+    """Print each SlowScheme warning once, as a note, unless an error is raised."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SlowScheme)
         yield
-    for warning in caught:
-        if issubclass(warning.category, SlowScheme):
-            note(warning.message)
+    for sentence in dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, SlowScheme)):
+        note(sentence)
 
 
 def _graph(name: str | None) -> ModelGraph | None:
@@ -210,7 +209,7 @@ def _partition(options: PlanOptions, layers: Layers, levels: Hierarchy) -> tuple
 
 
 def run_search(options: SearchOptions) -> int:
-    """Print the best order's value and the bound; write its schedule."""
+    """Print the best order's value and the bound; write its schedule; a note on stderr says if w or n was slow."""
     check_writable("-o", options.output)
     graph = _graph(options.graph)
     _check_search(options, graph)
@@ -233,13 +232,14 @@ def run_search(options: SearchOptions) -> int:
     limits = Limits(options.objective, options.memory_limit, options.memory)
     question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()
-    best = _searched(options, question)
-    seconds = time.perf_counter() - begin
-    if has_both(cost) and options.objective == "memory":
-        kind = "split" if scheme.split else "whole"
-        note(f"with --objective memory all backwards are {kind}, as {scheme.name} has them")
-    if options.scheme.endswith(".py") and scheme.n is not no_order:
-        _say_if_untried(question)
+    with _slow_schemes_noted():
+        best = _searched(options, question)
+        seconds = time.perf_counter() - begin
+        if has_both(cost) and options.objective == "memory":
+            kind = "split" if scheme.split else "whole"
+            note(f"with --objective memory all backwards are {kind}, as {scheme.name} has them")
+        if options.scheme.endswith(".py") and scheme.n is not no_order:
+            _say_if_untried(question)
     check_compiled(best.program)
     if options.output:
         _write_checked(best.program, options.output, cost)

@@ -12,7 +12,7 @@ from schedgen.ir.cost import REDO
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
 from schedgen.planner.candidates import SEARCHED
-from schedgen.planner.order_search.found_order import BUDGET, OBJECTIVES
+from schedgen.planner.order_search.question import BUDGET, OBJECTIVES
 from schedgen.planner.placement_search.families import FREE
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
@@ -22,7 +22,7 @@ from schedgen.util.errors import UsageError
 from schedgen.util.option_fields import READ, WRITTEN, argument, option, switch
 
 NOT_FILES = (*SCHEMES, FREE)  # what may be given where a FILE is read
-_SIZES = ("alpha", "beta", "activation", "weight", "saved")  # fields of a Machine that are options
+_MACHINE_FIELDS = ("alpha", "beta", "activation", "weight", "saved")  # those that are options
 
 
 def costs(text: str) -> dict[str, float]:
@@ -91,12 +91,12 @@ class CostOptions:
     @property
     def given(self) -> list[str]:
         """Which of these options were given, by name."""
-        return [name for name in ("profile", "cost", *_SIZES) if getattr(self, name) is not None]
+        return [name for name in ("profile", "cost", *_MACHINE_FIELDS) if getattr(self, name) is not None]
 
     @property
     def machine(self) -> Machine:
         """Links and sizes from the options, without the profile's."""
-        return Machine(**{name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None})
+        return Machine(**{name: getattr(self, name) for name in _MACHINE_FIELDS if getattr(self, name) is not None})
 
 
 @dataclass(frozen=True)

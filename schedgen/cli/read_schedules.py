@@ -6,8 +6,6 @@ Each takes its options, prints or writes the result, and returns the exit code.
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +42,7 @@ from schedgen.simulator.timeline import Timeline
 from schedgen.util.errors import RefusedFile, UsageError, note, number_of, one_line
 from schedgen.util.files import display_name, is_standard_output, open_output, read_bytes, read_text
 from schedgen.util.option_fields import refuse_overwriting
+from schedgen.util.terminal import has_colours
 
 
 def run_check(options: CheckOptions) -> int:
@@ -237,7 +236,7 @@ def run_diff(options: DiffOptions) -> int:
     """Print what differs between two schedules; the exit code tells whether anything does."""
     names = (one_line(display_name(name)) for name in (options.a, options.b))
     lines = diff(checked(options.a), checked(options.b), *names)
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+    if has_colours():
         lines = coloured(lines)
     differ = 0
     for line in lines:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_waits import cycle, edges
+from schedgen.compiler.job_waits import cycle, wait_arrays
 from schedgen.ir.job_graph import JobGraph
 from schedgen.util.arrays import Flags, Ints, Numbers, Times
 from schedgen.util.errors import UsageError
@@ -44,9 +44,9 @@ def greedy(
     limits = np.full(graph.stages, jobs, np.int64) if caps is None else np.array(caps, np.int64)
     most = jobs if memory is None else memory
     limited = most < jobs or bool(limits.min() < jobs)
-    start, queues = np.full(jobs, -1.0), _queues(graph, worker, limited, redone)
+    start, queues, waits = np.full(jobs, -1.0), _queues(graph, worker, limited, redone), wait_arrays(graph)
     _greedy.sized(16 * jobs)(
-        worker, rank, by_rank, *edges(graph), length, graph.stages, graph.microbatches, limits, most, queues, start
+        worker, rank, by_rank, *waits, length, graph.stages, graph.microbatches, limits, most, queues, start
     )
     if (start < 0).any():
         what = "cap" if memory is None else "memory limit" if caps is None else "cap and memory limit"

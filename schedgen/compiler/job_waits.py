@@ -10,7 +10,7 @@ from schedgen.util.arrays import Ints, Numbers, Times
 SHOWN = 8  # jobs of a cycle that a refusal names
 
 
-def edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
+def wait_arrays(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
     """(waits, first, after): how many jobs each job waits for; node k's successors, after[first[k] : first[k + 1]]."""
     waits = np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), graph.microbatches)
     first = np.cumsum([0, *(len(nodes) for nodes in graph.succ)])

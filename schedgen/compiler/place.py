@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from schedgen.compiler.evaluate import at_job, evaluate, evaluate_marks
 from schedgen.compiler.options import Options, apply_options, part_counts
-from schedgen.ir.cost import REDO, durations, whole_numbers
+from schedgen.ir.cost import own_costs, whole_numbers
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.job_graph import JobGraph, job_graph
 from schedgen.ir.limits import check_jobs, check_workers
@@ -73,12 +73,11 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
     counts = part_counts(sizes, options)[:: options.substages]
     placement = place_jobs(scheme, stages, batches, directions, counts, options.tensor)
     check_workers(placement.workers, stages * options.substages * options.tensor)
-    redo = {name: time for name, time in (options.cost or {}).items() if name == REDO and not options.forward}
     edges = chain(stages) if scheme.edges is None else tuple(sorted(scheme.edges))
     return PlacedScheme(
         scheme=scheme,
         options=options,
-        cost={**durations(options.cost, 1 if options.forward else directions), **redo},
+        cost=own_costs(options.cost, 1 if options.forward else directions),
         workers=placement.workers,
         weights=placement.weights,
         compute=placement.compute,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_waits import cycle, edges
+from schedgen.compiler.job_waits import cycle, wait_arrays
 from schedgen.ir.job_graph import JobGraph
 from schedgen.util.arrays import Flags, Ints, Numbers, Times
 from schedgen.util.errors import UsageError
@@ -43,7 +43,7 @@ def strict(
         )
     following, previous = np.full((2, len(worker)), -1)  # on the same worker; -1: none
     following[former], previous[latter] = latter, former
-    waits, first_after, after = edges(graph)
+    waits, first_after, after = wait_arrays(graph)
     waits[latter] += 1
     delayed = np.zeros(len(worker), bool) if delayed_send is None else delayed_send & (following >= 0)
     ready = np.flatnonzero(waits == 0)

@@ -67,6 +67,12 @@ def durations(cost: Mapping[str, Any] | None, directions: int, given: str = "--c
     return {name: cost[name] for name in DIRECTIONS[3]}
 
 
+def own_costs(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]:
+    """`durations`, and R if it is given and there are backwards."""
+    redo = {REDO: cost[REDO]} if cost and REDO in cost and directions > 1 else {}
+    return durations(cost, directions) | redo
+
+
 def whole_numbers(cost: Mapping[str, float], jobs: int) -> Mapping[str, float]:
     """The costs as whole numbers in the same proportions, so that sums for this many jobs are exact.
 

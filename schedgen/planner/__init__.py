@@ -8,6 +8,6 @@ candidates.py       the schedules to try
 candidate_bound.py  lower bounds on a candidate's time and memory, before it is compiled
 plan.py             candidates compiled and judged by the simulator; PipeDream's own schedule for its partition
 cut_moves.py        cuts near those of a good schedule
-found_orders.py     order searches for the placements of candidates
+plan_orders.py      order searches for the placements of candidates
 plan_output.py      partitions, plans and found orders, as text and JSON
 """

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.compiler.place import place_jobs, priorities
-from schedgen.ir.cost import REDO, by_stage, has_both, redo_duration, shortest_halves
+from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.planner.candidates import Candidate
 from schedgen.planner.layer_profile import Floats
@@ -40,7 +40,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     times = costs.durations(candidate.scheme.split)
     if candidate.scheme.unsplit_backward is not None and has_both(costs.times):
         times |= shortest_halves(costs.times, S)
-    lengths = np.array([seconds for name, seconds in times.items() if name != REDO])
+    lengths = np.array([*without_redo(times).values()])
     recompute = redo_duration(times) if candidate.recompute else np.zeros(S)
     owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)
     weight, saved, step = (by_stage(amount, S) for amount in (machine.weight, machine.saved, machine.step))

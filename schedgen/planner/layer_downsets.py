@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedgen.ir.stage_graph import StageGraph
 from schedgen.planner.layer_profile import Edge, Floats, Layers
 from schedgen.util.arrays import Flags
 
@@ -61,10 +62,7 @@ def prefixes(layers: Layers) -> Downsets:
 
 def _with_costs(layers: Layers, members: Flags, complete: bool) -> Downsets:
     crossing = np.zeros(len(members))
-    consumers: list[list[int]] = [[] for _ in layers.names]
-    for producer, consumer in layers.edges:
-        consumers[producer].append(consumer)
-    for layer, readers in enumerate(consumers):
+    for layer, readers in enumerate(StageGraph(len(layers.names), layers.edges).consumers):
         if layers.activation[layer] and readers:
             crossing[members[:, layer] & ~members[:, readers].all(axis=1)] += layers.activation[layer]
     ones = members.astype(np.float64)
@@ -77,16 +75,13 @@ def _with_costs(layers: Layers, members: Flags, complete: bool) -> Downsets:
 
 def _heads(layers: Layers) -> list[int]:
     """By layer, the head of its group, which is on one side of every cut; -1: the group goes with the first stage."""
-    producers: list[list[int]] = [[] for _ in layers.names]
-    consumed = {producer for producer, _ in layers.edges}
-    for producer, consumer in layers.edges:
-        producers[consumer].append(producer)
+    graph = StageGraph(len(layers.names), layers.edges)
     free = (layers.seconds == 0) & (layers.weight == 0) & (layers.kept == 0)
-    heads = list(range(len(producers)))
-    for layer, inputs in enumerate(producers):
+    heads = list(range(graph.stages))
+    for layer, inputs in enumerate(graph.producers):
         if free[layer] and not inputs:
             heads[layer] = -1
-        elif free[layer] and len(inputs) == 1 and layer not in consumed:
+        elif free[layer] and len(inputs) == 1 and not graph.consumers[layer]:
             heads[layer] = heads[inputs[0]]
     return heads
 

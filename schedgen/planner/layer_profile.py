@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 Edge = tuple[int, int]
 
 MOST_BYTES = 2**26  # of a file
-MOST_LAYERS = 2**12
+MOST_PROFILED = 2**12  # layers of a file
 MOST_EDGES = 2**17
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -110,8 +110,8 @@ def _parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
     given = values.items() if isinstance(values, dict) else ()
     lists = [value for key, value in given if isinstance(value, list) and key not in ("apart", "tied")]
     count = len(lists[0]) if lists else 1
-    if not 1 <= count <= MOST_LAYERS:
-        raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_LAYERS}")
+    if not 1 <= count <= MOST_PROFILED:
+        raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_PROFILED}")
     if graph is None and isinstance(values, dict) and "apart" in values:
         raise RefusedFile(f"{name}: it has apart, sizes of outputs per consumer: give the stages' --graph, too")
     if graph is not None:
@@ -154,7 +154,7 @@ def _parse_pipedream(text: str, name: str) -> Layers:
                 if layer in nodes:
                     raise ValueError(f"{clip(layer)} is listed twice")
                 nodes[layer] = description, numbers
-            for entries, limit, plural in ((nodes, MOST_LAYERS, "layers"), (edges, MOST_EDGES, "edges")):
+            for entries, limit, plural in ((nodes, MOST_PROFILED, "layers"), (edges, MOST_EDGES, "edges")):
                 if len(entries) > limit:
                     raise ValueError(f"more than {limit} {plural}")
         except ValueError as error:

@@ -22,10 +22,10 @@ from schedgen.ir.program import Program
 from schedgen.planner.candidate_bound import candidate_bound
 from schedgen.planner.candidates import Candidate, candidates, with_layers
 from schedgen.planner.cut_moves import Cuts, best_cuts
-from schedgen.planner.found_orders import found_order, placements
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Hierarchy, partition
+from schedgen.planner.plan_orders import placed_candidates, searched_program
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -226,15 +226,15 @@ def _searched(
 ) -> Iterator[_Entry]:
     """The best order found for each placement that may be faster than `fastest`; with a memory limit, the placements
     of least bound may also redo forwards."""
-    hopeful = placements(candidates, moved, fastest)
-    tries = [(placement, False) for placement in hopeful]
+    hopeful = placed_candidates(candidates, moved, fastest)
+    tries = [(placed, False) for placed in hopeful]
     if math.isfinite(memory):
-        tries += [(placement, True) for placement in hopeful[:MOST_REDONE]]
-    for placement, redo in over(tries, "search orders", len(tries)):
-        if placement.least < fastest and (program := found_order(placement, memory, budget, redo)) is not None:
-            schedule = _timed(program, placement.candidate, placement.costs)._replace(order="search")
+        tries += [(placed, True) for placed in hopeful[:MOST_REDONE]]
+    for placed, redo in over(tries, "search orders", len(tries)):
+        if placed.least < fastest and (program := searched_program(placed, memory, budget, redo)) is not None:
+            schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search")
             fastest = min(fastest, schedule.step_time)
-            yield _Entry(schedule, placement.candidate, placement.costs, placement.costs, program)
+            yield _Entry(schedule, placed.candidate, placed.costs, placed.costs, program)
 
 
 def _programs(candidate: Candidate, ordered_by: StageCosts) -> Callable[[StageCosts], Program | None]:

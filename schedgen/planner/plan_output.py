@@ -11,11 +11,11 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.order_search.found_order import FoundOrder
+from schedgen.planner.order_search.question import FoundOrder
 from schedgen.planner.partition import Hierarchy, Partition, data_parallel_seconds
 from schedgen.planner.placement_search.families import FREE
 from schedgen.planner.plan import Plan
-from schedgen.util.errors import clip
+from schedgen.util.errors import clip, number_of
 from schedgen.util.text_table import aligned
 
 
@@ -76,8 +76,7 @@ def partition_as_text(numbers: dict[str, Any]) -> Iterator[str]:
     cause = "its own time" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
     yield ""
     yield f"{'stage time':18}{numbers['stage_time']:.6g} s a minibatch; the bottleneck is stage {slowest}: {cause}"
-    noam = numbers["noam"]
-    yield f"{'NOAM':18}{noam} minibatch{'es' * (noam != 1)} that each replica of stage 0 has in flight"
+    yield f"{'NOAM':18}{number_of(numbers['noam'], 'minibatch')} that each replica of stage 0 has in flight"
     for key, label in (("one_worker", "one worker"), ("data_parallel", "data parallelism")):
         times = f"{numbers[f'speedup_over_{key}']:.3g}"
         yield f"{label:18}{numbers[f'{key}_time']:.6g} s, {'the same' if times == '1' else f'{times} times that'}"

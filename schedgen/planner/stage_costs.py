@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import REDO, Amount, by_stage, durations
+from schedgen.ir.cost import REDO, Amount, by_stage, own_costs
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.planner.layer_downsets import Downsets
@@ -36,8 +36,7 @@ class StageCosts(NamedTuple):
 
     def durations(self, split: bool) -> dict[str, Floats]:
         """Seconds by stage of a schedule's directions, and R if there is one."""
-        redo = {REDO: self.times[REDO]} if REDO in self.times else {}
-        return durations(self.with_halves, 3 if split else 2) | redo
+        return own_costs(self.with_halves, 3 if split else 2)
 
     @property
     def with_halves(self) -> dict[str, Floats]:

@@ -6,7 +6,8 @@ After that it is compiled, once per machine where numba can write its cache to d
 bit for bit.
 
 numba also compiles every NumPy function that a kernel calls, and compiles a kernel a second time for a variable that
-is initialized with a constant. So kernels allocate no arrays, and take such initial values as arguments.
+is initialized with a constant. So the kernels that every command needs, which read a file and follow, prove and
+simulate it, allocate no arrays and take such initial values as arguments.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = njit(_with_kernels(function, _compiled, {}))
     with suppress(RuntimeError, AttributeError):  # no writable cache folder, or this numba caches differently
         compiled.enable_caching()
-        compiled._cache._cache_file._source_stamp = sources()
+        index = compiled._cache._cache_file
+        index._source_stamp, index._load_index = sources(), _without_stale(index._load_index)
         compiled._cache.save_overload = _without_errors(compiled._cache.save_overload)
     return cast(Callable[..., Any], compiled)
 
@@ -94,6 +96,18 @@ def _without_errors(save: Callable[P, None]) -> Callable[P, None]:
             save(*args, **kwargs)
 
     return saved
+
+
+def _without_stale(load: Callable[[], dict[Any, str]]) -> Callable[[], dict[Any, str]]:
+    """`load` that finds nothing where the index is of another release and names a class that is gone since."""
+
+    def loaded() -> dict[Any, str]:
+        try:
+            return load()
+        except (ImportError, AttributeError):
+            return {}
+
+    return loaded
 
 
 @cache

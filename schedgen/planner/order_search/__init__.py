@@ -1,9 +1,9 @@
 """The search for a new order: placement, sizes, costs and a memory limit in, a schedule and a lower bound out.
 
-found_order.py        the input of a search, `Question`, and its result, `FoundOrder`
+question.py           the input of a search, `Question`, and its result, `FoundOrder`
 problem.py            jobs, what they wait for and what memory they take, as arrays; an order is a sequence per worker
 placed_problem.py     the problem of a placed scheme, and its bound
-evaluate.py           the start times of an order's jobs: the kernel that judges every candidate
+run_order.py          the start times of an order's jobs: the kernel that judges every candidate
 built_ins.py          starting orders: those of built-in schemes with the same placement
 steady_states.py      starting orders for a V with a memory limit: blocks of jobs repeated for every microbatch
 priority_rules.py     list scheduling by random rules

@@ -12,9 +12,10 @@ from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import durations
 from schedgen.ir.instructions import B, F
+from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search.compiled_orders import order_costs
-from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.problem import OrderProblem, order_of
+from schedgen.planner.order_search.question import Question
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.arrays import Numbers
@@ -57,7 +58,7 @@ def _built_in(sizes: Sizes) -> list[Scheme]:
             schemes.append(load(name, sizes))
         except UsageError:
             continue
-    return [scheme for scheme in schemes if scheme.updates == "flush"]
+    return [scheme for scheme in schemes if scheme.updates == FLUSH]
 
 
 def _starts(placed: PlacedScheme, directions: int) -> Numbers:

@@ -9,11 +9,11 @@ import numpy as np
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.cost import REDO, by_stage, durations, has_both
+from schedgen.ir.cost import REDO, by_stage, has_both, own_costs
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
-from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.placed_problem import as_placement
+from schedgen.planner.order_search.question import Question
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.arrays import Flags, Numbers
@@ -23,11 +23,9 @@ MOST = 5e11  # costs below it can be in a file, and so can I + W
 
 def with_own_costs(question: Question) -> Question:
     """The question; if its costs are for whole and split backwards, only those of its scheme's kind are kept, and R."""
-    cost = question.cost
-    if not has_both(cost):
+    if not has_both(question.cost):
         return question
-    redo = {name: time for name, time in cost.items() if name == REDO}
-    return question._replace(cost=durations(cost, 3 if question.scheme.split else 2) | redo)
+    return question._replace(cost=own_costs(question.cost, 3 if question.scheme.split else 2))
 
 
 def order_costs(question: Question) -> dict[str, float]:

@@ -21,7 +21,7 @@ MOST_UNITS = 2**53  # in a schedule: all times are integers that a float holds e
 FINEST = 2000  # units in the mean duration of a job, if times are not integers
 
 
-class Proof(NamedTuple):
+class Solution(NamedTuple):
     """What CP-SAT found."""
 
     bound: float  # no order has a shorter longest window
@@ -42,7 +42,7 @@ def is_installed() -> bool:
 def solve(
     problem: OrderProblem, start: Times, value: float, floor: float, seconds: float, whole: Times | None = None,
     is_whole: Flags | None = None,
-) -> Proof:  # fmt: skip
+) -> Solution:  # fmt: skip
     """Run CP-SAT from an order with starts `start` and longest window `value`.
 
     floor     a lower bound on the longest window
@@ -54,7 +54,7 @@ def solve(
 
     unit, flags = _unit(problem, whole), np.zeros(len(problem.length), np.bool_)
     if problem.length.sum() + problem.before_hop.sum() * problem.microbatches >= MOST_UNITS * unit:
-        return Proof(0.0, None, flags, False)
+        return Solution(0.0, None, flags, False)
     length, hop = (_units(times, unit) for times in (problem.length, problem.before_hop))
     horizon = int(length.sum() + hop.sum() * problem.microbatches) + 1
     horizon = min(horizon, 2 * int(np.ceil((start + problem.length).max() / unit)) + 1)
@@ -79,10 +79,10 @@ def solve(
     solver.parameters.max_deterministic_time = seconds
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Proof(solver.best_objective_bound * unit, None, flags, False)
+        return Solution(solver.best_objective_bound * unit, None, flags, False)
     found = np.array([solver.value(at) for at in begin], np.float64)
     flags[list(chosen)] = [solver.value(choice) for choice in chosen.values()]
-    return Proof(solver.best_objective_bound * unit, found, flags, status == cp_model.OPTIMAL)
+    return Solution(solver.best_objective_bound * unit, found, flags, status == cp_model.OPTIMAL)
 
 
 def _add_waits(model: Any, problem: OrderProblem, begin: list[Any], end: list[Any], hop: Numbers) -> None:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.found_order import reached
 from schedgen.planner.order_search.late_weights import with_late_weights
-from schedgen.planner.order_search.local_search import NO_CHOICE, anneal
+from schedgen.planner.order_search.local_search import FEWEST_MOVES, HOT, NO_CHOICE, anneal, temperatures
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
+from schedgen.planner.order_search.question import reached
+from schedgen.planner.order_search.run_order import new_run, run_and_judge
 from schedgen.util.arrays import Numbers
 from schedgen.util.progress import counted
 
-HOT = (0.03, 0.3, 2.0)  # initial temperatures, in mean durations of a job
 RULE_JOBS = 4  # a rule takes this many times as long as `run_order` for each job
 ROUNDS = (100, 6000)  # of rules, at least and at the most
 BEST = 4  # orders that are returned
@@ -72,8 +71,7 @@ class _Search:
 
     def judge(self, order: Numbers) -> float:
         """The longest window, plus a tenth of the mean of all windows."""
-        value: float = run_order.sized(self.jobs)(self.problem, order, np.inf, self.run)
-        return value + 0.1 * float(self.run.window.mean())
+        return run_and_judge(self.problem, order, self.run)
 
     def add(self, order: Numbers) -> None:
         """Keep an order, if it can run and fits, and its variants with W jobs placed anew."""
@@ -95,10 +93,9 @@ class _Search:
 
     def anneal(self, order: Numbers, hot: float, share: float, seed: int) -> None:
         """Anneal an order with a share of the work that is left."""
-        mean = float(self.problem.length.mean())
-        moves = max(1000, int(share * self.left / self.jobs))
+        moves = max(FEWEST_MOVES, int(share * self.left / self.jobs))
         _, better, judged = anneal.sized(self.jobs)(
-            self.problem, order.copy(), seed, moves, hot * mean, 0.3 * min(hot, 0.1) * mean, self.bound,
+            self.problem, order.copy(), seed, moves, *temperatures(hot, float(self.problem.length.mean())), self.bound,
             self.run, self.trial, NO_CHOICE,
         )  # fmt: skip
         self.left -= judged * self.jobs

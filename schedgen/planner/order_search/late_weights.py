@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.ir.instructions import B, W
-from schedgen.planner.order_search.evaluate import Run, begin_run, new_run
 from schedgen.planner.order_search.problem import OrderProblem
+from schedgen.planner.order_search.run_order import Run, begin_run, new_run
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.jit import kernel
 

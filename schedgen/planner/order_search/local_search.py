@@ -14,14 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.planner.order_search.evaluate import Run, run_order
 from schedgen.planner.order_search.problem import OrderProblem
+from schedgen.planner.order_search.run_order import Run, run_order
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.jit import kernel
 
 CRITICAL = 90  # percent of moves that begin on the critical path
 REACH = 8  # places that a job moves at the most
 CHOICES = 20  # percent of moves that make a backward whole or split it, if that is a choice
+HOT = (0.03, 0.3, 2.0)  # temperatures at the first move, in mean durations of a job
+FEWEST_MOVES = 1000  # of one annealing
 
 
 class Choice(NamedTuple):
@@ -33,6 +35,11 @@ class Choice(NamedTuple):
 
 
 NO_CHOICE = Choice(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))  # no backward changes
+
+
+def temperatures(hot: float, mean: float) -> tuple[float, float]:
+    """The temperatures at the first and at the last move, from the first in mean durations of a job."""
+    return hot * mean, 0.3 * min(hot, 0.1) * mean
 
 
 @kernel

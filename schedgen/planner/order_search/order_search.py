@@ -17,14 +17,15 @@ import numpy as np
 
 from schedgen.ir.cost import has_both
 from schedgen.ir.program import Program
+from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.built_ins import Start, starts
 from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, with_own_costs
-from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places, serial_order
+from schedgen.planner.order_search.question import BUDGET, FoundOrder, NoOrder, Question, reached
+from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.simulator.simulate import Simulation
 from schedgen.util.arrays import Numbers, Times
@@ -48,7 +49,7 @@ def search_order(
     otherwise a whole backward takes I + W.
     """
     scheme, limits = question.scheme, question.limits
-    if scheme.updates != "flush":
+    if scheme.updates != FLUSH:
         raise UsageError(f"{scheme.name} updates weights within a step, which fixes its order")
     only_halves |= has_both(question.cost)
     question = with_own_costs(question)
@@ -138,10 +139,12 @@ class _Rounds:
             problem = problem._replace(capacity=self.limits.bytes - owned)
         run = new_run(problem)
         value = run_order.sized(0)(problem, best.order, np.inf, run)
-        proof = cp_sat.solve(problem, run.start, value, bound, seconds)
-        if proof.start is not None and fits(problem, order := order_of(problem, proof.start)):  # times are rounded down
-            self._add(order)
-        return proof.bound
+        solution = cp_sat.solve(problem, run.start, value, bound, seconds)
+        if solution.start is not None:
+            order = order_of(problem, solution.start)
+            if fits(problem, order):  # times are rounded down
+                self._add(order)
+        return solution.bound
 
     def best(self) -> _Tried | None:
         """The fastest order that keeps to the limits."""

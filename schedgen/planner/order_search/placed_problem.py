@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,8 +13,8 @@ from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import by_stage
 from schedgen.ir.instructions import B
-from schedgen.planner.order_search.found_order import Question
-from schedgen.planner.order_search.problem import OrderProblem, make_problem
+from schedgen.planner.order_search.problem import OrderProblem, class_nodes, make_problem
+from schedgen.planner.order_search.question import Question
 from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.lower_bounds import order_bound
 from schedgen.util.arrays import Times
@@ -22,8 +23,13 @@ from schedgen.util.arrays import Times
 def as_placement(scheme: Scheme, split: bool) -> Scheme:
     """The scheme without its order, with split backwards if `split`; halves of a whole backward have its worker."""
     w = scheme.w
+
+    @wraps(w)  # which also tells a fourth argument
+    def halves(s: Any, b: Any, d: Any, *part: Any) -> Any:
+        return w(s, b, np.minimum(d, B), *part)
+
     return scheme._replace(
-        w=w if scheme.split or not split else lambda s, b, d: w(s, b, np.minimum(d, B)),
+        w=w if scheme.split or not split else halves,
         n=lambda s, b, d: 0 * (s + b + d),
         mode="greedy",
         split=split,
@@ -91,7 +97,7 @@ def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
             if (worker[node] != worker[other]).all():
                 hops[other, node] = float(problem.before_hop[k])
     takes = np.zeros(directions * stages)
-    takes[problem.class_jobs[problem.class_first[:-1]] // batches] = problem.takes
+    takes[class_nodes(problem)] = problem.takes
     return Nodes(placed.job_graph.pred, problem.length[::batches], hops, takes)
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.instructions import F
-from schedgen.planner.order_search.evaluate import Run, begin_run
-from schedgen.planner.order_search.problem import OrderProblem
+from schedgen.planner.order_search.problem import OrderProblem, class_nodes
+from schedgen.planner.order_search.run_order import Run, begin_run
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.jit import kernel
 
@@ -121,7 +121,7 @@ def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
     """By class its column, by column its direction, and by class the position of its worker, from 0 to 1."""
     workers = len(problem.row) - 1
     worker = np.repeat(np.arange(workers), np.diff(problem.worker_class))
-    direction = problem.class_jobs[problem.class_first[:-1]] // (problem.microbatches * problem.stages)
+    direction = class_nodes(problem) // problem.stages
     group = worker * 3 + direction
     chunk = np.arange(len(group)) - np.searchsorted(group, group)  # classes of a worker are sorted by direction
     keys, column = np.unique(direction * len(group) + chunk, return_inverse=True)

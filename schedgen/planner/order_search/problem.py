@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from schedgen.compiler.job_waits import wait_arrays
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.instructions import B, F
@@ -65,7 +66,7 @@ def make_problem(
     capacity  memory of all workers, or of each
     """
     directions, stages, batches = placed.compute.shape
-    graph = placed.job_graph
+    jobs = placed.job_graph
     worker = placed.compute.ravel().astype(np.int64)
     length = np.repeat(np.concatenate([by_stage(amount, stages) for amount in cost.values()]), batches)
     node, mb = np.divmod(np.arange(len(worker)), batches)
@@ -84,8 +85,8 @@ def make_problem(
             return 0.0
         return message[(stage, other_stage) if d == F else (other_stage, stage)]
 
-    edges = [(node, other) for node, others in enumerate(graph.succ) for other in others]
-    back = [(node, other) for node, others in enumerate(graph.pred) for other in others]
+    waits, first, after = wait_arrays(jobs)
+    back = [(node, other) for node, others in enumerate(jobs.pred) for other in others]
     amounts = np.array([by_stage(amount, stages) for amount in takes]).ravel()
     return OrderProblem(
         stages=stages,
@@ -93,11 +94,11 @@ def make_problem(
         route=route.ravel(),
         worker=worker,
         length=length,
-        waits=np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), batches),
-        first=np.cumsum([0, *map(len, graph.succ)]),
-        after=np.array([other for _, other in edges], np.int64),
-        hop=np.array([hop(node, other) for node, other in edges]),
-        before_first=np.cumsum([0, *map(len, graph.pred)]),
+        waits=waits,
+        first=first,
+        after=after,
+        hop=np.array([hop(node, other) for node, others in enumerate(jobs.succ) for other in others]),
+        before_first=np.cumsum([0, *map(len, jobs.pred)]),
         before=np.array([other for _, other in back], np.int64),
         before_hop=np.array([hop(other, node) for node, other in back]),
         class_jobs=class_jobs,
@@ -115,6 +116,11 @@ def _message_times(graph: StageGraph, machine: Machine) -> dict[tuple[int, int],
     sizes = machine.edge_bytes(graph)
     times = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
     return dict(zip(graph.edges, times.tolist(), strict=True))
+
+
+def class_nodes(problem: OrderProblem) -> Numbers:
+    """By class: its node."""
+    return problem.class_jobs[problem.class_first[:-1]] // problem.microbatches
 
 
 def order_of(problem: OrderProblem, start: NDArray[Any]) -> Numbers:

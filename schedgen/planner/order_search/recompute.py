@@ -21,10 +21,10 @@ from schedgen.ir.program import Program
 from schedgen.planner.order_search.choose_recomputed import Kept, most_held_with_redone, redone, without_needless
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of, with_own_costs
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
-from schedgen.planner.order_search.problem import OrderProblem, places
+from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
+from schedgen.planner.order_search.question import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
 from schedgen.util.arrays import Flags, Numbers, Times
@@ -156,7 +156,7 @@ class _Tries:
         """The problem with the forwards of some stages redone; what whole backwards hold while they run is left out."""
         problem = problem_of(self.placed, self.plain)
         directions, S, batches = self.placed.compute.shape
-        d, s = np.divmod(problem.class_jobs[problem.class_first[:-1]] // batches, S)
+        d, s = np.divmod(class_nodes(problem), S)
         again = self.kept.saved[s] * stages[s]
         takes = problem.takes - again * (d == F) + again * (d == B)
         length = problem.length.reshape(directions, S, batches).copy()

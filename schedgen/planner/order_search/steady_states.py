@@ -18,9 +18,9 @@ import numpy as np
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.stage_graph import chain
-from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
-from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, third
+from schedgen.planner.order_search.run_order import new_run, run_and_judge, run_order
+from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, squeezed_starts, third
 from schedgen.util.arrays import Numbers
 
 BLOCK_JOBS = 40  # squeezing a block takes this many times as long as computing its start times
@@ -38,15 +38,14 @@ def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work:
         return []
     if directions != 3 or stages != 2 * p or (placed.compute != way_down[:, None]).any():
         return []
-    known = [repeated(np.array([block(r, p) for r in range(p)]), batches) for block in (half, third)]
-    orders = [order_of(problem, by_job(squeeze(slots, limit)).ravel()) for slots in known]
+    orders = [order_of(problem, squeezed_starts(p, batches, block, limit).ravel()) for block in (half, third)]
     blocks = steady_states(p) if work else []
     tries = min(len(blocks), work // (BLOCK_JOBS * len(problem.worker)))
     run = new_run(problem)
     best: dict[float, Numbers] = {}  # by value
     for k in np.linspace(0, len(blocks) - 1, tries).astype(np.int64):
         for order in _orders(problem, repeated(blocks[k], batches), limit):
-            value = run_order.sized(len(order))(problem, order, np.inf, run) + 0.1 * run.window.mean()
+            value = run_and_judge(problem, order, run)
             if np.isfinite(value) and fits(problem, order):
                 best.setdefault(value, order)
     return orders + [best[value] for value in sorted(best)[:KEPT]]

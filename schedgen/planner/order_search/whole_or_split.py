@@ -24,20 +24,19 @@ from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
-from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Question, reached
-from schedgen.planner.order_search.local_search import Choice, anneal
+from schedgen.planner.order_search.local_search import FEWEST_MOVES, HOT, Choice, anneal, temperatures
 from schedgen.planner.order_search.order_search import PROVED_SECONDS, search_order
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
+from schedgen.planner.order_search.question import BUDGET, FoundOrder, Question, reached
+from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
 SHARES = (0.3, 0.3)  # of the work: whole backwards alone, halves alone; annealing has the rest
-HOT = (0.03, 0.3, 2.0)  # initial temperatures, in mean durations of a job, for each of the two ...
-LATER = (0.3, 0.03, 0.3, 0.03)  # ... and then for the best
+LATER = (0.3, 0.03, 0.3, 0.03)  # temperatures for the best order, after those of HOT for each of the two
 BEST = 4  # orders that the simulator judges
 
 
@@ -105,28 +104,28 @@ class _Choices:
         begin = []
         for order, each in zip(orders, found, strict=True):
             all_whole = len(each.program.header.compute) == 2
-            begin.append(self._with_value(problem, order, all_whole & (self.direction > F)))
+            begin.append(self._with_value(order, all_whole & (self.direction > F)))
         tried, share = list(begin), work // (len(HOT) * len(begin) + len(LATER))
         for seed, (mixed, hot) in enumerate(product(begin, HOT)):
             tried.append(self._moved(problem, mixed, hot, share, seed))
         for seed, hot in enumerate(LATER, start=len(tried)):
             tried.append(self._moved(problem, min(tried, key=lambda each: each.value), hot, share, seed))
         for mixed in sorted(tried, key=lambda each: each.value)[:BEST]:
-            n = self._numbers(problem, mixed.order, mixed.whole)
+            n = self._numbers(mixed.order, mixed.whole)
             if fits(problem, order_of(problem, n)):
                 yield from self._compiled(n, mixed.whole & (self.direction == B))
 
     def _moved(self, problem: OrderProblem, mixed: _Mixed, hot: float, work: int, seed: int) -> _Mixed:
         """Anneal from a temperature of `hot` mean durations of a job."""
-        jobs, mean = len(mixed.order), float(problem.length.mean())
+        jobs, moves = len(mixed.order), max(FEWEST_MOVES, work // len(mixed.order))
         choice = Choice(mixed.whole.copy(), self.whole_length, problem.length)
-        own = problem._replace(length=self._lengths(problem, mixed.whole))
+        own = problem._replace(length=self._lengths(mixed.whole))
         _, order, judged = anneal.sized(jobs)(
-            own, mixed.order.copy(), seed, max(1000, work // jobs), hot * mean, 0.3 * min(hot, 0.1) * mean, self.bound,
+            own, mixed.order.copy(), seed, moves, *temperatures(hot, float(problem.length.mean())), self.bound,
             new_run(problem), new_run(problem), choice,
         )  # fmt: skip
         self.work += judged * jobs
-        return self._with_value(problem, self._tidy(problem, order, choice.whole), choice.whole)
+        return self._with_value(self._tidy(order, choice.whole), choice.whole)
 
     def _order(self, program: Program) -> Numbers:
         """The order of a program, with a whole backward as an I and its W."""
@@ -140,27 +139,27 @@ class _Choices:
         peak = self._simulated(program).footprint.peak
         return self.problem._replace(capacity=self.limits.bytes - (peak - most_held(self.problem, order)))
 
-    def _lengths(self, problem: OrderProblem, whole: Flags) -> Times:
+    def _lengths(self, whole: Flags) -> Times:
         """By job: in a whole backward the I takes all its time, and the W none."""
-        return np.where(whole, self.whole_length, problem.length)
+        return np.where(whole, self.whole_length, self.problem.length)
 
-    def _with_value(self, problem: OrderProblem, order: Numbers, whole: Flags) -> _Mixed:
-        own, run = problem._replace(length=self._lengths(problem, whole)), new_run(problem)
+    def _with_value(self, order: Numbers, whole: Flags) -> _Mixed:
+        own, run = self.problem._replace(length=self._lengths(whole)), new_run(self.problem)
         return _Mixed(order, whole, run_order.sized(len(order))(own, order, np.inf, run))
 
-    def _numbers(self, problem: OrderProblem, order: Numbers, whole: Flags) -> Numbers:
+    def _numbers(self, order: Numbers, whole: Flags) -> Numbers:
         """By job, a number that grows along each worker; the W of a whole backward comes directly after its I."""
-        n = 2 * places(problem, order)
+        n = 2 * places(self.problem, order)
         second = np.flatnonzero(whole & (self.direction == W))
         n[second] = n[second - self.per_half] + 1
         return n
 
-    def _tidy(self, problem: OrderProblem, order: Numbers, whole: Flags) -> Numbers:
+    def _tidy(self, order: Numbers, whole: Flags) -> Numbers:
         """The order with the W of whole backwards as early after their I as earlier W allow, to hold less memory."""
-        n = self._numbers(problem, order, whole)
-        for jobs in np.split(problem.class_jobs, problem.class_first[1:-1]):
+        n = self._numbers(order, whole)
+        for jobs in np.split(self.problem.class_jobs, self.problem.class_first[1:-1]):
             n[jobs] = np.maximum.accumulate(n[jobs])
-        return order_of(problem, n)
+        return order_of(self.problem, n)
 
     def proved(self, best: FoundOrder, seconds: float) -> Iterator[FoundOrder]:
         """The order that CP-SAT finds, if the problem is small; raises `bound` to CP-SAT's."""
@@ -171,13 +170,13 @@ class _Choices:
         if self.limits.bytes is not None:
             problem = problem._replace(capacity=self.limits.bytes - run.footprint.owned.astype(np.float64))
         start, whole = self._starts(run)
-        proof = cp_sat.solve(problem, start, best.value, self.bound, seconds, self.whole_length, whole)
-        self.bound = max(self.bound, proof.bound)
-        if proof.start is not None:
-            n = 2 * np.argsort(np.argsort(proof.start, kind="stable"))
-            n[np.flatnonzero(proof.whole) + self.per_half] = n[proof.whole] + 1
+        solution = cp_sat.solve(problem, start, best.value, self.bound, seconds, self.whole_length, whole)
+        self.bound = max(self.bound, solution.bound)
+        if solution.start is not None:
+            n = 2 * np.argsort(np.argsort(solution.start, kind="stable"))
+            n[np.flatnonzero(solution.whole) + self.per_half] = n[solution.whole] + 1
             if fits(problem, order_of(problem, n)):  # times are rounded down
-                yield from self._compiled(n, proof.whole)
+                yield from self._compiled(n, solution.whole)
 
     def _starts(self, run: Simulation) -> tuple[Times, Flags]:
         """By job: when it started, the W of a whole backward at its end; and whether it is the I of a whole one."""

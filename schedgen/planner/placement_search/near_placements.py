@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.planner.order_search.found_order import reached
+from schedgen.planner.order_search.question import reached
 from schedgen.planner.placement_search.families import in_order
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets
 from schedgen.util.arrays import Times

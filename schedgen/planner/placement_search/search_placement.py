@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from schedgen.ir.cost import has_both, shortest_halves
-from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.placed_problem import least_time, lenient, nodes_of, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import order_of
+from schedgen.planner.order_search.question import BUDGET, FoundOrder, NoOrder, Question, reached
+from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.placement_search.families import blocks, families, placed_on
 from schedgen.planner.placement_search.near_placements import Judged, NearPlacements, Trial

@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(arguments[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        scenes = [_read_scene(Path(name)) for name in arguments[1:]]
+        paths = [Path(name) for name in arguments[1:]]
+        scenes = [_read_scene(path, name) for path, name in zip(paths, _page_names(paths), strict=True)]
         parts = {
             "table": "\n".join(map(_row, scenes)),
             "legend": _image("legend", lambda out: legend(scenes, out, "microbatch", WEIGHTS)),
@@ -51,10 +52,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _read_scene(path: Path) -> Scene:
+def _page_names(paths: Sequence[Path]) -> list[str]:
+    """A name for each schedule's page: that of its file, with a number behind it if another page has that name."""
+    names = ["index"]
+    for path in paths:
+        name, number = path.stem, 1
+        while name in names:
+            number += 1
+            name = f"{path.stem}-{number}"
+        names.append(name)
+    return names[1:]
+
+
+def _read_scene(path: Path, name: str) -> Scene:
     program = checked(str(path))
     run = simulate(program, program.header.cost)
-    return build_scene(path.stem, path.name, program, run.timeline(), run.sizes, seconds=False)
+    return build_scene(name, path.name, program, run.timeline(), run.sizes, seconds=False)
 
 
 def _row(scene: Scene) -> str:

@@ -5,9 +5,7 @@ A job is shown as its letter and microbatch, or as much of them as fits, over a 
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from schedgen.report.draw.colours import LOOKS, colours
 from schedgen.report.draw.scene import Scene, colour_count, format_time, heading
 from schedgen.simulator.time_breakdown import SHARES
 from schedgen.util.arrays import Numbers
+from schedgen.util.terminal import has_colours
 
 NARROWEST = 20  # columns that a time axis takes even on the narrowest terminal
 
@@ -76,7 +75,7 @@ def show(scenes: Sequence[Scene], by: str) -> bool:
     Returns whether they are in colour.
     """
     width = shutil.get_terminal_size((80, 24)).columns
-    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in (None, "dumb")
+    plain = not has_colours()
     if not plain:
         try:
             from rich.console import Console

@@ -166,6 +166,24 @@ def test_search_says_what_it_does_not_begin_with(n, options, said, run, tmp_path
     assert said or "not tried" not in found.err
 
 
+def test_search_notes_once_that_w_and_n_are_slow(run, tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text("def w(s, b, d):\n    return (0, 0) if s < 1 else (1, 1)\ndef n(s, b, d):\n    return max(b, 0)\n")
+    found = run("search", path, "--stages", 2, "--microbatches", 2, "--budget", 1)
+    assert found.code == 0
+    notes = [line.split(" takes no arrays ")[0] for line in found.err.splitlines()]
+    assert notes == ["schedgen: note: w", "schedgen: note: n"]
+
+
+@pytest.mark.parametrize("fourth", ["k", "t"])
+def test_search_splits_the_backwards_of_a_w_with_a_fourth_argument(fourth, run, tmp_path):
+    path = tmp_path / "parts.py"
+    path.write_text(f"def w(s, b, d, {fourth}): return s + 0 * {fourth}, s\ndef n(s, b, d): return b\n")
+    sizes = ("--stages", 2, "--microbatches", 2, "--cost", "F=1,I=1,W=1", "--budget", 1)
+    assert run("search", path, *sizes, "-o", tmp_path / "found.json").code == 0
+    assert run("check", tmp_path / "found.json").code == 0
+
+
 def test_an_empty_name_is_no_file(files, run, refused):
     """An unset variable of the shell gives an empty name; the command would go on as if the option were not there."""
     schedule, sizes = files["gpipe"], ("--stages", 2, "--microbatches", 2)

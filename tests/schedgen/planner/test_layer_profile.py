@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from schedgen.planner.layer_downsets import all_downsets
-from schedgen.planner.layer_profile import MOST_BYTES, MOST_LAYERS, read_layers
+from schedgen.planner.layer_profile import MOST_BYTES, MOST_PROFILED, read_layers
 from schedgen.util.errors import RefusedFile
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"
@@ -121,7 +121,7 @@ def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
         ([layer("a", 0, 0)], None, "takes any time"),
         ([*map(layer, "abcd")], None, "not connected: no edges lead, either way, from a to b"),
         ([*map(layer, "abcd"), "\ta -- c", "\tb -- c"], None, "not connected: no edges lead, either way, from a to d"),
-        ([layer(f"n{at}") for at in range(MOST_LAYERS + 1)], MOST_LAYERS + 1, f"more than {MOST_LAYERS} layers"),
+        ([layer(f"n{at}") for at in range(MOST_PROFILED + 1)], MOST_PROFILED + 1, f"more than {MOST_PROFILED} layers"),
         (["\x1b[31m" + layer("a")[:9]], 1, "not a layer"),
         (["{"], 1, "not JSON"),
         (["{", ' "F": [1, 2],', ' "B": [1, 2]]', "}"], 3, "not JSON"),
@@ -135,7 +135,7 @@ def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
         (['{"F": [1, NaN], "B": 1}'], None, "F should be a number"),
         (['{"F": ' + "9" * 5000 + ', "B": 1}'], None, "not JSON"),
         (["[" * 100_000], None, "not JSON"),
-        (['{"F": ' + str([1] * (MOST_LAYERS + 1)) + ', "B": 1}'], None, f"{MOST_LAYERS + 1} layers"),
+        (['{"F": ' + str([1] * (MOST_PROFILED + 1)) + ', "B": 1}'], None, f"{MOST_PROFILED + 1} layers"),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -165,7 +165,7 @@ def test_the_directions_that_name_owners_are_a_difference(file, tmp_path, run):
     assert run("diff", files[0], files[0]).code == 0
 
 
-def test_it_is_coloured_in_a_terminal_alone(file, run):
+def test_it_is_coloured_in_a_terminal_alone(file, run, monkeypatch):
     a, b = file("gpipe"), file("1f1b")
     plain = run("diff", a, b).out
     coloured = in_terminal("diff", a, b, code=1, TERM="xterm")
@@ -174,3 +174,5 @@ def test_it_is_coloured_in_a_terminal_alone(file, run):
     assert red == [line for line in plain.splitlines() if line.startswith("-{")]
     assert "\033" not in plain
     assert in_terminal("diff", a, b, code=1, TERM="xterm", NO_COLOR="1") == plain
+    monkeypatch.delenv("TERM", raising=False)
+    assert in_terminal("diff", a, b, code=1) == plain

@@ -130,6 +130,19 @@ def test_the_gallery_has_every_schedule_and_stands_alone(schedules, tmp_path):
     assert gallery.main([str(folder), str(tmp_path / "missing.json")]) == 1
 
 
+def test_every_schedule_of_the_gallery_has_a_page_of_its_own(schedules, tmp_path):
+    pytest.importorskip("matplotlib")
+    folder, names = tmp_path / "gallery", ("a/x.json", "a/x-2.json", "b/x.json", "a/index.json")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((schedules / "1f1b.json").read_bytes())
+    assert gallery.main([str(folder), *(str(tmp_path / name) for name in names)]) == 0
+    pages = ["index-2.html", "index.html", "x-2.html", "x-3.html", "x.html"]
+    assert sorted(file.name for file in folder.iterdir()) == pages
+    text = (folder / "index.html").read_text()
+    assert re.findall(r'<h2 id="(.*?)"', text) == ["x", "x-2", "x-3", "index-2"]
+
+
 # In a browser
 
 

@@ -7,8 +7,8 @@ import pytest
 from examples import further
 
 from schedgen.ir.file import parse
-from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.placed_problem import least_time
+from schedgen.planner.order_search.question import Question
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine

@@ -14,13 +14,13 @@ from schedgen.ir.file import write
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import measured
-from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.found_order import Limits, Question
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
 from schedgen.planner.order_search.problem import fits, order_of
+from schedgen.planner.order_search.question import Limits, Question
+from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -193,9 +193,9 @@ def test_cp_sat_takes_messages_however_long(message):
     question = Question(load("1f1b", sizes), sizes, UNIT, Machine(alpha=message), Limits(saved=1))
     problem = problem_of(placed_jobs(question), question)
     everything = 4 * message + 12
-    proof = cp_sat.solve(problem, np.full(len(problem.worker), everything), everything, 0.0, 1.0)
-    assert proof.optimal == (message < 1e16)
-    assert proof.bound == (pytest.approx(4 * message + 10) if proof.optimal else 0)
+    solution = cp_sat.solve(problem, np.full(len(problem.worker), everything), everything, 0.0, 1.0)
+    assert solution.optimal == (message < 1e16)
+    assert solution.bound == (pytest.approx(4 * message + 10) if solution.optimal else 0)
 
 
 def test_whole_backwards_give_back_what_their_own_forward_took():

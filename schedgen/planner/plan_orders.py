@@ -10,15 +10,15 @@ from schedgen.compiler.place import place_jobs
 from schedgen.ir.cost import has_both, shortest_halves, without_redo
 from schedgen.ir.program import Program
 from schedgen.planner.candidates import Candidate, with_layers
-from schedgen.planner.order_search.found_order import Limits, Question
 from schedgen.planner.order_search.placed_problem import least_time
+from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.stage_costs import StageCosts
 from schedgen.util.errors import UsageError
 
 
-class Placement(NamedTuple):
+class PlacedCandidate(NamedTuple):
     """Where stages run, which layers they have, and a lower bound on the time of any order of their jobs."""
 
     candidate: Candidate  # the first that places its jobs this way
@@ -26,13 +26,15 @@ class Placement(NamedTuple):
     least: float  # seconds
 
 
-def placements(candidates: Iterable[Candidate], moved: Sequence[StageCosts], fastest: float) -> list[Placement]:
+def placed_candidates(
+    candidates: Iterable[Candidate], moved: Sequence[StageCosts], fastest: float
+) -> list[PlacedCandidate]:
     """The placements that may be faster than `fastest`, those with the least lower bound first.
 
     Each has its own cuts or those of `moved`; a placement that several schemes share is listed once. Where the halves
     of backwards are measured, too, one search decides which backwards are split, whatever the scheme does.
     """
-    distinct: dict[tuple[bool, tuple[int, ...], bytes], Placement] = {}
+    distinct: dict[tuple[bool, tuple[int, ...], bytes], PlacedCandidate] = {}
     for candidate in candidates:
         sizes, scheme = candidate.sizes, candidate.scheme
         if candidate.recompute:
@@ -47,18 +49,18 @@ def placements(candidates: Iterable[Candidate], moved: Sequence[StageCosts], fas
             cost = shortest_halves(costs.times, sizes.stages) if mixed else costs.durations(scheme.split)
             question = Question(with_layers(candidate.scheme, costs), sizes, without_redo(cost), costs.machine)
             least = least_time(question)
-            distinct[key] = Placement(candidate, costs, least)
+            distinct[key] = PlacedCandidate(candidate, costs, least)
     return sorted((each for each in distinct.values() if each.least < fastest), key=lambda each: each.least)
 
 
-def found_order(placement: Placement, memory: float, budget: int, redo: bool) -> Program | None:
+def searched_program(placed: PlacedCandidate, memory: float, budget: int, redo: bool) -> Program | None:
     """The program of the best order; None if a built-in order is as good, no order fits, or weights move.
 
     memory  bytes a worker
     budget  as for `search_order`
     redo    whether the search also decides which forwards are redone
     """
-    candidate, costs, _ = placement
+    candidate, costs, _ = placed
     scheme, sizes, machine = with_layers(candidate.scheme, costs), candidate.sizes, costs.machine
     cost = costs.times if has_both(costs.times) else costs.durations(scheme.split)
     limits = Limits(bytes=memory if math.isfinite(memory) else None)
