@@ -189,6 +189,8 @@ def why_uncut(what: str, tree: Any, size: int, one_more: Any = None) -> str | No
     `one_more`: the same of a microbatch of one sample more, which tells tensors that are as long by chance, and those
     that have the samples in another dimension, too, as similarities of all pairs have; None: it is not known.
     """
+    is_mapping = what == "target" and isinstance(tree, Mapping)
+    remedy = ", or pairs (input, target), as the loss gets all of a mapping" if is_mapping else ""
     for number, (path, x) in enumerate(tree_leaves_with_path(tree)):
         if not isinstance(x, Tensor):
             continue
@@ -202,5 +204,6 @@ def why_uncut(what: str, tree: Any, size: int, one_more: Any = None) -> str | No
             f"the {what}{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}{also}, but the "
             "last step of an epoch is padded: give tensors with the samples in dimension 0 alone (expand over them "
             'what is not by sample), or the loader a microbatch_size that divides them, or last="drop"'
+            f"{remedy}"
         )
     return None

@@ -318,6 +318,7 @@ def test_a_sample_more_shows_which_dimensions_of_outputs_are_samples(how):
 def test_an_output_that_cannot_be_cut_is_named():
     words = "the output['one'] of a microbatch of 4 samples has shape (2,), but the last step of an epoch is padded: "
     assert (why_uncut("output", {"all": ROWS, "one": torch.zeros(2)}, 4) or "").startswith(words)
+    assert (why_uncut("target", {"flat": torch.zeros(9)}, 4) or "").endswith(", as the loss gets all of a mapping")
 
 
 @pytest.mark.parametrize("padding", [0, 1])
