@@ -37,6 +37,8 @@ class FolderLock:
         try:
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
+            if os.path.lexists(self.path):
+                raise RefusedFile(f"{self.path}: {error.strerror}") from None
             raise UsageError(f"saving to {folder}: {error.strerror}") from None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)

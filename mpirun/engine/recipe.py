@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,7 @@ class SteppedOptimizer:
     def rate(self) -> float:
         """The learning rate of the first group, as it is now; 0 if it has none, as Adafactor may choose one itself."""
         rate = self.optimizer.param_groups[0].get("lr")
-        return float(rate) if isinstance(rate, SupportsFloat) else 0.0
+        return 0.0 if rate is None else float(rate)
 
 
 def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -26,7 +26,8 @@ class ReferenceStage:
     def take_gradients(self) -> dict[str, Tensor]:
         """Remove and return the parameters' gradients; zeros where there is none."""
         gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.items()}
-        self.module.zero_grad()
+        for parameter in self.parameters.values():
+            parameter.grad = None
         return gradients
 
 
