@@ -22,7 +22,7 @@ from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
 from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, frozen_statistics
-from mpirun.model.loss import loss_and_metrics, loss_input
+from mpirun.model.loss import check_derivatives, loss_and_metrics, loss_input
 from mpirun.model.rng import LOSS, derived_seed
 from schedgen.ir.instructions import Instruction, Kind, Op
 
@@ -196,7 +196,12 @@ class ForwardBackward:
         def score(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
             if draws:
                 rng.begin(LOSS)
-            loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
+            try:
+                loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
+            except RuntimeError as error:
+                if save:
+                    check_derivatives(error)
+                raise
             if save and not loss.requires_grad:
                 raise ValueError("the loss has no gradient: it depends on no parameter")
             found |= metrics

@@ -106,7 +106,7 @@ class MinibatchLoss:
         Returns the loss by microbatch, the same for all; before the last outputs it is empty. UsageError if the loss is
         not one real number, or has no gradient.
         """
-        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs]
+        leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in outputs]
         self.collected[mb] = leaves, batch._replace(leaves=[])
         if len(self.collected) < self.count:
             return {}

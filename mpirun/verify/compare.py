@@ -133,7 +133,8 @@ def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], limit
 
 def _buffers(ours: Buffers, theirs: Buffers, limit: float) -> Difference:
     """The difference of buffers, whose values may be NaN or infinite; integers may not differ at all."""
-    finite = {key: x.nan_to_num(0, 0, 0) for key, x in theirs.items() if x.is_floating_point()}
+    inexact = {key: x for key, x in theirs.items() if x.is_floating_point() or x.is_complex()}
+    finite = {key: x.nan_to_num(0, 0, 0) for key, x in inexact.items()}
     worst, rounding = Difference("buffers", 0.0, "", limit), _rounding(finite)
     for key, value in theirs.items():
         apart = (ours[key] != value) & ~((ours[key] != ours[key]) & (value != value))  # NaN equals NaN

@@ -158,6 +158,21 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
     assert (seen[1]["names"], seen[1]["classes"]) == (target["names"], target["classes"])
 
 
+def test_a_loss_of_the_whole_minibatch_gives_complex_outputs_a_gradient() -> None:
+    waves, rows = torch.randn(2, 3, 4, dtype=torch.complex64), torch.randn(2, 3, 4)
+
+    def loss(output: Any, target: object) -> Tensor:
+        return (output[0].abs() ** 2).mean() + (output[0].imag * output[1]).sum()
+
+    minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss, lambda text, rng: (0, 0)), 2, "cpu", None)
+    for number in range(2):
+        minibatch_loss.add_outputs(number, [waves[number], rows[number]], Microbatch([], None, 1.0, 3))
+    found = [minibatch_loss.take_gradients(number) for number in range(2)]
+    leaves = [x.flatten(0, 1).requires_grad_() for x in (waves, rows)]
+    for index, expected in enumerate(torch.autograd.grad(loss(leaves, None), leaves)):
+        torch.testing.assert_close(torch.cat([gradients[index] for gradients in found]), expected)
+
+
 class RunningMean(nn.Module):
     """A loss with a buffer that it changes."""
 
@@ -179,6 +194,7 @@ class RunningMean(nn.Module):
         (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
         (lambda output, target: (SCALE * output).sum(), r"the loss depends on a parameter of shape \(1,\) that needs"),
         (RunningMean(), "a call of the loss changes its buffers mean, which no checkpoint would have"),
+        (lambda output, target: torch.autograd.grad(output.sum(), SCALE)[0], r"the loss differentiates what it gets"),
         (lambda output, target: output.nothing(), "the loss fails on the shapes it gets: AttributeError"),
     ],
 )

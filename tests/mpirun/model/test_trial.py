@@ -282,6 +282,15 @@ def test_a_loss_of_trainable_parameters_is_refused():
     assert shapes_of(nn.Linear(6, 6), loss=lambda output, target: mse_loss(frozen(output), target))[0].loss is not None
 
 
+def test_a_loss_that_differentiates_an_output_is_refused():
+    for loss in (
+        lambda output, _: torch.autograd.grad(output.sum(), output)[0].sum(),
+        lambda output, _: torch.autograd.grad(output.requires_grad_().sum(), ROWS.clone().requires_grad_())[0].sum(),
+    ):
+        with pytest.raises(UsageError, match=r"^the loss differentiates .*: compute such derivatives in the model's f"):
+            shapes_of(nn.Linear(6, 6), loss=loss)
+
+
 def test_a_loss_that_changes_its_target_in_place_is_found_and_tried_on_a_copy():
     def masked(output: Tensor, target: Tensor) -> Tensor:
         target.view(-1)[target.view(-1) > 5] = 0

@@ -93,6 +93,7 @@ def test_buffers_are_compared_whatever_is_in_them():
     one = trained([gradient({0: 1, 1: 1}, 0)])
     buffers = {
         (0, "mean"): torch.tensor([1.0, math.nan, -math.inf]),
+        (0, "wave"): torch.tensor([1.0 + 1j, complex(math.nan, 2), complex(3, math.inf)]),
         (0, "count"): torch.tensor(10**6),
         (1, "used"): torch.tensor([True, False]),
     }
@@ -100,14 +101,16 @@ def test_buffers_are_compared_whatever_is_in_them():
     assert failed(one, one) == failed(one, one, 0.0) == []
     wrong = {
         "mean": torch.tensor([1.0, 0.0, -math.inf]),
+        "wave": torch.tensor([1.0 + 1j, 2j, complex(3, math.inf)]),
         "count": torch.tensor(10**6 + 1),
         "used": torch.tensor([True] * 2),
     }
     for key in buffers:
         for limit in (0.0, LIMIT):
             assert failed(one._replace(buffers=buffers | {key: wrong[key[1]]}), one, limit) == ["buffers"], key
-    near = buffers | {(0, "mean"): torch.tensor([1.0 + 1e-6, math.nan, -math.inf])}
-    assert failed(one._replace(buffers=near), one) == [] and failed(one._replace(buffers=near), one, 0.0) == ["buffers"]
+    for key in ((0, "mean"), (0, "wave")):
+        near = one._replace(buffers=buffers | {key: torch.cat([buffers[key][:1] + 1e-6, buffers[key][1:]])})
+        assert failed(near, one) == [] and failed(near, one, 0.0) == ["buffers"]
 
 
 BACKWARDS = """
