@@ -240,7 +240,7 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
     if produced[source.output].is_complex():
         raise UsageError(
             f"stage {stage} reads complex numbers, output {source.output} of stage {source.stage}, which cannot be "
-            "sent: return torch.view_as_real of them"
+            "sent: cut elsewhere, or return torch.view_as_real of them"
         )
     return produced[source.output]
 

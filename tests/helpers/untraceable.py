@@ -236,6 +236,14 @@ class Inferred(Layers):
         return self.second(x + y.clone())
 
 
+class Forces(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.second(torch.tanh(self.first(x))).sum()
+        (forces,) = torch.autograd.grad(energy, x, create_graph=True)  # here
+        return -forces
+
+
 class Hooked(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)

@@ -11,7 +11,8 @@ from itertools import accumulate, pairwise
 from numbers import Real
 from operator import getitem
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from mpirun.model.frontend.errors import line_of_node, unknown_name
 from mpirun.model.frontend.linear_partition import NEVER, balanced_starts
@@ -90,7 +91,7 @@ def module_names(node: fx.Node) -> list[str]:
 
 def uncut_ranges(dependencies: Dependencies) -> list[tuple[fx.Node, int, int]]:
     """Roots of memory changed in place, each with the first and last index in the body that no cut may separate."""
-    root, index = dependencies.root, {node: k for k, node in enumerate(dependencies.body)}
+    root, index = dependencies.root, _indices(dependencies)
     ranges = []
     for memory, writes in dependencies.writes.items():
         if is_buffer(memory):
@@ -105,15 +106,41 @@ def uncut_ranges(dependencies: Dependencies) -> list[tuple[fx.Node, int, int]]:
     return ranges
 
 
+def _indices(dependencies: Dependencies) -> dict[fx.Node, int]:
+    return {node: k for k, node in enumerate(dependencies.body)}
+
+
+def _last_uses(dependencies: Dependencies) -> list[int]:
+    """By node of the body, the index in the body of the last node that uses it; the body's length if an output does."""
+    index, last_uses = _indices(dependencies), []
+    for node, begin in index.items():
+        uses = [index[user] for user in node.users if user in index]
+        uses += [len(index)] * any(user.op == "output" for user in node.users)
+        last_uses.append(max(uses, default=begin))
+    return last_uses
+
+
+def _complex_ranges(dependencies: Dependencies) -> list[tuple[fx.Node, int, int]]:
+    """Nodes that make complex numbers, which cannot be sent, each with its index in the body and its last use's."""
+    return [
+        (node, k, min(last_use, len(dependencies.body) - 1))
+        for k, (node, last_use) in enumerate(zip(dependencies.body, _last_uses(dependencies), strict=True))
+        if any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves(node.meta.get("val")))
+    ]
+
+
 def _longest_uncut_range(dependencies: Dependencies) -> str:
     """The longest run of operations that is not cut, and why, as the end of a sentence."""
-    ranges = uncut_ranges(dependencies)
-    root, first, last = max(ranges, key=lambda entry: entry[2] - entry[1], default=(None, 0, 0))
+    in_place, kept_whole = uncut_ranges(dependencies), _complex_ranges(dependencies)
+    root, first, last = max([*in_place, *kept_whole], key=lambda entry: entry[2] - entry[1], default=(None, 0, 0))
     if root is None or last == first:
         return ""
-    what = f"the buffer {root.target}" if is_buffer(root) else "a tensor"
-    where = line_of_node(dependencies.writes[root][0])
-    return f": {last - first + 1} operations stay together, since {what} is changed in place at {where}"
+    if (root, first, last) in in_place:
+        what = f"the buffer {root.target}" if is_buffer(root) else "a tensor"
+        why = f"{what} is changed in place at {line_of_node(dependencies.writes[root][0])}"
+    else:
+        why = f"complex numbers cannot be sent, such as those made at {line_of_node(root)}"
+    return f": {last - first + 1} operations stay together, since {why}"
 
 
 def _empty_stage(what: str) -> UsageError:
@@ -125,16 +152,11 @@ def _prices(dependencies: Dependencies) -> list[float]:
 
     Nothing is cut where no value is alive, as after a counter at the head: nobody would read the stage before.
     """
-    body = dependencies.body
-    index = {node: k for k, node in enumerate(body)}
+    body, last_uses = dependencies.body, _last_uses(dependencies)
     changes = [0] * (len(body) + 1)  # of the bytes that are alive
-    last_uses = []
-    for node, begin in index.items():
-        uses = [index[user] for user in node.users if user in index]
-        uses += [len(index)] * any(user.op == "output" for user in node.users)
-        last_uses.append(max(uses, default=begin))
-        changes[begin + 1] += value_bytes(node)
-        changes[min(last_uses[-1] + 1, len(index))] -= value_bytes(node)
+    for k, (node, last_use) in enumerate(zip(body, last_uses, strict=True)):
+        changes[k + 1] += value_bytes(node)
+        changes[min(last_use + 1, len(body))] -= value_bytes(node)
     prices, alive = [0.0], 0
     for k, (before, node) in enumerate(pairwise(body), 1):
         alive += changes[k]
@@ -145,7 +167,7 @@ def _prices(dependencies: Dependencies) -> list[float]:
     for k, node in enumerate(body):
         if node.target is getitem:  # stays with the node whose result it is a part of
             prices[k] = NEVER
-    for _, first, last in uncut_ranges(dependencies):
+    for _, first, last in (*uncut_ranges(dependencies), *_complex_ranges(dependencies)):
         prices[first + 1 : last + 1] = [NEVER] * (last - first)
     return prices
 

@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -65,18 +65,31 @@ def line_of_forward(module: nn.Module) -> SourceLine:
     return SourceLine(code.co_filename, code.co_firstlineno, code.co_name)
 
 
-def export_error(module: nn.Module, error: BaseException) -> UsageError:
-    """The UsageError that reports a failure of torch.export, with the user's line that causes it."""
+def line_of_call() -> SourceLine | None:
+    """The user's line that is being executed."""
+    frames = traceback.extract_stack()
+    return _innermost(SourceLine(frame.filename, frame.lineno or 0, frame.name) for frame in frames)
+
+
+def export_error(module: nn.Module, error: BaseException, derivatives: Collection[SourceLine | None]) -> UsageError:
+    """The UsageError that reports a failure of torch.export, with the user's line that causes it.
+
+    `derivatives`: the lines that computed derivatives.
+    """
     chain = list(_chain(error))
     lines = [
         SourceLine(frame.filename, frame.lineno or 0, frame.name)
         for link in reversed(chain)
         for frame in traceback.extract_tb(link.__traceback__)
     ]
-    where = _innermost(lines) or line_of_forward(module)
+    failed = _innermost(lines)
+    where = failed or line_of_forward(module)
     for link in chain:
         if isinstance(link, UsageError):
             return UsageError(f"{where}: {link}")
+    for line in derivatives:
+        if line is not None and failed in (line, None):  # torch often fails after the forward
+            return UsageError(f"{line}: these derivatives cannot be traced: give a list of modules, one a stage")
     if any(word in type(link).__name__ for link in chain for word in DATA_DEPENDENT):
         why = (
             "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"

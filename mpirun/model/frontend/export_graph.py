@@ -22,11 +22,13 @@ from torch.export.graph_signature import CustomObjArgument
 
 from mpirun.model.frontend.assigned_buffers import changing_assigned_buffers, set_lines_of_changes
 from mpirun.model.frontend.errors import (
+    SourceLine,
     called_by_user,
     check_example,
     check_hooks,
     check_names,
     export_error,
+    line_of_call,
     line_of_forward,
     line_of_node,
 )
@@ -84,11 +86,13 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     export = torch.export.export
     if torch.__version__ < "2.7":  # before 2.7 export makes a graph for inference
         export = getattr(torch.export, "export_for_training", export)
+    derivatives: list[SourceLine | None] = []
     try:
         with (
             _silent(),
             _refusing_untraced(),
             _tracing_data(),
+            _noting_derivatives(derivatives),
             changing_assigned_buffers(module),
             torch.compiler.set_stance("force_eager"),  # compiled functions run uncompiled
             where,
@@ -96,7 +100,7 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             program = export(module, args, kwargs, strict=False)
             exported = program.module()
     except Exception as error:
-        raise export_error(module, error) from None
+        raise export_error(module, error, derivatives) from None
     graph = exported.graph
     graph.set_codegen(fx.graph.CodeGen())
     set_lines_of_changes(graph)
@@ -262,6 +266,19 @@ def _tracing_data() -> Iterator[None]:
         data.__set__(x, value)
 
     with mock.patch.object(Tensor, "data", property(read, assign)):
+        yield
+
+
+@contextlib.contextmanager
+def _noting_derivatives(lines: list[SourceLine | None]) -> Iterator[None]:
+    """Inside, the user's lines that compute derivatives are added to `lines`."""
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        lines.append(line_of_call())
+        return run(*args, **kwargs)
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", noted):
         yield
 
 

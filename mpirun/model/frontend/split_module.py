@@ -62,7 +62,8 @@ def split(
     The module is cut where submodules named in `points` begin and where its source calls `pipe_split()`; if there are
     none, into `stages` balanced parts between which little is sent. `costs`, by submodule, replace the estimated
     costs (flops plus bytes of parameters); other submodules then cost nothing. `shared`: whether a parameter that
-    several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or a mapping by name.
+    several stages use is sent by the first ("transmit") or copied and tied ("replicate", as complex ones always are),
+    or a mapping by name.
     `dims`: the dimension of the example's samples, a number, or nested as args, kwargs or (args, kwargs), with None
     for what has no samples: the module is traced a second time, and microbatches may have one sample less.
     `init`: for a module on the meta device, a function that gives a submodule its own parameters and buffers, in
@@ -251,7 +252,7 @@ def _stages_of_shared_parameters(dependencies: Dependencies, stage_of: Mapping[f
 
 
 def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> dict[str, str]:
-    """By parameter, "transmit" or "replicate", which counts if several stages use it."""
+    """By parameter, "transmit" or "replicate", which counts if several stages use it; complex ones cannot be sent."""
     parameters = dependencies.exported.parameters
     treatments = dict.fromkeys(parameters, shared) if isinstance(shared, str) else shared
     for name, treatment in treatments.items():
@@ -259,7 +260,8 @@ def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> 
             raise unknown_name("shared: the parameter", name, parameters)
         if treatment not in SHARED:
             raise UsageError(f"shared: {treatment!r} is neither 'transmit' nor 'replicate'")
-    return dict.fromkeys(parameters, "transmit") | dict(treatments)
+    unsendable = [name for name, parameter in parameters.items() if parameter.is_complex()]
+    return dict.fromkeys(parameters, "transmit") | dict(treatments) | dict.fromkeys(unsendable, "replicate")
 
 
 def _unused(module: nn.Module, stages: Sequence[nn.Module], aliases: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:

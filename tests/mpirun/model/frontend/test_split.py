@@ -619,6 +619,46 @@ def test_shared_by_name() -> None:
     assert not split(module, (TOKENS, MASK), stages=2, shared={"places.weight": "replicate"}).tied
 
 
+class Waves(nn.Module):
+    """Layers that each multiply the spectrum of x by its own complex numbers, and by those that all share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        own = [torch.randn(WIDTH // 2 + 1, dtype=torch.complex64) for _ in self.layers]
+        self.own, self.common = nn.ParameterList(own), nn.Parameter(own[0] / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, own in zip(self.layers, self.own, strict=True):
+            spectrum = torch.fft.rfft(layer(x))[..., :2]  # fewer bytes than x
+            x = torch.tanh(torch.fft.irfft(spectrum * (own * self.common)[:2], n=WIDTH))
+        return x
+
+
+def test_complex_numbers_are_not_sent() -> None:
+    """No cut that `split` chooses goes through them, and a parameter that stages share is in each of them."""
+    for cut in (split(Waves(), X, stages=2), split(Waves(), X, stages=3), split(Waves(), X, points=["layers.1"])):
+        travels(cut)
+        sent: dict[Any, Tensor] = {Input(0): X}
+        for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+            outputs = module(*(sent[source] for source in sources))
+            sent |= {Value(stage, k): x for k, x in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+        assert not any(x.is_complex() for x in sent.values())
+        assert [name for _, name in cut.tied[0]] == ["common"] * len(cut.stages)
+    agree(module := Waves(), split(module, X, stages=3, shared={"common": "transmit"}), (X,))
+
+
+def test_why_complex_numbers_are_not_cut() -> None:
+    class Wave(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.fft.rfft(self[0](x))
+            return self[1](x) + torch.fft.irfft(y * y.abs(), n=WIDTH)
+
+    why = r"into 3 stages at most, not 4: \d+ operations stay together, since complex numbers cannot be sent, such as "
+    with pytest.raises(UsageError, match=why + r"those made at .*in forward: `y = torch.fft.rfft\(self\[0\]\(x\)\)`"):
+        split(Wave(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), X, stages=4)
+
+
 # What cannot be split
 
 
@@ -644,6 +684,7 @@ def line_of(name: str) -> str:
         ("Generated", "a Generator is no part of a stage|argument of type: .*Generator"),  # torch 2.10 refuses it, too
         ("Ungraded", "no_grad under autocast cannot be traced: its gradients would be wrong"),
         ("Inferred", "inference_mode, unlike no_grad, cannot be traced: its gradients would be wrong"),
+        ("Forces", "these derivatives cannot be traced: give a list of modules, one a stage"),
         ("Hooked", "a hook on a tensor cannot be traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("ViewedInside", "changes in place what an earlier stage has made, and there are views of it"),
