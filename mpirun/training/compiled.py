@@ -26,12 +26,19 @@ def compile_for(model: Model, scheme: str, microbatches: int | None, workers: in
     if type(microbatches) is not int or microbatches < 1:
         raise UsageError(f"microbatches: say how many a step of {scheme} has, 1 at least")
     graph, sizes = model.graph(), Sizes(len(model.stages), microbatches, workers)
-    loaded = load(scheme, sizes)
-    if model.reads is not None or loaded.edges is None:  # else the scheme's own edges say what stages read
-        loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
-        program = compile(loaded, sizes, Options(tied=graph.tied))
+        try:
+            loaded = load(scheme, sizes)
+            if model.reads is not None or loaded.edges is None:  # else the scheme's own edges say what stages read
+                loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
+            program = compile(loaded, sizes, Options(tied=graph.tied))
+        except UsageError as error:
+            if " --" not in str(error):
+                raise
+            raise UsageError(
+                f"{error}: an Engine has no such options, so give it a file that `schedgen compile {scheme}` has made"
+            ) from None
     for warning in slow:
         warn_user(str(warning.message))
     check(program, f"the schedule {scheme}")

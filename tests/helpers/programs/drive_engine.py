@@ -548,6 +548,7 @@ def sentences() -> Any:
         "forwards": lambda: mpirun.Engine(str(FOLDER / "forward.json"), modules(), **plain),
         "no loss": lambda: mpirun.Engine(file, modules(), timeout=0),
         "no microbatches": lambda: mpirun.Engine("1f1b", modules(), stages=4, **plain),
+        "no groups": lambda: mpirun.Engine("fslpp", modules(), stages=4, microbatches=4, **plain),
         "no such scheme": lambda: mpirun.Engine("2f2b", modules(), stages=4, microbatches=4, **plain),
         "other ranks": lambda: mpirun.Engine(program(2), modules(), **plain),
         "threads": lambda: mpirun.Engine(file, modules(), threads=0, **plain),

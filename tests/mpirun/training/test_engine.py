@@ -202,6 +202,7 @@ SENTENCES = {
     "no loss": "loss: say what it is, modules have none",
     "no microbatches": "microbatches: say how many a step of 1f1b has",
     "no such scheme": "2f2b",
+    "no groups": "fslpp needs --workers W and --groups G: an Engine has no such options, so give it a file",
     "other ranks": "the schedule is for 2 ranks, mpiexec -n 2, but this run has 4",
     "threads": "threads should be a whole number of at least 1, not 0",
     "wrong stages": "has 3 stages, not the 4 that it is asked for",
@@ -2070,6 +2071,30 @@ def test_a_forward_may_ask_for_gradients(launch, scripts, compiled):
     )
     assert refused.endswith(f"evaluations run {hint}")
     assert f"does not have a grad_fn; forwards that are recomputed run at first {hint}" in at_once.err
+
+
+DIFFERENTIATED = """
+import sys, torch, mpirun
+class Field(torch.nn.Linear):
+    def forward(self, x):
+        x = x.requires_grad_()
+        return super().forward(x), x
+def loss(output, target):
+    y, x = output
+    slope = 0 if "later" in sys.argv and not x.requires_grad else torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+    return (y - target + slope).square().mean()
+x = torch.ones(4, 3)
+with mpirun.Engine("1f1b", [Field(3, 3)], stages=1, microbatches=2, loss=loss, timeout=0) as run:
+    run.step((x, x))
+"""
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_loss_that_differentiates_its_outputs_is_refused_in_a_sentence(scripts, when):
+    """Also if it does so in training alone, which its trial does not see."""
+    (done,) = scripts(1, [[DIFFERENTIATED, when]])
+    assert done.code != 0 and "mpirun: the loss differentiates what it gets, but outputs are cut off" in done.err
+    assert "Traceback" not in done.err, done.err
 
 
 CHANGED_DATA = """
