@@ -43,7 +43,8 @@ class Transfers:
             memory = slots.received(i, size, torch.uint8)
             return self._receive(row, i, i.kind, buffer, memory, [gradient.as_numbers(sent) for sent in memory])
         buffer = self.buffers.named_by(i)
-        memory = slots.received(i, *self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec)
+        spec = self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
+        memory = slots.received(i, spec.size, spec.dtype)
         return self._receive(row, i, i.kind, buffer, memory, memory)
 
     def _receive(self, row: int, i: Instruction, tag: int, buffer: LocalBuffer, memory: Tensor, value: Any) -> Act:

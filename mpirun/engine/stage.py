@@ -215,15 +215,17 @@ class LocalStage:
                 arguments = [x.view_as(x) if isinstance(x, Tensor) else x for x in arguments]
             output = self.module(*arguments)
             outputs = [output] if isinstance(output, Tensor) else list(output)
-            for tensor, (size, dtype) in zip(outputs, specs, strict=True):
-                if tensor.shape != size or tensor.dtype is not dtype:
+            for tensor, spec in zip(outputs, specs, strict=True):
+                if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
                     raise RuntimeError(
                         f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
-                        f"but on the first microbatch {dtype} of shape {size}"
+                        f"but on the first microbatch {spec.dtype} of shape {spec.shape}"
                     )
             for index in self.shape.aliased_outputs:
                 outputs[index] = outputs[index].clone()
-            return [x.contiguous() for x in outputs] if loss is None else [loss(outputs)]
+            if loss is not None:
+                return [loss(outputs)]
+            return [spec.sent(x) for spec, x in zip(specs, outputs, strict=True)]
 
     def backward(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> None:
         """Run the backward: the inputs' gradients go to `saved`, the parameters' are added to their `grad`."""

@@ -44,10 +44,28 @@ Reads = Sequence[Sequence[Source]]  # by stage: its sources
 
 
 class TensorSpec(NamedTuple):
-    """A tensor's shape and type."""
+    """A tensor's shape and type, as it travels.
+
+    order  its dimensions as they lie in memory, if that is in another order, as in channels_last: it is sent permuted
+           in this way, and permuted back where it is read, so that it has the strides that it would have uncut
+    """
 
     size: tuple[int, ...]
     dtype: torch.dtype
+    order: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape before it is sent, and where it is read."""
+        return tuple(self.size[self.order.index(dim)] for dim in range(len(self.order))) if self.order else self.size
+
+    def sent(self, x: Tensor) -> Tensor:
+        """The tensor as it is sent: contiguous."""
+        return (x.permute(self.order) if self.order else x).contiguous()
+
+    def read(self, x: Tensor) -> Tensor:
+        """A tensor that was sent, as it is read: a view of it."""
+        return x.permute([self.order.index(dim) for dim in range(len(self.order))]) if self.order else x
 
     @property
     def bytes(self) -> int:
@@ -57,6 +75,14 @@ class TensorSpec(NamedTuple):
     def zeros(self, device: torch.device) -> Tensor:
         """Such a tensor, filled with zeros."""
         return torch.zeros(self.size, dtype=self.dtype, device=device)
+
+
+def spec_of(x: Tensor) -> TensorSpec:
+    """How a tensor travels: in the order that its dimensions have in memory."""
+    strides = torch.empty_like(x, device="meta").stride()
+    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], x.shape[dim] == 1))
+    permuted = order != sorted(order)
+    return TensorSpec(tuple(x.shape[dim] for dim in order), x.dtype, tuple(order) if permuted else ())
 
 
 class Bundle:
@@ -126,8 +152,9 @@ class Dataflow:
         """How the arguments of a stage's forward are made of the values that it receives, in the producers' order."""
         values = [Value(p, index) for p in self.graph.producers[stage] for index in self.outputs_read[p, stage]]
         count = len(values)
-        sources = self.reads[stage]
-        return Arguments([values.index(x) if isinstance(x, Value) else count + x.leaf for x in sources], count)
+        sources, specs = self.reads[stage], [self.outputs[value.stage][value.output] for value in values]
+        positions = [values.index(x) if isinstance(x, Value) else count + x.leaf for x in sources]
+        return Arguments(positions, count, specs if any(spec.order for spec in specs) else ())
 
     def activation_bytes(self, stage: int) -> int:
         """Bytes of all messages x.stage.b of a microbatch; 0 of the last stage."""
@@ -139,15 +166,20 @@ class Dataflow:
 class Arguments:
     """The arguments of a stage's forward, in terms of the values it receives and of the input's leaves."""
 
-    def __init__(self, positions: Sequence[int], values: int) -> None:
-        """`positions`: by argument, its index in the list of `values` received values followed by the leaves."""
-        self.positions = positions
+    def __init__(self, positions: Sequence[int], values: int, specs: Sequence[TensorSpec] = ()) -> None:
+        """`positions`: by argument, its index in the list of `values` received values followed by the leaves.
+
+        `specs`: of the values; empty: they are read as they were sent.
+        """
+        self.positions, self.specs = positions, specs
         self.reads_input = any(position >= values for position in positions)
         # How many arguments there are, if they are the first values in order; else 0.
         self.first = len(positions) if list(positions) == list(range(len(positions))) else 0
 
     def __call__(self, values: Sequence[Tensor], leaves: Sequence[Any]) -> list[Any]:
         """The arguments, in their order."""
+        if self.specs:
+            values = [spec.read(x) for spec, x in zip(self.specs, values, strict=True)]
         both = [*values, *leaves]
         return both[: self.first] if self.first else [both[position] for position in self.positions]
 

@@ -28,7 +28,7 @@ from mpirun.data.values import copy_of, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs
+from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
 from mpirun.model.forward_watch import ForwardWatch, memory
 from mpirun.model.frozen_statistics import counts
 from mpirun.model.loss import check_graph, check_real, loss_and_metrics, loss_input, try_loss, watched
@@ -204,9 +204,10 @@ class Trial:
                 f"stage {stage}: its forward replaces {lost[0]} or its data, and the new tensor would not be trained: "
                 "change the parameter in place, under torch.no_grad()"
             )
-        may_draw = fake is None and model.shard_of(stage).count == 1
+        is_whole, last = model.shard_of(stage).count == 1, model.model_stage(len(model.stages) - 1)
+        keeps_strides = is_whole and model.model_stage(stage) < last  # shards are summed, the loss takes its own
         return [x.detach() for x in made], parameters._replace(
-            outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in made),
+            outputs=tuple(spec_of(x) if keeps_strides else TensorSpec(tuple(x.shape), x.dtype) for x in made),
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
             overwrites_buffers=bool(changed or counts(module) != numbers or (fake is None and watch.buffers)),
             changed_buffers=changed,
@@ -214,7 +215,7 @@ class Trial:
                 n for n, x in module.named_parameters() if n in replaced or watch.has_written_to(x)
             ),
             aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
-            random_layers=tuple(watch.layers if may_draw else watch.random_layers),
+            random_layers=tuple(watch.layers if fake is None and is_whole else watch.random_layers),
             model_stage=model.model_stage(stage),
         )
 

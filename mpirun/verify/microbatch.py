@@ -42,19 +42,23 @@ def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]],
     outputs: dict[Value, Tensor] = {}
     read: dict[Value, Tensor] = {}  # what consumers read: the sum over shards if a stage is split
     leaves: list[dict[Value, Tensor]] = []
-    for stage, (module, sources) in enumerate(zip(modules, setup.dataflows[0].reads, strict=True)):
+    dataflow = setup.dataflows[number % len(setup.dataflows)]
+    for stage, (module, sources) in enumerate(zip(modules, dataflow.reads, strict=True)):
         values = dict.fromkeys(source for source in sources if isinstance(source, Value))
         leaves.append({value: read[value].detach().requires_grad_(read[value].is_floating_point()) for value in values})
         arguments = [
-            leaves[-1][source] if isinstance(source, Value) else batch.leaves[source.leaf] for source in sources
+            dataflow.outputs[source.stage][source.output].read(leaves[-1][source])
+            if isinstance(source, Value)
+            else batch.leaves[source.leaf]
+            for source in sources
         ]
         with autocast(setup.device.kind, setup.autocast_dtype):
             output = module(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
         tensors = [output] if isinstance(output, Tensor) else list(output)
         for index in setup.shapes[stage].aliased_outputs:
             tensors[index] = tensors[index].clone()
-        if header.graph.consumers[stage]:  # what is sent is contiguous; the loss takes outputs as they are
-            tensors = [x.contiguous() for x in tensors]
+        if header.graph.consumers[stage]:  # the loss takes outputs as they are
+            tensors = [spec.sent(x) for spec, x in zip(dataflow.outputs[stage], tensors, strict=True)]
         made = {Value(stage, index): x for index, x in enumerate(tensors)}
         outputs |= made
         read |= made

@@ -79,7 +79,7 @@ class StageBuilder:
         return built
 
     def _check_strides(self, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> None:
-        """Refuse as_strided of a value that is contiguous where it is received, but was not where it was traced."""
+        """Refuse as_strided of a received value that was not contiguous where it was traced: a run's formats decide."""
         values = {node: node.meta.get("val") for node in received if node.op != "placeholder"}
         turned = {node for node, x in values.items() if isinstance(x, Tensor) and not x.is_contiguous()}
         for node in nodes:
@@ -87,8 +87,8 @@ class StageBuilder:
                 continue
             if any_inside(lambda inner: inner.target is aten.as_strided.default, node, self.exported.state):
                 raise UsageError(
-                    f"{line_of_node(node)}: as_strided of what an earlier stage has made, whose strides differ here; "
-                    "make it contiguous first, or cut elsewhere"
+                    f"{line_of_node(node)}: as_strided of what an earlier stage has made, whose strides may differ "
+                    "here; make it contiguous first, or cut elsewhere"
                 )
             if node in self.dependencies.views and node.target is not aten.contiguous.default:
                 turned.add(node)
@@ -187,7 +187,7 @@ class StageBuilder:
 
 
 def _reshape(graph: fx.Graph, state: Mapping[str, Any], written: Collection[fx.Node]) -> None:
-    """Turn views into reshapes, at any depth: received values are contiguous, whatever was traced.
+    """Turn views into reshapes, at any depth: received values may have other strides than were traced.
 
     `state`: what get_attr nodes refer to; `written`: the nodes whose memory is changed, which must stay views.
     """

@@ -68,6 +68,17 @@ class WithHook(Layer):
         return x.tanh()
 
 
+class WithGroupNorm(Layer):
+    """A GroupNorm of a channels_last tensor, of which torch cannot compute the parameters' gradients alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(1, 2)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.norm(x.view(5, 3, 1, 2).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).reshape(5, 6)
+
+
 class WithParameterHooks(Layer):
     """Hooks of two parameters: autograd reaches one through a transpose, the other directly."""
 
@@ -116,7 +127,8 @@ class Beside(Layer):
 
 
 CASES = [
-    WithFunction, WithFunctionOfConstant, WithHook, WithParameterHooks, WithWeightNorm, WithBroadcast, Twice, Beside,
+    WithFunction, WithFunctionOfConstant, WithHook, WithGroupNorm, WithParameterHooks, WithWeightNorm, WithBroadcast,
+    Twice, Beside,
 ]  # fmt: skip
 
 

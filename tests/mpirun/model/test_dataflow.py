@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpirun.data.microbatches import Microbatches, Minibatch
-from mpirun.model.dataflow import Bundle, Input, TensorSpec, Value, model_graph
+from mpirun.model.dataflow import Bundle, Input, TensorSpec, Value, model_graph, spec_of
 from schedgen.ir.graph_file import ModelGraph, read_graph
 
 TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
@@ -24,12 +24,37 @@ def test_a_message_of_several_tensors_gives_them_back(indices):
     outputs = [TensorSpec((3, k), dtype) for k, dtype in enumerate(TYPES)]
     bundle, tensors = Bundle(indices, outputs), [some(outputs[index]) for index in indices]
     message = bundle.pack(tensors, torch.device("cpu"))
-    assert (tuple(message.shape), message.dtype) == tuple(bundle.spec)
+    assert TensorSpec(tuple(message.shape), message.dtype) == bundle.spec
     assert bundle.spec.bytes >= sum(x.nbytes for x in tensors)
     back = bundle.unpack(message)
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(back, tensors, strict=True))
     if len(indices) > 1:
         assert all((view.data_ptr() - message.data_ptr()) % 256 == 0 for view in back if view.numel())
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(2, 3, 4, 5),
+        torch.randn(2, 4, 5, 3).permute(0, 3, 1, 2),
+        torch.randn(2, 4, 5, 1).permute(0, 3, 1, 2),
+        torch.randn(2, 3, 4, 5, 6).contiguous(memory_format=torch.channels_last_3d),
+        torch.randn(3, 4, 2).permute(2, 0, 1),
+        torch.randn(1, 4).T,
+        torch.randn(()),
+    ],
+)
+def test_a_tensor_comes_with_its_strides_and_goes_without_a_copy(x):
+    sent = (spec := spec_of(x)).sent(x)
+    assert (sent.shape, sent.is_contiguous(), sent.data_ptr()) == (spec.size, True, x.data_ptr())
+    read = spec.read(sent.clone(memory_format=torch.contiguous_format))
+    assert (read.shape, read.stride()) == (spec.shape, x.stride()) and torch.equal(read, x)
+
+
+def test_a_part_of_a_tensor_comes_with_the_strides_that_a_tensor_like_it_has():
+    part = torch.randn(2, 4, 5, 6).permute(0, 3, 1, 2)[:, :3]
+    spec = spec_of(part)
+    assert spec.read(spec.sent(part)).stride() == torch.empty_like(part).stride() == (60, 1, 15, 3)
 
 
 def test_outputs_are_apart_where_consumers_read_different_ones():

@@ -205,3 +205,32 @@ def test_what_a_loss_and_an_optimizer_draw_is_of_the_step_and_the_same_everywher
     (done,) = scripts(2, [[NOISE, again]])
     verified = [line for line in done.out.splitlines() if not line.startswith("verify: ")]
     assert (done.code, verified) == (0, 4 * ["True True True True"]), (done.out, done.err)
+
+
+FORMATS = """
+import sys, torch, mpirun
+from torch import nn
+x = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=torch.channels_last)
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + 0.1 * torch.randn_like(x)
+def found(scheme, stages):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Noise(), nn.GroupNorm(2, 8), nn.Dropout(0.5), nn.Conv2d(8, 3, 1))
+    at = {"points": ["0.1", "0.2", "0.3"][:stages - 1]} if stages > 1 else {"stages": 1}
+    cut = mpirun.split(nn.Sequential(net), (x[:4],), **at)
+    with mpirun.Engine(scheme, cut, microbatches=2, loss=nn.functional.mse_loss, canonical=True, threads=1,
+                       verify=True) as run:
+        losses = [run.step((x, x)).loss for _ in range(3)]
+        return losses, run.evaluate([(x, x)]).loss, run.verify()
+one = found("ddp", 1)
+cut = [found(scheme, stages) for scheme, stages in (("1f1b", 2), ("zb-v", 4), ("ddp", 4))]
+print([other == one for other in cut], one[-1])
+"""
+
+
+def test_numbers_are_drawn_in_the_order_of_memory_whatever_the_cut(scripts):
+    """That of a channels_last tensor, which comes from another stage with its strides."""
+    (done,) = scripts(2, [[FORMATS]])
+    said = {line for line in done.out.splitlines() if not line.startswith("verify: ")}
+    assert (done.code, said) == (0, {"[True, True, True] True"}), (done.out, done.err)

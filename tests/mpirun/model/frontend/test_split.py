@@ -688,7 +688,7 @@ def line_of(name: str) -> str:
         ("Hooked", "a hook on a tensor cannot be traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("ViewedInside", "changes in place what an earlier stage has made, and there are views of it"),
-        ("Strided", "as_strided of what an earlier stage has made, whose strides differ here"),
+        ("Strided", "as_strided of what an earlier stage has made, whose strides may differ here"),
         ("StridedInside", "as_strided of what an earlier stage has made"),
         ("Counted", "changes the buffer seen, which several stages would use"),
         ("Resized", r"sets the buffer seen, which is .* of shape \(16,\), to torch.float32 of shape \(4, 16\): "),
