@@ -201,6 +201,7 @@ class Engine:
             self._reads = read_by(session.instructions, session.header, expanded, accumulate)
             self._prepared = Prepared(session, self._model, self._options, self._host, verify, loss_weight)
             self._checkpoints = Checkpoints(session, self._prepared.order)
+            session.sigterm.unsaved = self._checkpoints.unsaved
             self._log = on_rank_0(self.comm, lambda: make_log(log, self._ending))
             session.watchdog.state[IN_SCRIPT] = True
 

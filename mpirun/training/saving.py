@@ -92,6 +92,15 @@ class Checkpoints:
         saving = self.at_sigterm
         return saving is not None and self.written.get(saving.directory) == (saving.data, self.session.steps)
 
+    def unsaved(self) -> str:
+        """How many steps of this run no checkpoint has, in words; empty: none. Not collective."""
+        session, saving = self.session, self.at_sigterm or self.resumed
+        count = session.steps - max([session.begun, *(steps for _, steps in self.written.values())])
+        if not session.interpreters or not count:  # before the first one, `steps` are those of the checkpoint
+            return ""
+        steps = "1 step" if count == 1 else f"{count} steps"
+        return f"{steps} of the Engine that " + ("has not saved" if saving is None else f"saves to {saving.directory}")
+
     def _samples(self) -> list[Tensor]:
         """Copies of some bytes of all weights that this rank owns."""
         owned = [flat for stage in self.session.interpreter.stages.values() for flat in stage.owned.values()]
@@ -107,6 +116,8 @@ class Checkpoints:
                 saved = self._write(self.at_sigterm)
             except Stop as stop:
                 note(self.session.comm, stop)
+        if lost := self.session.sigterm.lost():
+            note(self.session.comm, f"SIGTERM ends the run whose step came next: not saved: {', '.join(lost)}")
         self.session.leave(saved)
 
     def _open(self, saving: Saving) -> None:

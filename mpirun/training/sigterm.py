@@ -25,6 +25,7 @@ class Sigterm:
         self.leave, self.end = leave, end
         self.after_step = False  # whether the run leaves after its step; else the rank is ended at once
         self.asked = False  # whether the run was asked to leave
+        self.unsaved: Callable[[], str] = str  # what would be lost if the run ended now; empty: nothing
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._take()
 
@@ -45,6 +46,10 @@ class Sigterm:
     def is_alone(self) -> bool:
         """Whether this is the only open run of the process, so that a signal goes to no other."""
         return _runs == [self]
+
+    def lost(self) -> list[str]:
+        """What is lost of the other open runs of the process if this one ends it."""
+        return [lost for run in _runs if run is not self and (lost := run.unsaved())]
 
     def end_at_once(self) -> None:
         """From now on SIGTERM ends the process: there are no more steps. An earlier signal counts as answered."""

@@ -578,6 +578,32 @@ with teacher, student:
     assert (done.code, done.out.split()[-1:]) == (0, ["143"]), done.err
 
 
+def test_steps_of_other_engines_that_sigterm_does_not_save_are_named(tmp_path, scripts):
+    """Those since their last save; a run that has saved all of its steps is not named, nor one that has ended."""
+    script = """
+with engine() as ended:
+    step(ended)
+folder, runs = sys.argv[1], [engine() for _ in range(4)]
+for name, run in enumerate(runs[:3]):
+    step(run)
+    run.save(f"{folder}/{name}")
+step(runs[1])
+step(runs[3])
+step(runs[3])
+signal.raise_signal(signal.SIGTERM)
+try:
+    step(runs[0])
+except SystemExit as end:
+    print(end.code)
+for run in runs:
+    run.close()
+"""
+    (done,) = scripts(1, [[HANDLERS + script, tmp_path]])
+    note = f"not saved: 1 step of the Engine that saves to {tmp_path}/1, 2 steps of the Engine that has not saved"
+    (said,) = [line for line in done.err.splitlines() if "not saved" in line]
+    assert (done.code, done.out.split()[-1]) == (0, "143") and said.endswith(note)
+
+
 def test_sigterm_ends_a_run_that_begins_after_it_came_unless_another_has_left(scripts):
     """It comes when a teacher is built and its student is not, or after the last step of a run that another follows."""
     script = """
