@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mpirun.model.rng import WHOLE_STAGE, RandomOp
 
 BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in training, whatever the schema says
+OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"})  # without reading
 
 
 def memory(x: Tensor) -> Any:
@@ -27,6 +29,7 @@ def memory(x: Tensor) -> Any:
 class ForwardWatch(TorchDispatchMode):
     """While it is active, records the layers that draw, in `random_layers`, and the memory written to, in `written`.
 
+    `origins` has, by memory, the buffers on whose values before the forward its values depend.
     Only writes by torch operations are seen, not those through NumPy views.
     """
 
@@ -40,6 +43,9 @@ class ForwardWatch(TorchDispatchMode):
         self.drawn = False  # by the layer whose forward is running
         self.random_layers: list[str] = []
         self.written: set[int] = set()  # the `_cdata` of memory
+        self.origins: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
+        for name, x in module.named_buffers():
+            self.origins[memory(x)] = self._origins_of(x) | {name}
         operations = [name for name, part in module.named_modules() if isinstance(part, RandomOp)]
         self.layers = layers or operations or [WHOLE_STAGE]
         for name in self.layers:
@@ -62,7 +68,31 @@ class ForwardWatch(TorchDispatchMode):
             self.drawn |= draws and values.get("dropout_p", 1.0) != 0.0
             for name in written if values.get("training", True) else written - BATCH_NORM_WRITES:
                 self.written |= {memory(x)._cdata for x in tree_leaves(values[name]) if isinstance(x, Tensor)}
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.origins:
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record the origins of what an operation has made or changed; a BatchNorm in training only changes buffers."""
+        arguments = func._schema.arguments
+        given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        unread = {argument.name for argument in arguments if argument.is_out}
+        unread |= {"self"} if func._schema.name.rpartition("::")[2] in OVERWRITES else set()
+        unread |= BATCH_NORM_WRITES if given.get("training", True) else set()
+        found = self._origins_of([x for name, x in given.items() if name not in unread])
+        changed = [given[name] for name in _may_write_to(func) - BATCH_NORM_WRITES if name in given]
+        for x in _tensors([result, changed]):
+            is_whole = x.layout == torch.strided and x.nbytes == memory(x).nbytes()
+            self.origins[memory(x)] = found if is_whole else found | self._origins_of(x)
+
+    def _origins_of(self, values: Any) -> frozenset[str]:
+        return frozenset[str]().union(*(self.origins.get(memory(x), ()) for x in _tensors(values)))
+
+    def carried_buffers(self, outputs: Sequence[Tensor]) -> list[str]:
+        """The changed buffers on whose values before the forward its outputs depend, as with spectral norm."""
+        origins = self._origins_of(outputs)
+        return [name for name in self.changed_buffers() if name in origins]
 
     def has_written_to(self, x: object) -> bool:
         """Whether `x` is a tensor whose memory has been written to."""
@@ -96,6 +126,10 @@ class ReadWatch(TorchDispatchMode):
         has = (isinstance(x, Tensor) and memory(x)._cdata in watched for x in tree_leaves((args, kwargs)))
         self.read |= func is not torch.ops.prim.device.default and any(has)  # fake tensors dispatch `x.is_cuda`
         return func(*args, **kwargs)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:

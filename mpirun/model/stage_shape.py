@@ -47,6 +47,7 @@ class StageShape(NamedTuple):
     overwrites_inputs: bool = False  # whether it changes its inputs in place
     overwrites_buffers: bool = False  # whether it changes them, or `counts`, or might in other microbatches
     changed_buffers: tuple[str, ...] = ()  # the buffers that it changed in the trial
+    carried_buffers: tuple[str, ...] = ()  # those of them on whose values before a forward its outputs depend
     changed_parameters: tuple[str, ...] = ()  # the parameters that it changed in the trial
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might in other microbatches

@@ -211,6 +211,7 @@ class Trial:
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
             overwrites_buffers=bool(changed or counts(module) != numbers or (fake is None and watch.buffers)),
             changed_buffers=changed,
+            carried_buffers=tuple(watch.carried_buffers(made)),
             changed_parameters=tuple(
                 n for n, x in module.named_parameters() if n in replaced or watch.has_written_to(x)
             ),

@@ -17,6 +17,7 @@ from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Input, unread_outputs
 from schedgen.ir.header import Header
+from schedgen.ir.instructions import F
 from schedgen.util.errors import listed
 
 
@@ -58,7 +59,10 @@ class DataNotes:
 
 
 def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
-    """Print notes: nothing is trained, no stage reads an output, or forwards change parameters."""
+    """Print notes: nothing is trained, no stage reads an output, or forwards change parameters.
+
+    Or the outputs of a stage that several ranks compute depend on buffers that its forwards change.
+    """
     if not any(shape.parameter_names for shape in setup.shapes):
         note(comm, "no parameter is trainable: steps change nothing")
     dataflow = setup.dataflows[0]
@@ -70,6 +74,10 @@ def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
     if changed := {entry(s, name): s for s, shape in enumerate(shapes) for name in shape.changed_parameters}:
         alone = "their copies on other ranks, and other versions, do not change with them"
         note(comm, f"forwards change the parameters {listed(changed)}: {alone}")
+    several = [s for s in range(len(shapes)) if len({*header.compute[F, s].tolist()}) > 1]
+    if carried := {entry(s, name): s for s in several for name in shapes[s].carried_buffers}:
+        own = "several ranks compute such a stage, each with buffers of its own: the bits are not those of one process"
+        note(comm, f"outputs depend on {listed(carried)}, which forwards change: {own}")
 
 
 def note_other_names(comm: MPI.Intracomm, setup: Setup, modules: Mapping[int, nn.Module]) -> None:

@@ -18,7 +18,7 @@ import mpirun
 from mpirun.data.microbatches import Microbatch, Microbatches
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input
-from mpirun.model.forward_watch import ReadWatch
+from mpirun.model.forward_watch import ForwardWatch, ReadWatch
 from mpirun.model.loss import loss_and_metrics, why_uncut
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
@@ -379,3 +379,75 @@ def test_a_sample_more_is_tried_where_dimension_0_alone_is_as_long_as_the_microb
     found = Trial(Model([Drawing()], mse_loss), [[Input(0)]], batch).outputs_of_one_more()
     assert (found is not None) == known
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+class Buffered(nn.Linear):
+    """A layer with two buffers; `use` changes them and returns what the layer gets."""
+
+    def __init__(self, use: Callable[[Buffered, Tensor], Tensor]) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.use(self, x))
+
+
+def averages(layer: Buffered, x: Tensor) -> Tensor:
+    return x - layer.mean.mul_(0.5).add_(x.detach().mean(0))
+
+
+def assigns_an_average(layer: Buffered, x: Tensor) -> Tensor:
+    layer.mean = layer.mean * 0.5 + x.detach().mean(0)
+    return x - layer.mean
+
+
+def adds_before(layer: Buffered, x: Tensor) -> Tensor:
+    y = x + layer.mean
+    layer.mean.add_(1)
+    return y
+
+
+def divides_by_the_count(layer: Buffered, x: Tensor) -> Tensor:
+    layer.count += 1
+    return x / layer.count
+
+
+def overwrites(layer: Buffered, x: Tensor) -> Tensor:
+    layer.count += 1
+    return x - layer.mean.copy_(x.detach().mean(0))
+
+
+def assigns(layer: Buffered, x: Tensor) -> Tensor:
+    layer.mean = x.detach().mean(0)
+    return x - layer.mean
+
+
+def draws(layer: Buffered, x: Tensor) -> Tensor:
+    return x + layer.mean.normal_()
+
+
+def reads(layer: Buffered, x: Tensor) -> Tensor:
+    layer.count += 1
+    return x + layer.mean
+
+
+@pytest.mark.parametrize(
+    ("make", "carried"),
+    [
+        *[(lambda use=use: Buffered(use), ["mean"]) for use in (averages, assigns_an_average, adds_before)],
+        (lambda: Buffered(divides_by_the_count), ["count"]),
+        *[(lambda use=use: Buffered(use), []) for use in (overwrites, assigns, draws, reads)],
+        (lambda: nn.BatchNorm1d(4), []),
+        (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), ["weight_u"]),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), ["parametrizations.weight.0._v"]),
+    ],
+)
+def test_changed_buffers_on_which_outputs_depend_are_found(make, carried):
+    """By their values before the forward: not those that it overwrites, counts with or only reads."""
+    with FakeTensorMode():
+        module, x = make(), torch.ones(5, 4)
+        with (watch := ForwardWatch(module, [])):
+            output = module(x)
+    assert watch.changed_buffers() and watch.carried_buffers([output]) == carried

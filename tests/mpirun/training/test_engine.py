@@ -1968,6 +1968,29 @@ def test_parameters_that_a_forward_changes_are_named(scripts):
     assert done.code == 0 and "forwards change the parameters stage1.shift: their copies" in note
 
 
+SPECTRAL = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+kinds = (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm)
+for normed, split in ((kinds[0], list), (kinds[1], list), (kinds[0], lambda layers: mpirun.split(
+        nn.Sequential(*layers), (torch.zeros(2, 4),), stages=2))):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(normed(nn.Linear(4, 4)), nn.BatchNorm1d(4)), nn.Linear(4, 4)]
+    with mpirun.Engine(sys.argv[1], split(layers), stages=2, microbatches=2, loss=mse_loss) as run:
+        run.step((torch.ones(4, 4), torch.ones(4, 4)))
+"""
+
+
+@pytest.mark.parametrize("scheme", ["ddp", "1f1b"])
+def test_buffers_of_several_ranks_on_which_outputs_depend_are_named(scheme, scripts):
+    """Those of spectral norm, which each rank changes by itself under data parallelism; not those of a BatchNorm."""
+    (done,) = scripts(2, [[SPECTRAL, scheme]])
+    notes = [line.split(" depend on ")[1].split(",")[0] for line in done.err.splitlines() if " depend on " in line]
+    named = ["stage0.0.parametrizations.weight.0._v", "stage0.0.weight_u", "0.0.parametrizations.weight.0._v"]
+    assert (done.code, notes) == (0, named if scheme == "ddp" else []), done.err
+
+
 ASKING_FOR_VALUES = """
 import sys, torch, mpirun
 from torch import nn
