@@ -84,12 +84,15 @@ def run_compile(options: CompileOptions) -> int:
 
 @contextlib.contextmanager
 def _slow_schemes_noted() -> Iterator[None]:
-    """Print each SlowScheme warning once, as a note, unless an error is raised."""
+    """Print each SlowScheme warning once, as a note, unless an error is raised; other warnings are issued as usual."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SlowScheme)
         yield
     for sentence in dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, SlowScheme)):
         note(sentence)
+    for each in caught:
+        if not issubclass(each.category, SlowScheme):
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 def _graph(name: str | None) -> ModelGraph | None:

@@ -10,10 +10,9 @@ from schedgen.compiler.place import place_jobs, priorities
 from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.planner.candidates import Candidate
-from schedgen.planner.layer_profile import Floats
 from schedgen.planner.stage_costs import StageCosts
 from schedgen.simulator.lower_bounds import window_bound
-from schedgen.util.arrays import Ints
+from schedgen.util.arrays import Floats, Ints
 
 
 class CandidateBound(NamedTuple):
@@ -44,7 +43,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     recompute = redo_duration(times) if candidate.recompute else np.zeros(S)
     owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)
     weight, saved, step = (by_stage(amount, S) for amount in (machine.weight, machine.saved, machine.step))
-    message, copy = (np.where(size > 0, machine.alpha + machine.beta * size, 0.0) for size in (costs.passed_on, weight))
+    message, copy = map(machine.message_times, (costs.passed_on, weight))
     sends, receives, steps = np.zeros((3, workers))  # seconds of a worker's link out, of its link in, of its STEPs
     owns, copies = np.zeros((2, workers))  # bytes of its own stages and their gradients, of its largest foreign copy
     counts = np.zeros(S)  # owners of each stage

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.stage_graph import StageGraph
-from schedgen.planner.layer_profile import Edge, Floats, Layers
-from schedgen.util.arrays import Flags
+from schedgen.planner.layer_profile import Edge, Layers
+from schedgen.util.arrays import Flags, Floats
 
 MOST_DOWNSETS = 2**12 + 1  # as many as the longest chain has
 

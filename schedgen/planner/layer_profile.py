@@ -24,18 +24,17 @@ from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.cost import REDO, by_stage
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import chain
 from schedgen.simulator.machine import Machine, by_direction, read_profile
+from schedgen.util.arrays import Floats
 from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import display_name, read_text
 from schedgen.util.parse_json import read_json
 
-Floats = NDArray[np.float64]
 Edge = tuple[int, int]
 
 MOST_BYTES = 2**26  # of a file

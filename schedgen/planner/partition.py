@@ -24,8 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.planner.layer_downsets import Downsets
-from schedgen.planner.layer_profile import Floats
-from schedgen.util.arrays import Flags, Ints
+from schedgen.util.arrays import Flags, Floats, Ints
 from schedgen.util.errors import UsageError, number_of
 from schedgen.util.jit import kernel
 from schedgen.util.progress import over

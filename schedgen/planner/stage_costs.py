@@ -13,9 +13,10 @@ from schedgen.ir.cost import REDO, Amount, by_stage, own_costs
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.planner.layer_downsets import Downsets
-from schedgen.planner.layer_profile import Edge, Floats, Layers
+from schedgen.planner.layer_profile import Edge, Layers
 from schedgen.planner.partition import unreplicated
 from schedgen.simulator.machine import Machine, by_direction, workspaces
+from schedgen.util.arrays import Floats
 
 SHORTEST = 1e-5  # the least time of a stage's job, as a share of the longest job's
 

@@ -83,8 +83,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     with suppress(RuntimeError, AttributeError):  # no writable cache folder, or this numba caches differently
         compiled.enable_caching()
         index = compiled._cache._cache_file
-        index._source_stamp, index._load_index = sources(), _without_stale(index._load_index)
+        index._source_stamp = sources()
         compiled._cache.save_overload = _without_errors(compiled._cache.save_overload)
+        index._load_index = _without_stale(index._load_index)
     return cast(Callable[..., Any], compiled)
 
 
@@ -99,12 +100,12 @@ def _without_errors(save: Callable[P, None]) -> Callable[P, None]:
 
 
 def _without_stale(load: Callable[[], dict[Any, str]]) -> Callable[[], dict[Any, str]]:
-    """`load` that finds nothing where the index is of another release and names a class that is gone since."""
+    """`load` that finds nothing where the index is damaged, or of a release with a class that is gone since."""
 
     def loaded() -> dict[Any, str]:
         try:
             return load()
-        except (ImportError, AttributeError):
+        except Exception:  # unpickling raises whatever the bytes say
             return {}
 
     return loaded

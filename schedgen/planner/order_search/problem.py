@@ -113,8 +113,7 @@ def make_problem(
 
 def _message_times(graph: StageGraph, machine: Machine) -> dict[tuple[int, int], float]:
     """By edge (producer, consumer): the time of its x or its g, as in `simulate`."""
-    sizes = machine.edge_bytes(graph)
-    times = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
+    times = machine.message_times(machine.edge_bytes(graph))
     return dict(zip(graph.edges, times.tolist(), strict=True))
 
 

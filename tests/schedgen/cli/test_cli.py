@@ -175,6 +175,13 @@ def test_search_notes_once_that_w_and_n_are_slow(run, tmp_path):
     assert notes == ["schedgen: note: w", "schedgen: note: n"]
 
 
+def test_a_warning_of_a_users_w_is_issued(run, tmp_path):
+    path = tmp_path / "warns.py"
+    path.write_text("import warnings\ndef w(s, b, d):\n    warnings.warn('mine')\n    return s, s\nn = max")
+    with pytest.warns(UserWarning, match="mine"):
+        assert run("compile", path, "--stages", 2, "--microbatches", 2, "-o", tmp_path / "made.json").code == 0
+
+
 @pytest.mark.parametrize("fourth", ["k", "t"])
 def test_search_splits_the_backwards_of_a_w_with_a_fourth_argument(fourth, run, tmp_path):
     path = tmp_path / "parts.py"

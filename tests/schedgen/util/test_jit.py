@@ -156,6 +156,14 @@ def test_a_kernel_is_compiled_again_when_the_class_of_an_argument_moves(compiled
         other.unlink()
 
 
+@pytest.mark.parametrize("size", [0, 20])
+def test_a_kernel_is_compiled_again_where_the_cache_is_damaged(compiled, tmp_path, size):
+    found = compiled(1)
+    (index,) = (tmp_path / "kept").rglob("*.nbi")
+    index.write_bytes(index.read_bytes()[:size])
+    assert compiled(1) == found
+
+
 def test_a_kernel_is_compiled_where_nothing_can_be_kept(compiled, tmp_path):
     """A file stands where the cache folder would be, so that none can be made."""
     Path(tmp_path / "schedgen" / "__pycache__").touch()
