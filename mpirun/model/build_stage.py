@@ -11,15 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from mpirun.model.contract import Model, Weights
 from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
@@ -239,16 +234,15 @@ class _Builder:
 
         try:
             with self.making:
-                made = make if isinstance(make, ModuleCopy) else _made(make)
-            module = made.module if isinstance(made, ModuleCopy) else made
+                module = make.module if isinstance(make, ModuleCopy) else make()
             if isinstance(module, nn.Module):
                 check_parameters(module, type(module).__name__)
-                if isinstance(made, ModuleCopy) and compiled_in_place(module):
+                if isinstance(make, ModuleCopy) and compiled_in_place(module):
                     lost = f"stage {stage}: Module.compile is lost where a stage is copied: use torch.compile(module)"
                     warnings.warn(lost, MpirunWarning, stacklevel=4)
                 values = self._load(module, prefix)
-                if isinstance(made, ModuleCopy):
-                    module = made.build(values, needs_values)
+                if isinstance(make, ModuleCopy):
+                    module = make.build(values, needs_values)
                 else:
                     module = _with_values(module, values, needs_values)
                 for part in module.modules():
@@ -298,27 +292,6 @@ class _Builder:
             value = dim.share(value, shard)
         copied = not (self.mapped and tensor.requires_grad)
         return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)
-
-
-def _made(make: Callable[[], nn.Module]) -> nn.Module | ModuleCopy:
-    """What a function returns; as a `ModuleCopy` if it has values from before, which a run should not change."""
-    new: list[ReferenceType[Tensor]] = []
-
-    def register(_: nn.Module, __: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            new.append(ReferenceType(tensor))
-
-    hooks = [register_module_parameter_registration_hook(register), register_module_buffer_registration_hook(register)]
-    try:
-        module = make()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not isinstance(module, nn.Module):
-        return module
-    own = {id(tensor) for tensor in (reference() for reference in new) if tensor is not None}
-    given = any(id(tensor) not in own and not tensor.is_meta for tensor in own_tensors(module).values())
-    return ModuleCopy(module) if given else module
 
 
 def _stay() -> None:

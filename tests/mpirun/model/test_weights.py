@@ -490,32 +490,6 @@ def test_compiled_modules_stay_compiled_or_it_is_said() -> None:
     torch._dynamo.reset()
 
 
-def test_a_module_that_a_function_did_not_make_is_copied() -> None:
-    """Whether it is what the function returns or a part of it; what is made anew is not copied."""
-    given = nn.BatchNorm1d(3)
-    before = {name: (tensor, tensor.clone()) for name, tensor in own_tensors(given).items()}
-    entries = {
-        "whole": lambda: given,
-        "part": lambda: nn.Sequential(given, nn.Linear(3, 3)),
-        "layer": {"a": lambda: given},
-    }
-    for entry in entries.values():
-        model = Model([entry], nn.functional.mse_loss)
-        stage_without_values(model, 0, fake_mode())
-        built = own_tensors(build_stage(model, 0, 0))
-        assert {id(x) for x in built.values()}.isdisjoint(id(x) for x, _ in before.values())
-        for name, (tensor, value) in before.items():
-            (copied,) = [x for own, x in built.items() if own.removeprefix("0.").removeprefix("a.") == name]
-            assert own_tensors(given)[name] is tensor and torch.equal(tensor, value) and torch.equal(copied, value)
-
-    def anew() -> nn.Module:
-        made.append(nn.Sequential(nn.LSTM(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))).double())
-        return made[-1]
-
-    made: list[nn.Module] = []
-    assert build_stage(Model([anew], nn.functional.mse_loss), 0, 0) is made[0]
-
-
 def test_only_saved_names_are_aliases():
     one, other, tied = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     count = torch.zeros(1)
