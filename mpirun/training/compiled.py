@@ -37,7 +37,8 @@ def compile_for(model: Model, scheme: str, microbatches: int | None, workers: in
             if " --" not in str(error):
                 raise
             raise UsageError(
-                f"{error}: an Engine has no such options, so give it a file that `schedgen compile {scheme}` has made"
+                f"{error}: an Engine has no such options, so give it a file that `schedgen compile {scheme}` has made "
+                "with them"
             ) from None
     for warning in slow:
         warn_user(str(warning.message))
