@@ -23,6 +23,8 @@ from typing import Any
 
 from mpirun.watchdog.rank_state import State
 
+SILENCE = 60.0  # seconds after which a silent host counts as lost, if the time limit is not shorter
+
 
 class Link:
     """A connection to another watchdog."""

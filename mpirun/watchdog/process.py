@@ -24,13 +24,12 @@ from typing import Any
 
 from mpirun.watchdog import ASKED, DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
 from mpirun.watchdog.hang import different_calls, explain_hang
-from mpirun.watchdog.hosts import Hosts, Link
+from mpirun.watchdog.hosts import SILENCE, Hosts, Link
 from mpirun.watchdog.rank_state import Rank, State, in_a_line, launcher, os_process
 
 TICK = 0.1  # seconds between two looks
 REPORT = 1.0  # seconds between two reports to the other watchdogs, and comparisons with the time limit
 SET_UP = 300.0  # seconds without a move that the set-up may take, if the time limit is not longer
-SILENCE = 60.0  # seconds after which a silent host counts as lost, if the time limit is not shorter
 LAST_WORDS = 5.0  # seconds that a failing rank has to report why and to end the others
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
 DIED = "ended without a word: killed, perhaps for lack of memory"

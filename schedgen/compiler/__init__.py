@@ -1,7 +1,7 @@
 """Scheme in, program out: place, refine, order, lower.
 
 compile.py       the four steps one after another; options.py: how
-place.py         w and n of every job; evaluate.py calls a user's functions
+place.py         w and n of every job; user_functions.py calls a user's functions
 refine.py        stages become substages and shards
 order.py         when every job starts: greedy_order.py, strict_order.py, and what jobs wait for, job_waits.py
 lower.py         the list of every rank, by passes/

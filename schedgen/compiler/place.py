@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.evaluate import at_job, evaluate, evaluate_marks
 from schedgen.compiler.options import Options, apply_options, part_counts
+from schedgen.compiler.user_functions import at_job, evaluate, evaluate_marks
 from schedgen.ir.cost import own_costs, whole_numbers
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.job_graph import JobGraph, job_graph

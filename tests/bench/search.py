@@ -18,8 +18,8 @@ import sys
 import time
 from typing import NamedTuple
 
-from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.question import FoundOrder, Limits, Question
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.placement_search.families import free_scheme
 from schedgen.planner.placement_search.search_placement import search_placement
 from schedgen.schemes import load

@@ -7,12 +7,12 @@ run_order.py          the start times of an order's jobs: the kernel that judges
 built_ins.py          starting orders: those of built-in schemes with the same placement
 steady_states.py      starting orders for a V with a memory limit: blocks of jobs repeated for every microbatch
 priority_rules.py     list scheduling by random rules
-local_search.py       simulated annealing: jobs on the critical path move
+annealing.py          simulated annealing: jobs on the critical path move
 late_weights.py       moves the W jobs of an order into gaps
-find_order.py         all of these, within a budget of work
+heuristic_orders.py   all of these, within a budget of work
 cp_sat.py             OR-Tools' CP-SAT: proofs for small problems
 compiled_orders.py    orders as schedules: compiled, read back, judged by the simulator
-order_search.py       the whole search: begin, find, prove; the simulator has the last word
+search_order.py       the whole search: begin, find, prove; the simulator has the last word
 least_memory.py       the reverse: the least memory for the time of the scheme's own order
 recompute.py          orders that redo forwards to keep to the memory
 whole_or_split.py     which backwards are whole and which are split, if the costs of both are known

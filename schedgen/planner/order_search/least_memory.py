@@ -11,9 +11,9 @@ from schedgen.analysis import analyse
 from schedgen.ir.cost import has_both
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.compiled_orders import compile_own, with_own_costs
-from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.question import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 

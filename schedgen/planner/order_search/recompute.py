@@ -20,11 +20,11 @@ from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.choose_recomputed import Kept, most_held_with_redone, redone, without_needless
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of, with_own_costs
-from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.order_search import search_order
+from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
 from schedgen.planner.order_search.question import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
 from schedgen.util.arrays import Flags, Numbers, Times
@@ -108,7 +108,7 @@ class _Tries:
         for named in sorted(sets):
             problem = self._with_redone(np.isin(np.arange(self.stages), named))
             with compiled_always():
-                orders, used = find_order(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
+                orders, used = heuristic_orders(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
             self.work += used / 10**6
             for order in orders:
                 yield places(problem, order).reshape(self.placed.compute.shape)

@@ -23,13 +23,13 @@ from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
+from schedgen.planner.order_search.annealing import FEWEST_MOVES, HOT, Choice, anneal, temperatures
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
-from schedgen.planner.order_search.local_search import FEWEST_MOVES, HOT, Choice, anneal, temperatures
-from schedgen.planner.order_search.order_search import PROVED_SECONDS, search_order
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
 from schedgen.planner.order_search.question import BUDGET, FoundOrder, Question, reached
 from schedgen.planner.order_search.run_order import new_run, run_order
+from schedgen.planner.order_search.search_order import PROVED_SECONDS, search_order
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError

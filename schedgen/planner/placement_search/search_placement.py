@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from schedgen.ir.cost import has_both, shortest_halves
-from schedgen.planner.order_search.find_order import find_order
+from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import least_time, lenient, nodes_of, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import order_of
 from schedgen.planner.order_search.question import BUDGET, FoundOrder, NoOrder, Question, reached
@@ -134,7 +134,7 @@ class _Search:
         for worker, stages in enumerate(sets_of(placement)):
             capacity[worker] = self.sets.room(stages) - self.spare[np.array(placement) == worker].max()
         problem = problem._replace(capacity=capacity)
-        orders, work = find_order(problem, [order_of(problem, near)] if len(near) else [], bound, 0)
+        orders, work = heuristic_orders(problem, [order_of(problem, near)] if len(near) else [], bound, 0)
         if not orders:
             return Trial(np.inf, np.zeros(0), work / 10**6)
         run = new_run(problem)

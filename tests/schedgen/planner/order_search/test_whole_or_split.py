@@ -14,12 +14,12 @@ from schedgen.ir.file import write
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.compiled_orders import measured
 from schedgen.planner.order_search.least_memory import least_memory
-from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
 from schedgen.planner.order_search.problem import fits
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.run_order import new_run, run_order
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes

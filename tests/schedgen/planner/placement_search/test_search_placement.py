@@ -10,8 +10,8 @@ from examples import further
 
 from schedgen.checker import check
 from schedgen.ir.file import parse
-from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.question import Limits, NoOrder, Question
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.placement_search import stage_sets as placement_bounds
 from schedgen.planner.placement_search.families import families, free_scheme, placed_on
 from schedgen.planner.placement_search.search_placement import (

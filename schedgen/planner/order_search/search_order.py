@@ -21,7 +21,7 @@ from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.built_ins import Start, starts
 from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, with_own_costs
-from schedgen.planner.order_search.find_order import find_order
+from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places, serial_order
 from schedgen.planner.order_search.question import BUDGET, FoundOrder, NoOrder, Question, reached
@@ -125,7 +125,7 @@ class _Rounds:
         if best is not None and reached(best.value, bound):
             return
         begin = [tried.order for tried in self.tried if fits(problem, tried.order)]
-        orders, used = find_order(problem, begin, bound, work, turn)
+        orders, used = heuristic_orders(problem, begin, bound, work, turn)
         self.work += used
         for order in orders:
             self._add(order)

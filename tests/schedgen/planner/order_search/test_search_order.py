@@ -16,11 +16,11 @@ from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import measured
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.least_memory import least_memory
-from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
 from schedgen.planner.order_search.problem import fits, order_of
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.run_order import new_run, run_order
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes

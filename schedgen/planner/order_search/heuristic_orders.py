@@ -1,4 +1,4 @@
-"""`find_order`: the best orders of a problem, by random rules and then annealing; W jobs are also placed anew.
+"""`heuristic_orders`: the best orders of a problem, by random rules and then annealing; W jobs are also placed anew.
 
 Work is counted, not seconds: the same call gives the same order on any machine.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedgen.planner.order_search.annealing import FEWEST_MOVES, HOT, NO_CHOICE, anneal, temperatures
 from schedgen.planner.order_search.late_weights import with_late_weights
-from schedgen.planner.order_search.local_search import FEWEST_MOVES, HOT, NO_CHOICE, anneal, temperatures
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
 from schedgen.planner.order_search.question import reached
@@ -22,7 +22,7 @@ BEST = 4  # orders that are returned
 LEAST_MOVES = 20_000  # with fewer moves in all annealing finds nothing: the work is left to rules
 
 
-def find_order(
+def heuristic_orders(
     problem: OrderProblem, begin: list[Numbers], bound: float, budget: int, turn: int = 0
 ) -> tuple[list[Numbers], int]:
     """The best orders, empty if none keeps to the memory, and the work they took, in job start times computed.
