@@ -110,8 +110,10 @@ def _summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int,
     by_edge = outputs[header.graph.size_columns(producer, names)]
     for stage, size in zip(consumer.tolist(), by_edge.tolist(), strict=True):
         gradients.setdefault(stage, []).append(size)
-    for stage in np.flatnonzero(header.tensor_parallel.split).tolist():
-        shards = header.shards_of(stage)
+    for stage in range(header.stages):
+        shards = header.summed_stages(stage)
+        if len(shards) == 1:
+            continue
         given = (F, [int(outputs[stage])]), (B, gradients.get(stage, []))
         for d, parts in given[: len(header.compute)]:
             for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
