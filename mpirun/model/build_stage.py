@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from schedgen.util.errors import MpirunWarning, UsageError, listed, raised
 HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
 PLAIN = nn.Parameter, nn.UninitializedParameter, FakeTensor  # classes that stages keep, or that torch refuses
 NeedsValues = Callable[[str, Tensor], bool]  # takes a name in the stage, and its parameter or buffer
+# Modules with tensors of their own that a stage's function has returned, each with those that became fake.
+_RETURNED: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
@@ -65,7 +68,12 @@ def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.M
     except UsageError:
         module = _Builder(model, stage, 0, lambda *_: False).build()
     real = [tensor for tensor in own_tensors(module).values() if not fake.is_our_fake(tensor)]
-    replace_tensors(module, {id(tensor): like(tensor, fake.from_tensor(tensor.detach())) for tensor in real})
+    fakes = {id(tensor): like(tensor, fake.from_tensor(tensor.detach())) for tensor in real}
+    replace_tensors(module, fakes)
+    before = {id(fakes[id(tensor)]): tensor for tensor in real}
+    for part in module.modules():
+        if part in _RETURNED:
+            _RETURNED[part] = before
     return module
 
 
@@ -148,6 +156,19 @@ def check_parameters(module: nn.Module, what: str) -> None:
         for method, attribute in HOOKS.items():
             if getattr(parameter, attribute, None):
                 raise UsageError(f"{what}: its parameter {name} has a hook ({method}), which a stage would not call")
+
+
+def _check_new(module: nn.Module) -> None:
+    """UsageError if a part of a module that a function returns was returned before; it gets its own tensors back."""
+    parts = [part for part in module.modules() if part._parameters or part._buffers]
+    for part in parts:
+        if part in _RETURNED:
+            replace_tensors(module, _RETURNED[part])
+            raise UsageError(
+                f"its function returns the same {type(part).__name__} every time: let it make a new one, or give the "
+                "module itself in place of the function"
+            )
+    _RETURNED.update({part: {} for part in parts})
 
 
 class _Builder:
@@ -236,6 +257,8 @@ class _Builder:
             with self.making:
                 module = make.module if isinstance(make, ModuleCopy) else make()
             if isinstance(module, nn.Module):
+                if not isinstance(make, ModuleCopy):
+                    _check_new(module)
                 check_parameters(module, type(module).__name__)
                 if isinstance(make, ModuleCopy) and compiled_in_place(module):
                     lost = f"stage {stage}: Module.compile is lost where a stage is copied: use torch.compile(module)"

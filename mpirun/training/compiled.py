@@ -13,7 +13,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
-from schedgen.util.errors import SlowScheme, UsageError
+from schedgen.util.errors import NeedsOption, SlowScheme, UsageError
 
 
 def is_scheme(name: str) -> bool:
@@ -33,9 +33,7 @@ def compile_for(model: Model, scheme: str, microbatches: int | None, workers: in
             if model.reads is not None or loaded.edges is None:  # else the scheme's own edges say what stages read
                 loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
             program = compile(loaded, sizes, Options(tied=graph.tied))
-        except UsageError as error:
-            if " --" not in str(error):
-                raise
+        except NeedsOption as error:
             raise UsageError(
                 f"{error}: an Engine has no such options, so give it a file that `schedgen compile {scheme}` has made "
                 "with them"

@@ -11,7 +11,7 @@ from schedgen.ir.limits import check_jobs
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.scheme import Scheme, Sizes, check_whole, no_order
-from schedgen.util.errors import UsageError, number_of
+from schedgen.util.errors import NeedsOption, UsageError, number_of
 
 LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "substages": 1, "tensor": 1, "memory_limit": 1}
 Redone = int | tuple[int, int]  # a stage, on all microbatches, or a stage and a microbatch
@@ -58,13 +58,13 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     if options.n is not None and options.n not in ORDERS:
         raise UsageError(f"there is no order '{options.n}': it is one of {', '.join(ORDERS)}")
     if options.n is None and scheme.n is no_order:
-        raise UsageError(f"{scheme.name}.py defines no function n(s, b, d): define one, or choose an order with --n")
+        raise NeedsOption(f"{scheme.name}.py defines no function n(s, b, d): define one, or choose an order with --n")
     updates = options.updates or scheme.updates
     if updates not in UPDATES:
         raise UsageError(f"there are no updates '{updates}': they are one of {', '.join(UPDATES)}")
     if mode == "strict" and (scheme.cap is not None or options.memory_limit is not None):
         what = "--memory-limit" if scheme.cap is None else "cap"
-        raise UsageError(f"{what} needs --mode greedy: a strict n leaves nothing to hold back")
+        raise NeedsOption(f"{what} needs --mode greedy: a strict n leaves nothing to hold back")
     if options.forward:
         _check_forward(options)
     stages = sizes.stages * options.substages

@@ -10,7 +10,7 @@ from typing import Any
 
 from schedgen.schemes.orders import depth_first
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import NeedsOption, UsageError
 
 PARAMETERS = ("workers", "groups")
 
@@ -25,7 +25,7 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
 def grouped(name: str, sizes: Sizes) -> tuple[int, int, Callable[[Any, Any], Any]]:
     """W, G and h of a scheme with G groups of R = W/G workers; UsageError if sizes do not fit."""
     if sizes.workers is None or sizes.groups is None:
-        raise UsageError(f"{name} needs --workers W and --groups G")
+        raise NeedsOption(f"{name} needs --workers W and --groups G")
     W, G = sizes.workers, sizes.groups
     if W % G:
         raise UsageError(f"{name} needs groups of equal size: {W} workers do not divide into {G} groups")

@@ -12,6 +12,10 @@ class UsageError(Exception):
     code = 2
 
 
+class NeedsOption(UsageError):
+    """A scheme that needs an option of `schedgen compile`, which the message names."""
+
+
 class RefusedFile(Exception):
     """A file that may not be used: a schedule, a profile, a trace, a checkpoint. Exit code 1.
 

@@ -23,7 +23,7 @@ from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program, rows
 from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 from schedgen.util.arrays import Numbers
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import NeedsOption, UsageError
 
 Fields = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, after
 
@@ -78,7 +78,7 @@ def check_placement(header: Header) -> None:
         )
     if header.stepped_together:
         what = f"{header.stepped_together} step together"
-        raise UsageError(f"--updates {header.weight_versions.updates}: {what}, which needs --updates flush")
+        raise NeedsOption(f"--updates {header.weight_versions.updates}: {what}, which needs --updates flush")
 
 
 def _with_versions(program: Program, version: Numbers) -> Program:

@@ -451,3 +451,15 @@ def test_changed_buffers_on_which_outputs_depend_are_found(make, carried):
         with (watch := ForwardWatch(module, [])):
             output = module(x)
     assert watch.changed_buffers() and watch.carried_buffers([output]) == carried
+
+
+def test_a_function_that_returns_one_module_every_time_is_refused_and_the_module_keeps_its_tensors():
+    """The trial gives a stage fake tensors; a part that has none of its own may be shared."""
+    module, relu = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.ReLU()
+    own, before = module[0].weight, copy.deepcopy(module.state_dict())
+    for stage in (lambda: module, lambda: nn.Sequential(module, relu)):
+        with pytest.raises(UsageError, match="returns the same Linear every time"):
+            shapes_of(stage) and shapes_of(stage)
+        assert module[0].weight is own
+        torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    assert shapes_of(lambda: nn.Sequential(nn.Linear(6, 6), relu), lambda: nn.Sequential(nn.Linear(6, 6), relu))
