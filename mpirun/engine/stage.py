@@ -44,7 +44,7 @@ class SavedForward(NamedTuple):
         gradients = []
         for x in self.inputs if wanted is None else itertools.compress(self.inputs, wanted):
             gradient = x.grad
-            gradients.append(torch.zeros_like(x) if gradient is None else gradient.contiguous())
+            gradients.append(torch.zeros_like(x) if gradient is None else gradient.contiguous().resolve_neg())
             x.grad = None  # a graph whose weight gradients are still to come keeps x alive
         return gradients
 

@@ -60,8 +60,8 @@ class TensorSpec(NamedTuple):
         return tuple(self.size[self.order.index(dim)] for dim in range(len(self.order))) if self.order else self.size
 
     def sent(self, x: Tensor) -> Tensor:
-        """The tensor as it is sent: contiguous."""
-        return (x.permute(self.order) if self.order else x).contiguous()
+        """The tensor as it is sent: contiguous, its numbers in memory as they are (torch may negate them lazily)."""
+        return (x.permute(self.order) if self.order else x).contiguous().resolve_neg()
 
     def read(self, x: Tensor) -> Tensor:
         """A tensor that was sent, as it is read: a view of it."""

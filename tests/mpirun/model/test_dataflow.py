@@ -148,3 +148,10 @@ def test_a_sample_weighs_the_same_in_every_microbatch():
     parts = [microbatches(0, number).loss_divisor for number in range(4)]
     assert parts == [10 / 3, 10 / 3, 5, 5]
     assert microbatches.tokens == 10
+
+
+def test_a_tensor_that_torch_negates_lazily_is_sent_negated():
+    x = torch._neg_view(torch.ones(3))
+    message = spec_of(x).sent(x)
+    assert not message.is_neg()
+    assert message.tolist() == [-1, -1, -1]
