@@ -44,6 +44,8 @@ def split_sequential(
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
+    if own := [name for name, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None]:
+        raise UsageError(f"{own[0]} is the Sequential's own and in none of its children; split takes any module")
     check_hooks(module)
     if "" in compiled_in_place(module):
         warn_user("Module.compile of the Sequential is lost: compile its children")

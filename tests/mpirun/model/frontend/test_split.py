@@ -733,6 +733,10 @@ def test_what_stages_would_not_call_is_refused() -> None:
     hooked.register_forward_hook(lambda module, args, output: -output)
     with pytest.raises(UsageError, match="Sequential has a hook of its own, which would not be called"):
         split_sequential(hooked, 2)
+    scaled = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    scaled.register_buffer("scale", torch.ones(2))
+    with pytest.raises(UsageError, match="scale is the Sequential's own and in none of its children"):
+        split_sequential(scaled, 2)
 
 
 @pytest.mark.parametrize("name", ["graph", "code", "meta"])
