@@ -31,7 +31,7 @@ def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int)
         columns = _job_by_job(name, function, shape, values)
         warnings.warn(
             f"{name} takes no arrays ({type(error).__name__}), so it was called for each of {np.prod(shape)} jobs; "
-            "with NumPy in place of if, min and the like, as in np.where(s < 2, 0, 1), it is called once",
+            "with NumPy in place of if, in, min and the like, as in np.where(s < 2, 0, 1), it is called once",
             SlowScheme,
             stacklevel=2,
         )

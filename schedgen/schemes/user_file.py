@@ -6,9 +6,10 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -42,8 +43,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     for name in ("tied", "whole"):
         if hasattr(module, name):
             raise UsageError(f"{path}: {name} is a model's, not a scheme's: put it into a graph file, for --graph")
-    w, n = _aside(module.w), _aside(n) if n is not no_order else n
-    by_shard = fourth_argument(w) == "t"
+    by_shard = fourth_argument(module.w) == "t"
     if not by_shard:
         sizes = sizes.per_shard(tensor)
     options = sizes._asdict()
@@ -68,13 +68,13 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
             raise UsageError(f"{path.name} takes no --{name}: none of its functions has a keyword argument {name}")
 
     def bound(function: Function | None) -> Function | None:
-        return None if function is None else bind_sizes(_aside(function), options)
+        return None if function is None else _aside(_checked(bind_sizes(function, options)))
 
     return Scheme(
         name=path.stem,
         workers=sizes.workers,
-        w=bind_sizes(w, options),
-        n=bind_sizes(n, options),
+        w=_aside(_checked(bind_sizes(module.w, options))),
+        n=n if n is no_order else _aside(_checked(bind_sizes(n, options))),
         order=path.stem,
         mode=settings.mode,
         split=settings.split,
@@ -164,6 +164,48 @@ def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return called
+
+
+class OtherNumbers(Exception):
+    """A function gives other numbers for arrays than for single jobs, as `b in array` does, or int64 that overflows."""
+
+
+def _checked(function: Function) -> Function:
+    """The function; called with arrays, it raises OtherNumbers unless single jobs get the same numbers.
+
+    Tried are the jobs that differ from the first or from the last one in one argument. A function that fails on one of
+    them is for arrays alone.
+    """
+
+    @functools.wraps(function)
+    def called(*job: Any) -> Any:
+        returned = function(*job)
+        if isinstance(job[0], np.ndarray):
+            same = True
+            with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit):
+                shape = np.broadcast_shapes(*(grid.shape for grid in job))
+                columns = [np.broadcast_to(np.asarray(column), shape) for column in _columns(returned)]
+                same = all(
+                    column[at] == number or math.isclose(column[at], number)
+                    for at in _on_lines(shape)
+                    for column, number in zip(columns, _columns(function(*at)), strict=True)
+                )
+            if not same:
+                raise OtherNumbers
+        return returned
+
+    return called
+
+
+def _columns(returned: Any) -> Sequence[Any]:
+    return returned if isinstance(returned, (tuple, list)) else (returned,)
+
+
+def _on_lines(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The jobs that differ from the first or from the last one in one argument."""
+    for corner in ((0,) * len(shape), tuple(length - 1 for length in shape)):
+        for axis, length in enumerate(shape):
+            yield from ((*corner[:axis], index, *corner[axis + 1 :]) for index in range(length))
 
 
 def _edges(

@@ -465,3 +465,32 @@ def test_the_papers_definitions_are_one_liners(scheme, compiled, golden):
     )
     own = json.loads(compiled(path, "--workers", 4, microbatches=8).out)
     assert own["programs"] == json.loads(golden["lpp"])["programs"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "notes"),
+    [
+        ("def w(s, b, d): return s, 1 if b in {} else 0", None, "w"),
+        ("def w(s, b, d): return s, (s + (1 if b in {} else 0)) % 4", None, "w"),
+        ("def n(s, b, d): return -1 if b in {} else b", None, "n"),
+        ("def n(s, b, d): return -(2**b)", "def n(s, b, d): return -b", "n"),
+        ("split = True\ndef unsplit_backward(s, b): return (b in {}) | (s < 0)", None, ""),
+    ],
+)
+def test_what_numpy_answers_for_all_jobs_at_once_is_asked_for_each(wrong, right, notes, scheme, compiled):
+    """`b in array` is one answer for all microbatches, and int64 wraps, without an error."""
+    array, numbers = "__import__('numpy').array([1, 66])", "[1, 66]"
+    own, expected = (
+        compiled(scheme(text), "--workers", 4, microbatches=70)
+        for text in (wrong.format(array), right or wrong.format(numbers))
+    )
+    assert json.loads(own.out)["programs"] == json.loads(expected.out)["programs"]
+    assert [line.split(" takes no arrays ")[0] for line in own.err.splitlines()] == [f"schedgen: note: {notes}"] * bool(
+        notes
+    )
+
+
+def test_a_function_for_arrays_alone_is_called_with_arrays(scheme, compiled):
+    own = compiled(scheme("def n(s, b, d): return (s + b).astype(float) + d"))
+    assert own.err == ""
+    assert own.out == compiled(scheme("def n(s, b, d): return s + b + 1.0 * d")).out
