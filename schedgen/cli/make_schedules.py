@@ -44,6 +44,8 @@ from schedgen.simulator.machine import read_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
+_LOSES_B = "the file keeps the costs of I and W, not that of B: commands that are not given these costs take I + W"
+
 
 def run_compile(options: CompileOptions) -> int:
     """Write the schedule of a scheme, once it is proved; a note on stderr says if w or n was slow."""
@@ -78,7 +80,8 @@ def run_compile(options: CompileOptions) -> int:
         _write_checked(program, options.output, options.cost)
     used, workers = int(program.header.compute.max()) + 1, program.header.workers
     if options.scheme.endswith(".csv") and used < workers:
-        note(f"{options.scheme}: each row is a rank, and the last {workers - used} of {workers} ranks have no jobs")
+        idle = workers - len(set(program.header.compute.flat))
+        note(f"{options.scheme}: each row is a rank, and {idle} of {workers} ranks have no jobs, the last among them")
     return 0
 
 
@@ -140,7 +143,7 @@ def _write_checked(program: Program, output: str, cost: Mapping[str, Amount] | N
     with open_output(output) as out:
         write(program, out)
     if cost and has_both(cost) and program.mixes_backwards:
-        note("the file keeps the costs of I and W, not that of B: commands that are not given these costs take I + W")
+        note(_LOSES_B)
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -152,6 +155,8 @@ def run_compare(options: CompareOptions) -> int:
         raise UsageError(f"{options.output}: the name should end in .svg")
     with _slow_schemes_noted():
         comparison = compare(sizes, options.cost, options.memory_limit, options.files)
+    if mixed := [row.scheme for row, h in zip(comparison.rows, comparison.headers, strict=True) if has_both(h.cost)]:
+        note(f"{' and '.join(mixed)}: {_LOSES_B}")
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
         raise UsageError(f"no scheme fits: {reasons}")

@@ -24,7 +24,7 @@ from schedgen.cli.options import (
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
-from schedgen.report.chakra import chakra_traces, file_endings
+from schedgen.report.chakra import chakra_traces, file_endings, jobs_rounded_to_zero
 from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
 from schedgen.report.diff import coloured, diff
 from schedgen.report.draw import terminal
@@ -33,7 +33,7 @@ from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.stats_table import cycle_line, named_numbers, stats_table
-from schedgen.report.torch_csv import as_torch_csv, lost_in_csv
+from schedgen.report.torch_csv import as_torch_csv, lost_in_csv, refused_by_torch
 from schedgen.simulator.machine import Machine, read_profile
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
@@ -217,6 +217,8 @@ def run_export(options: ExportOptions) -> int:
         files = [("", as_torch_csv(program).encode())]
         if lost := lost_in_csv(program):
             note(f"torch's CSV has jobs alone: it loses {' and '.join(lost)}")
+        if wanted := refused_by_torch(program):
+            note(f"torch refuses this CSV: it wants {' and '.join(wanted)}")
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]
@@ -225,7 +227,13 @@ def run_export(options: ExportOptions) -> int:
     else:
         names = [options.output + end for end in file_endings(program.header.workers)]
         refuse_overwriting([options.file, options.profile], names)
-        files = chakra_traces(program, cost, machine, unit)
+        run = simulate(program, cost, machine)
+        files = chakra_traces(run, unit)
+        if jobs := jobs_rounded_to_zero(run, unit):
+            advice = (
+                "" if options.profile else ", and a unit of costs is one: give larger costs, or --profile in seconds"
+            )
+            note(f"the durations of {number_of(jobs, 'job')} round to 0 microseconds{advice}")
     for end, data in files:
         with open_output(options.output + end) as out:
             out.write(data)

@@ -24,15 +24,13 @@ from typing import Any
 import numpy as np
 
 from schedgen.analysis import analyse
-from schedgen.ir.cost import Amount
 from schedgen.ir.effects import RECEIVERS, SENDERS, Effect
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import EXCHANGED, Instruction, Op
+from schedgen.ir.instructions import COMPUTE, EXCHANGED, Instruction, Op
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import event_name
 from schedgen.simulator.buffer_sizes import NUMBER
-from schedgen.simulator.machine import Machine
-from schedgen.simulator.simulate import simulate
+from schedgen.simulator.simulate import Simulation
 from schedgen.util.errors import UsageError
 from schedgen.util.sort import places_in_runs
 
@@ -72,18 +70,23 @@ def file_endings(workers: int) -> list[str]:
     return [*(f".{rank}.et" for rank in range(workers)), ".groups.json"]
 
 
-def chakra_traces(
-    program: Program, cost: Mapping[str, Amount], machine: Machine, unit: float = 1.0
-) -> Iterator[tuple[str, bytes]]:
+def jobs_rounded_to_zero(run: Simulation, unit: float = 1.0) -> int:
+    """How many jobs take some time, but 0 when it is rounded to microseconds; `unit` as in `chakra_traces`."""
+    times = unit * run.lasts[run.program.rows_of(*COMPUTE)]
+    return int(((times > 0) & (np.rint(times) == 0)).sum())
+
+
+def chakra_traces(run: Simulation, unit: float = 1.0) -> Iterator[tuple[str, bytes]]:
     """(ending of a file's name, bytes) for each rank's trace, and last for the groups of collectives as JSON.
 
-    `program` is checked and projected. Durations and starts are those of `simulate`, in whole microseconds; a unit of
-    its time is `unit` microseconds. Raises UsageError if protobuf is not installed.
+    Durations and starts are those of the run, in whole microseconds; a unit of its time is `unit` microseconds. Raises
+    UsageError if protobuf is not installed.
     """
     messages = _messages()  # first, since it raises UsageError without protobuf
     from google.protobuf.proto import serialize_length_prefixed
 
-    table, run, endings = program.rows, simulate(program, cost, machine), file_endings(program.header.workers)
+    program = run.program
+    table, endings = program.rows, file_endings(program.header.workers)
     begin, length = (np.rint(unit * times).astype(np.int64) for times in (run.start, run.end - run.start))
     sends, receives, _ = analyse(program).messages
     size, tag = run.message_bytes.copy(), np.zeros(len(program), np.int64)

@@ -61,10 +61,20 @@ def lost_in_csv(program: Program) -> list[str]:
     return [words for words, is_lost in lost.items() if is_lost]
 
 
+def refused_by_torch(program: Program) -> list[str]:
+    """What torch wants of a CSV and this schedule does not have, in words; empty if there is nothing."""
+    compute = program.header.compute
+    wanted = {
+        "each stage on one rank": (compute != compute[:1, :, :1]).any(),
+        "a backward for every forward": program.header.is_forward,
+    }
+    return [words for words, is_wanted in wanted.items() if is_wanted]
+
+
 def _delayed_sends(program: Program) -> tuple[Numbers, bool]:
-    """The forwards whose output is sent after the next job, a backward; and whether another output waits for a job."""
+    """The forwards whose output is sent after the next job, a backward; and whether any other send waits for a job."""
     table, jobs, sends = program.rows, program.rows_of(*COMPUTE), program.rows_of(Op.SEND)
-    sends = sends[table.kind[sends] == Kind.X]
+    sends, gradients = (sends[table.kind[sends] == kind] for kind in (Kind.X, Kind.G))
     place = np.searchsorted(jobs, sends) - 1
     before, earlier = jobs[place], jobs[place - 1]
 
@@ -74,4 +84,16 @@ def _delayed_sends(program: Program) -> tuple[Numbers, bool]:
         return forward
 
     in_pair = is_forward_of_send(earlier) & np.isin(table.op[before], (Op.BWD, Op.BWD_I))
-    return earlier[in_pair], not (in_pair | is_forward_of_send(before)).all()
+    waits = not (in_pair | is_forward_of_send(before)).all() or _gradients_wait(program, jobs, gradients)
+    return earlier[in_pair], waits
+
+
+def _gradients_wait(program: Program, jobs: Numbers, sends: Numbers) -> bool:
+    """Whether the job before one of these SENDs of gradients does not add to what is sent."""
+    table, stages = program.rows, program.header.stages
+    before = jobs[np.searchsorted(jobs, sends) - 1]
+    edges = np.array(program.header.graph.edges, np.int64).reshape(-1, 2) @ (stages, 1)
+    adds = np.isin(table.stage[sends].astype(np.int64) * stages + table.stage[before], edges)
+    adds &= (table.mb[before] == table.mb[sends]) & np.isin(table.op[before], (Op.BWD, Op.BWD_I))
+    via = table.via[sends]
+    return not (adds & ((via < 0) | (via == table.stage[before]))).all()

@@ -486,7 +486,7 @@ def test_statistics_of_shards():
     program = compiled(stages=2, substages=2, microbatches=2)
     numbers = stats(program)
     assert numbers["collectives"] == 10 + 3 + 1  # exchanges, ties, NORM
-    assert list(chakra_traces(program, {"F": 1, "B": 2}, Machine()))
+    assert list(chakra_traces(simulate(program, {"F": 1, "B": 2}, Machine())))
 
 
 def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
