@@ -173,6 +173,14 @@ def write(tmp_path, monkeypatch):
     return lambda name, text: (tmp_path / name).write_text(text)
 
 
+def test_a_cost_that_a_command_s_file_does_not_keep_is_noted(run):
+    """dualpipe-v has whole backwards beside halves, and its file has the costs of the halves alone."""
+    costs = "--cost", "F=10,B=18,I=12,W=10"
+    err = run("compare", "--stages", 4, "--microbatches", 8, "--workers", 2, *costs).err
+    assert err.startswith("schedgen: note: dualpipe-v: the file keeps the costs of I and W, not that of B: ")
+    assert run("compare", "--stages", 4, "--microbatches", 8, "--workers", 2, "--cost", "F=10,I=12,W=10").err == ""
+
+
 def test_files_are_rows_beside_all_built_in_schemes(write, small, run):
     for name, text in OWN.items():
         write(name, text)

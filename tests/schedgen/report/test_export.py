@@ -322,6 +322,15 @@ def test_a_chrome_trace_is_that_of_simulate_with_an_arrow_for_every_message(alph
         assert ends[message]["ts"] >= begin["ts"] + float(alpha)
 
 
+def test_jobs_whose_durations_round_to_zero_are_noted(golden, run, tmp_path):
+    path, trace = tmp_path / "1f1b.json", tmp_path / "trace"
+    path.write_text(golden["1f1b"])
+    for costs, jobs in (("F=0.1,B=0.2", 64), ("F=0.1,B=0.7", 32), ("F=1,B=2", 0)):
+        err = run("export", path, "--to", "chakra", "-o", trace, "--cost", costs).err
+        words = f"schedgen: note: the durations of {jobs} jobs round to 0 microseconds, and a unit of costs is one: "
+        assert err.startswith(words) if jobs else not err
+
+
 def test_wrong_usage_is_one_sentence(golden, run, refused, monkeypatch, tmp_path):
     path = tmp_path / "1f1b.json"
     path.write_text(golden["1f1b"])
