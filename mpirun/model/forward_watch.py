@@ -5,11 +5,13 @@ And whether its eval() reads its parameters.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,9 @@ BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in tra
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"})  # without reading
 
 
+OWN_GENERATOR = "a torch.Generator of its own"
+
+
 def memory(x: Tensor) -> Any:
     """A tensor's storage, or itself if not strided. Views share its `_cdata`, which is unique while it is alive."""
     return x.untyped_storage() if x.layout == torch.strided else x
@@ -29,7 +34,8 @@ def memory(x: Tensor) -> Any:
 class ForwardWatch(TorchDispatchMode):
     """While it is active, records the layers that draw, in `random_layers`, and the memory written to, in `written`.
 
-    `origins` has, by memory, the buffers on whose values before the forward its values depend.
+    `origins` has, by memory, the buffers on whose values before the forward its values depend; `other_draws` names the
+    generators other than torch's default one that it draws from.
     Only writes by torch operations are seen, not those through NumPy views.
     """
 
@@ -42,6 +48,7 @@ class ForwardWatch(TorchDispatchMode):
         self.parameters = {name: (x, _place(x)) for name, x in module.named_parameters()}
         self.drawn = False  # by the layer whose forward is running
         self.random_layers: list[str] = []
+        self.other_draws: list[str] = []
         self.written: set[int] = set()  # the `_cdata` of memory
         self.origins: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
         for name, x in module.named_buffers():
@@ -52,6 +59,17 @@ class ForwardWatch(TorchDispatchMode):
             layer = module.get_submodule(name) if name else module
             layer.register_forward_pre_hook(lambda *_: setattr(self, "drawn", False))
             layer.register_forward_hook(lambda *_, name=name: self.random_layers.append(name) if self.drawn else None)
+
+    def __enter__(self) -> ForwardWatch:
+        """Remember the states of Python's and NumPy's generators."""
+        self.before = _states()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Record whether they have changed."""
+        super().__exit__(*error)
+        self.other_draws += [name for name, state in _states().items() if state != self.before[name]]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; record whether it draws, and where it writes.
@@ -66,6 +84,9 @@ class ForwardWatch(TorchDispatchMode):
             values |= {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
             values |= kwargs
             self.drawn |= draws and values.get("dropout_p", 1.0) != 0.0
+            generator = values.get("generator")
+            if generator not in (None, torch.default_generator) and OWN_GENERATOR not in self.other_draws:
+                self.other_draws.append(OWN_GENERATOR)
             for name in written if values.get("training", True) else written - BATCH_NORM_WRITES:
                 self.written |= {memory(x)._cdata for x in tree_leaves(values[name]) if isinstance(x, Tensor)}
         result = func(*args, **kwargs)
@@ -126,6 +147,12 @@ class ReadWatch(TorchDispatchMode):
         has = (isinstance(x, Tensor) and memory(x)._cdata in watched for x in tree_leaves((args, kwargs)))
         self.read |= func is not torch.ops.prim.device.default and any(has)  # fake tensors dispatch `x.is_cuda`
         return func(*args, **kwargs)
+
+
+def _states() -> dict[str, Any]:
+    """The states of generators that torch does not know."""
+    kind, keys, *rest = np.random.get_state()
+    return {"Python's random": random.getstate(), "numpy.random": (kind, np.asarray(keys).tobytes(), *rest)}
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -51,6 +51,7 @@ class StageShape(NamedTuple):
     changed_parameters: tuple[str, ...] = ()  # the parameters that it changed in the trial
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might in other microbatches
+    other_draws: tuple[str, ...] = ()  # generators other than torch's default one that it drew from in the trial
     loss: LossFacts | None = None  # None: not the last stage, or the loss is of the whole minibatch
     layout: tuple[Place, ...] = ()  # of the trained parameters in the flat weights
     sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters and buffers that are divided among shards

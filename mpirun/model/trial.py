@@ -217,6 +217,7 @@ class Trial:
             ),
             aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
             random_layers=tuple(watch.layers if fake is None and is_whole else watch.random_layers),
+            other_draws=tuple(watch.other_draws),
             model_stage=model.model_stage(stage),
         )
 

@@ -74,6 +74,10 @@ def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
     if changed := {entry(s, name): s for s, shape in enumerate(shapes) for name in shape.changed_parameters}:
         alone = "their copies on other ranks, and other versions, do not change with them"
         note(comm, f"forwards change the parameters {listed(changed)}: {alone}")
+    for stage, shape in enumerate(shapes):
+        if shape.other_draws:
+            why = "only torch's default generator is seeded for every microbatch: the schedule decides what it draws"
+            note(comm, f"the forward of stage {stage} draws from {' and '.join(shape.other_draws)}: {why}")
     several = [s for s in range(len(shapes)) if len({*header.compute[F, s].tolist()}) > 1]
     if carried := {entry(s, name): s for s in several for name in shapes[s].carried_buffers}:
         own = "several ranks compute such a stage, each with buffers of its own: the bits are not those of one process"

@@ -1991,6 +1991,36 @@ def test_buffers_of_several_ranks_on_which_outputs_depend_are_named(scheme, scri
     assert (done.code, notes) == (0, named if scheme == "ddp" else []), done.err
 
 
+DRAWING = """
+import random, sys, numpy as np, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Noise(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.own = kind, torch.Generator().manual_seed(1)
+    def forward(self, x):
+        scale = {"python": random.random, "numpy": np.random.rand}.get(self.kind, lambda: 1)()
+        return x + scale * torch.randn(x.shape, generator=self.own if self.kind == "own" else None)
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(4, 4), Noise(sys.argv[1])), nn.Linear(4, 4)]
+with mpirun.Engine(sys.argv[2], layers, microbatches=2 if sys.argv[2] == "1f1b" else None, loss=mse_loss) as run:
+    run.step((torch.ones(4, 4), torch.ones(4, 4)))
+"""
+
+
+def test_a_forward_that_draws_from_other_generators_is_named_and_not_redone(scripts, compiled):
+    """Nobody seeds them for a microbatch: a RECOMPUTE would draw other numbers than its forward."""
+    redone = compiled("1f1b", stages=2, microbatches=2, recompute="all")
+    sources = {"own": "a torch.Generator of its own", "python": "Python's random", "numpy": "numpy.random", "torch": ""}
+    runs = [(kind, schedule) for kind in sources for schedule in ("1f1b", redone)]
+    for (kind, schedule), done in zip(runs, scripts(2, [[DRAWING, *run] for run in runs]), strict=True):
+        named = f"stage 0 draws from {sources[kind]}: " in done.err
+        refused = f"redoes forwards of stage 0, which draw from {sources[kind]}: " in done.err
+        by_itself = bool(sources[kind]) and schedule == "1f1b"
+        assert (named, refused, done.code) == (by_itself, bool(sources[kind]) != by_itself, 2 * refused), done.err
+
+
 ASKING_FOR_VALUES = """
 import sys, torch, mpirun
 from torch import nn
