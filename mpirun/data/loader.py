@@ -136,7 +136,8 @@ class Loader(ABC):
 
     def state(self) -> dict[str, Any]:
         """The position of the next batch, and the settings that must not change; for JSON."""
-        return {"epoch": self.epoch, "step": self.step, "microbatches": self.microbatches, **self._unchanging()}
+        cut = {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
+        return {"epoch": self.epoch, "step": self.step, **cut, **self._unchanging()}
 
     @contextmanager
     def from_the_start(self) -> Iterator[None]:
@@ -156,14 +157,13 @@ class Loader(ABC):
                     f"the data of the checkpoint has {name} {state[name]}, but the loader {value}: other samples would "
                     "follow"
                 )
-        step = state["step"]
-        if state["microbatches"] != self.microbatches:
-            step, rest = divmod(step * state["microbatches"], self.microbatches)
-            if rest:
-                raise UsageError(
-                    f"the data of the checkpoint is at step {state['step']} of {state['microbatches']} microbatches, "
-                    f"which is in the middle of a step of {self.microbatches}"
-                )
+        samples = state["step"] * state["microbatches"] * state["microbatch_size"]
+        step, rest = divmod(samples, self.step_size)
+        if rest:
+            raise UsageError(
+                f"the data of the checkpoint goes on after {samples} samples of an epoch, which is in the middle of a "
+                f"step of {self.step_size} ({self.microbatches} microbatches of {self.microbatch_size})"
+            )
         self.epoch, self.step = state["epoch"], step
         if self.sample_count is not None and step >= len(self):  # where steps are larger, or the last is dropped now
             self.epoch, self.step = self.epoch + 1, 0
@@ -185,7 +185,6 @@ class Loader(ABC):
     def _unchanging(self) -> dict[str, Any]:
         return {
             "samples": self.kind if self.sample_count is None else self.sample_count,
-            "microbatch_size": self.microbatch_size,
             "shuffle": self.shuffle,
             "seed": self.seed,
         }

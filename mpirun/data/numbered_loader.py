@@ -110,7 +110,7 @@ class FunctionLoader(NumberedLoader):
         return lambda step: [Dealt([0] * self.microbatch_size, 0)] * self.microbatches
 
     def _unchanging(self) -> dict[str, Any]:
-        return {**super()._unchanging(), "microbatches": self.microbatches}
+        return {**super()._unchanging(), "microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
 
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
         """As in `Loader`; the size is that of dimension 0 of the input's first tensor that has one."""

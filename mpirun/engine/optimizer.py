@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from logging import Logger
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ from mpirun.engine.recipe import (
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
+from mpirun.model.module_copy import given_modules
 from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError, clip
 
@@ -35,6 +37,7 @@ OWN = (
     "_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured",
     "defaults", "param_groups", "state",
 )  # fmt: skip
+_requires_grad = attrgetter("requires_grad")
 
 
 class Optimizer:
@@ -64,6 +67,13 @@ class Optimizer:
                     check_steps_pieces(recipe, entry, dim, tried)
             if parameters:
                 self.by_unit[unit] = recipe.make(named, seed, unit[1])
+        # What a script may reach: these parameters, those of its modules, or of a stage that is no copy of its modules.
+        reached = [(name, parameter) for name, parameter, _ in self.views]
+        for index, stage in stages.items():
+            for prefix, module in given_modules(model.stages[index]) or [("", stage.module)]:
+                reached += [(model.entry_name(index, name), x) for name, x in module.named_parameters(prefix)]
+        self.reached_names, self.reached = [name for name, _ in reached], [parameter for _, parameter in reached]
+        self.trained = list(map(_requires_grad, self.reached))
         self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # hashes when just made
         # The stage, or version of it, that a unit's parameters point to now; the views of its weights and gradients.
         self.points_to: dict[Unit, tuple[LocalStage, list[Tensor], list[Tensor]]] = {}
@@ -195,6 +205,18 @@ class Optimizer:
             if of_script != own:
                 raise UsageError(f"what was assigned to .data of {name} is {of_script}, but the parameter was {own}")
         return [(parameter, view, parameter.data.clone()) for _, parameter, view in found]
+
+    def changed_flag(self) -> str:
+        """A sentence on a parameter whose requires_grad the script has changed; empty: there is none."""
+        now = list(map(_requires_grad, self.reached))
+        if now == self.trained:
+            return ""
+        names = zip(self.reached_names, now, self.trained, strict=True)
+        name, flag = next((name, flag) for name, flag, before in names if flag is not before)
+        return (
+            f"requires_grad of {name} has become {flag}, but a run trains what it has trained from its first step on: "
+            "save before, and resume with a new Engine of the changed model; a scheduler may set a group's rate to 0"
+        )
 
     def leave_versions(self) -> None:
         """Point the parameters to the weights at the start of a pass, which scripts may change between two steps."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.comm.fail_together import Stop
+from mpirun.comm.fail_together import Stop, refuse
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.grad_norm import GradNorms, total_norm
@@ -63,14 +63,15 @@ class OptimizerStep:
         self.rate_from = _first_with_parameters(context.header, setup.shapes)
         self.result = StepResult([], 0.0, [], False, [], 0.0)
         # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, whether a rank
-        # wants to leave, the learning rate, whether it is the same on all ranks, the metrics of every microbatch, and
-        # whether those of a rank have other names.
+        # wants to leave, the learning rate, whether it is the same on all ranks, whether a rank's script has changed
+        # which parameters are trained, the metrics of every microbatch, and whether those of a rank have other names.
         count = context.header.microbatches
-        sizes = [self.grad_norms.length, count, 1, 1, EQUAL, count * len(self.metric_names), 1]
+        sizes = [self.grad_norms.length, count, 1, 1, EQUAL, 1, count * len(self.metric_names), 1]
         self.ends = list(accumulate(sizes, initial=0))
-        self.norms_at, self.losses_at, self.leave_at, self.rate_at, self.equal_at, self.metrics_at, self.others_at = (
-            slice(*ends) for ends in pairwise(self.ends)
-        )
+        (
+            self.norms_at, self.losses_at, self.leave_at, self.rate_at, self.equal_at, self.changed_at, self.metrics_at,
+            self.others_at,
+        ) = (slice(*ends) for ends in pairwise(self.ends))  # fmt: skip
         self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
 
     def norm(self, row: int, i: Instruction) -> Act:
@@ -117,12 +118,16 @@ class OptimizerStep:
         if context.transport.comm.rank == self.rate_from:
             values[self.rate_at] = context.optimizer.rate(context.position.step)
         values[self.equal_at] = self._for_equality()
+        changed = context.optimizer.changed_flag()
+        values[self.changed_at] = bool(changed)
         own = {mb: {name: float(found[name]) for name in sorted(found)} for mb, found in self.metrics.items()}
         self.metrics.clear()
         for mb, found in own.items():
             metrics[mb] = [found.get(name, 0.0) for name in names]
         values[self.others_at] = any(found.keys() != {*names} for found in own.values())
         context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
+        if sums[self.changed_at].any():
+            refuse(context.transport.group(group), bool(changed), changed)
         if not are_equal(*sums[self.equal_at].tolist()):
             raise Stop(
                 f"the learning rate of step {context.position.step + 1} is not the same on all ranks: lr should depend "

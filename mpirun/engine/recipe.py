@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.engine.options import SetupOptions
+from mpirun.model.build_stage import hooked_by
 from mpirun.model.module_copy import like_parameter
 from mpirun.model.parallel_layers import Shard, ShardedDim
 from mpirun.model.rng import derived_seed, seed_generators
@@ -90,6 +91,15 @@ class Recipe:
             raise UsageError(
                 f"{type(made).__name__} computes gradients inside step(), which no schedule allows: use another one"
             )
+        for name, parameter, *_ in named:
+            if method := hooked_by(parameter):
+                raise UsageError(
+                    f"the optimizer's factory gives {name} a hook ({method}), which a stage would not call"
+                )
+            if not parameter.requires_grad:
+                raise UsageError(
+                    f"the optimizer's factory freezes {name}: freeze it in the model, before the first step"
+                )
         held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
         missing = [entry.name for entry in named if id(entry.parameter) not in held]
         if missing:

@@ -153,9 +153,13 @@ def check_parameters(module: nn.Module, what: str) -> None:
             kind = type(parameter).__name__
             instead = "which a stage would make an nn.Parameter: mark it by an attribute instead"
             raise UsageError(f"{what}: its parameter {name} is a {kind}, {instead}")
-        for method, attribute in HOOKS.items():
-            if getattr(parameter, attribute, None):
-                raise UsageError(f"{what}: its parameter {name} has a hook ({method}), which a stage would not call")
+        if method := hooked_by(parameter):
+            raise UsageError(f"{what}: its parameter {name} has a hook ({method}), which a stage would not call")
+
+
+def hooked_by(parameter: nn.Parameter) -> str:
+    """The method that has given a parameter a hook; empty: it has none."""
+    return next((method for method, attribute in HOOKS.items() if getattr(parameter, attribute, None)), "")
 
 
 def _check_new(module: nn.Module) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
 from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError
@@ -63,6 +64,12 @@ class ModuleCopy:
 
     def build(self, values: Mapping[str, Tensor], needs_values: Callable[[str, Tensor], bool]) -> nn.Module:
         """A copy with these values, by name; other tensors that need no values get uninitialised memory."""
+        for name, part in self.module.named_modules():
+            if any(isinstance(hook, WeightNorm) for hook in part._forward_pre_hooks.values()):
+                raise UsageError(
+                    f"{name or 'the module'}, {type(part).__name__}: has torch.nn.utils.weight_norm, which cannot be "
+                    "copied: use torch.nn.utils.parametrizations.weight_norm"
+                )
         seed = torch.initial_seed()
         tensors = own_tensors(self.module)
         copies: dict[int, Tensor] = {}

@@ -452,7 +452,7 @@ def sentences() -> Any:
     def other_data() -> None:
         run = engine()
         try:
-            run.resume(FOLDER / "whole", data=run.loader(DATA, 1))
+            run.resume(FOLDER / "whole", data=run.loader(DATA, 2, shuffle=True, seed=7))
         finally:
             run.close()
 

@@ -204,24 +204,31 @@ def test_resumed_where_less_than_a_larger_step_is_left(kind):
     assert (after.epoch, after.step) == (2, 0)
 
 
-@given(length=st.integers(1, 60), counts=st.tuples(st.integers(1, 6), st.integers(1, 6)), behind=st.integers(0, 20))
+@given(
+    length=st.integers(1, 60),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    counts=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    behind=st.integers(0, 20),
+)
 @QUICK
-def test_resumed_with_other_steps(length, counts, behind):
-    first, second = (loader(numbers(length), 2, count, shuffle=True) for count in counts)
+def test_resumed_with_other_steps(length, sizes, counts, behind):
+    """Of other microbatches, or of more or fewer: the rest of the epoch and the next one follow in their orders."""
+    first, second = (loader(numbers(length), *cut, shuffle=True) for cut in zip(sizes, counts, strict=True))
     steps = list(first)
     first.epoch, first.step = 0, (behind := min(behind, len(steps) - 1))
-    if behind * counts[0] % counts[1]:
-        with pytest.raises(UsageError, match=rf"^the data of the checkpoint is at step {behind} of {counts[0]} micro"):
+    samples = behind * first.step_size
+    if samples % second.step_size:
+        with pytest.raises(UsageError, match=rf"^the data of the checkpoint goes on after {samples} samples of an epo"):
             second.restore(first.state())
         return
     second.restore(first.state())
     seen = [
         index
-        for batch in second
+        for batch in (*second, *second)
         for microbatch in batch.microbatches.values()
         for index in microbatch.leaves[0].tolist()[: microbatch.size - microbatch.padding]
     ]
-    assert seen == list(epoch_order(length, True, 0, 0))[behind * 2 * counts[0] :]
+    assert seen == [*list(epoch_order(length, True, 0, 0))[samples:], *epoch_order(length, True, 0, 1)]
 
 
 def make(step: int, microbatch: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -520,7 +527,6 @@ def test_a_stream_from_its_begin():
     [
         ({"dataset": numbers(20)}, "samples 21, but the loader 20"),
         ({"dataset": Stream(21), "shuffle": False}, "samples 21, but the loader stream"),
-        ({"size": 4}, "microbatch_size 2, but the loader 4"),
         ({"shuffle": False}, "shuffle True, but the loader False"),
         ({"seed": 1}, "seed 0, but the loader 1"),
     ],
@@ -536,6 +542,8 @@ def test_a_function_needs_the_same_steps():
     state = loader(make).state()
     with pytest.raises(UsageError, match=r"^the data of the checkpoint has microbatches 4, but the loader 2: other"):
         loader(make, count=2).restore(state)
+    with pytest.raises(UsageError, match=r"^the data of the checkpoint has microbatch_size 2, but the loader 4: other"):
+        loader(make, 4).restore(state)
 
 
 def test_input_and_target():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,6 +174,44 @@ def test_what_a_script_assigns_replaces_the_weights_if_it_is_like_them():
         with pytest.raises(UsageError, match=f"^what was assigned to .data of stage0.weight is {other.dtype} of "):
             optimizer.take_assigned()
         parameter.data = own
+
+
+def test_parameters_that_are_frozen_between_steps_are_named():
+    """Those that the factory was given, and those of the script's module."""
+    module, factory = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), partial(torch.optim.SGD, lr=0.5)
+    module[0].requires_grad_(False)
+    stage = LocalStage(copy.deepcopy(module), 0, StageShape((), ("1.weight", "1.bias")), Device(), owned_parts=(-1,))
+    optimizer = Optimizer(
+        Recipe(lambda named: factory([x.parameter for x in named])), Model([module], mse_loss), {0: stage}
+    )
+    given = optimizer.parameters[0, -1]
+    for parameter, name in ((given[1], "1.bias"), (module[1].weight, "1.weight"), (module[0].weight, "0.weight")):
+        assert not optimizer.changed_flag()
+        parameter.requires_grad_(flag := not parameter.requires_grad)
+        assert optimizer.changed_flag().startswith(
+            f"requires_grad of stage0.{name} has become {flag}, but a run trains"
+        )
+        parameter.requires_grad_(not flag)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda x: x.register_hook(abs), "gives stage0.weight a hook (register_hook), which a stage would not call"),
+        (
+            lambda x: x.register_post_accumulate_grad_hook(id),
+            "gives stage0.weight a hook (register_post_accumulate_grad_hook), which a stage would not call",
+        ),
+        (lambda x: x.requires_grad_(False), "freezes stage0.weight: freeze it in the model, before the first step"),
+    ],
+)
+def test_hooks_and_freezing_by_a_factory_are_refused(change, sentence):
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        change(parameters[0])
+        return torch.optim.SGD(parameters, 0.5)
+
+    with pytest.raises(UsageError, match=f"^the optimizer's factory {re.escape(sentence)}$"):
+        linear(make)
 
 
 class Keeping(torch.optim.SGD):

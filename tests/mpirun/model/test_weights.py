@@ -406,6 +406,16 @@ def test_hooks_of_parameters_are_refused_by_name(method: str) -> None:
             refused()
 
 
+def test_the_weight_norm_that_cannot_be_copied_is_named() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = nn.Sequential(nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(UsageError, match=r"1, Linear: has torch\.nn\.utils\.weight_norm, which cannot be copied: use"):
+        build_stage(Model([old], nn.functional.mse_loss), 0, 0)
+    new = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    build_stage(Model([new], nn.functional.mse_loss), 0, 0)
+
+
 def test_trained_parameters_of_a_class_of_their_own_are_refused_by_name() -> None:
     class Own(nn.Parameter):
         pass

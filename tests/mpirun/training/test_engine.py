@@ -233,7 +233,7 @@ SENTENCES = {
     "trace in a trace": "trace: steps are traced already",
     "two save": "another run saves there: run ",
     "another optimizer": "the optimizer is torch.optim.sgd.SGD: ",
-    "other data": "has microbatch_size 2, but the loader 1",
+    "other data": ", but the loader 7: other samples would follow",
     "two shapes": "the microbatches of step 2 have shape (2, 8), not (4, 8) as the first: declare sizes with buckets=",
     "ragged": "of step 1 have shapes (2, 6, 8) and (2, 9, 8): all of one step must have the same",
     "undeclared": "the microbatches of step 2 have shape (2, 9, 8), not one of buckets=(6, 8)",
@@ -975,6 +975,21 @@ for scheme in ("gpipe", "fsdp", "pipedream"):
 """
     (done,) = scripts(2, [[SAVING + script, tmp_path]])
     assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "pipedream"])
+def test_a_rank_whose_script_freezes_a_parameter_between_steps_ends_all_with_one_sentence(tmp_path, scheme, scripts):
+    script = """
+modules = [torch.nn.Linear(4, 4) for _ in range(2)]
+with mpirun.Engine(sys.argv[2], modules, stages=2, microbatches=2, loss=mse_loss, lr=0.1, timeout=60) as run:
+    run.step((x, x))
+    if run.rank == 1:
+        modules[1].bias.requires_grad_(False)
+    run.step((x, x))
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path, scheme]])
+    (line,) = [line for line in done.err.splitlines() if line.startswith("mpirun: ")]
+    assert (done.code, line.partition(", but")[0]) == (2, "mpirun: requires_grad of stage1.bias has become False")
 
 
 def test_evaluations_leave_the_buffers_alone_with_which_other_ranks_train(tmp_path, scripts):
