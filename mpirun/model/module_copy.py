@@ -65,7 +65,8 @@ class ModuleCopy:
     def build(self, values: Mapping[str, Tensor], needs_values: Callable[[str, Tensor], bool]) -> nn.Module:
         """A copy with these values, by name; other tensors that need no values get uninitialised memory."""
         for name, part in self.module.named_modules():
-            if any(isinstance(hook, WeightNorm) for hook in part._forward_pre_hooks.values()):
+            hooks = [hook for hook in part._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+            if any(not getattr(part, hook.name).is_leaf for hook in hooks):
                 raise UsageError(
                     f"{name or 'the module'}, {type(part).__name__}: has torch.nn.utils.weight_norm, which cannot be "
                     "copied: use torch.nn.utils.parametrizations.weight_norm"

@@ -427,7 +427,8 @@ class Engine:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of the whole model's parameters and saved buffers by its own names, on rank 0's CPU; elsewhere none.
 
-        The module that the Engine was made with keeps its first values, and can load these.
+        The module that the Engine was made with keeps its first values, and can load these; names are without the
+        `_orig_mod.` of torch.compile.
         """
         self._build_stages("state_dict")
         session = self._running
