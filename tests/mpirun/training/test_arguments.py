@@ -1,0 +1,87 @@
+"""What an Engine and its methods take as arguments, and the one sentence that refuses others."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from mpirun.engine.recipe import NamedParameter
+from mpirun.training.arguments import make_recipe, take_model
+from schedgen.util.errors import UsageError
+
+
+@pytest.mark.parametrize("given", [torch.optim.Adam, functools.partial(torch.optim.Adam, eps=1e-3)])
+def test_an_optimizer_s_class_is_called_with_the_parameters_alone(given):
+    weight = torch.nn.Parameter(torch.ones(1))
+    made = make_recipe(given, 0.1, None, None).make([NamedParameter("weight", weight, weight.shape, True)])
+    (group,) = made.optimizer.param_groups
+    assert type(made.optimizer) is torch.optim.Adam and group["params"] == [weight] and "param_names" not in group
+
+
+def test_rates_are_numbers_of_any_type_that_are_not_negative():
+    assert make_recipe(None, np.float32(0.5), None, None).rate(0) == 0.5
+    for rate in (np.float64(-0.5), True, "0.5"):
+        with pytest.raises(UsageError, match="lr should be a number of at least 0, or a function of the step, not "):
+            make_recipe(None, rate, None, None)
+    with pytest.raises(UsageError, match=r"the learning rate of step 3 is -0\.5, not a number of at least 0"):
+        make_recipe(None, lambda step: -0.5, None, None).rate(2)
+
+
+def test_a_module_that_is_not_in_stages_is_to_be_split():
+    """A Sequential's children are its stages, if there are as many as are asked for."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    taken = take_model(module, torch.nn.functional.mse_loss, 4, None, None, 0)
+    assert [*taken.stages] == [*module]
+    for given, name in ((module, "Sequential"), (module[0], "Linear")):
+        words = f"the model, a {name}, is not in 2 stages: split it first, mpirun.split(model, example, stages=2)"
+        for stages, layers in ((2, None), (1, [1, 1])):
+            with pytest.raises(UsageError, match=re.escape(words)):
+                take_model(given, torch.nn.functional.mse_loss, stages, layers, None, 0)
+
+
+OF_OTHER_TYPES = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+x = torch.zeros(4, 4)
+def engine(**options):
+    return mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], microbatches=2,
+                         **{"loss": mse_loss, "timeout": 0, **options})
+def scored(output, target):
+    return output.sum(), {"lr": output.sum()}
+def of_another(method, given, **options):
+    with engine(**options) as other:
+        getattr(other, method)(given)
+with engine() as run:
+    run.step((x, x))
+    for refused in (
+        lambda: engine(timeout=None), lambda: engine(clip="1"), lambda: engine(buckets=64), lambda: engine(export=3),
+        lambda: run.save(None), lambda: of_another("resume", None), lambda: run.export(5), lambda: run.evaluate((x, x)),
+        lambda: run.predict({"x": x}), lambda: engine(stages=3), lambda: of_another("step", (x, x), loss=scored),
+        lambda: run.resume("nowhere"), lambda: engine(optimizer=torch.optim.Adam([x])),
+    ):
+        try:
+            refused()
+        except SystemExit as end:
+            print(end.code)
+"""
+
+
+def test_an_argument_that_is_not_what_it_should_be_is_refused_with_one_sentence(scripts):
+    (done,) = scripts(1, [[OF_OTHER_TYPES]])
+    give = "give the name of a directory, not a"
+    assert (done.code, done.out, done.err.splitlines()) == (0, 13 * "2\n", [
+        "mpirun: timeout should be a number of at least 0, not None",
+        "mpirun: clip should be a positive number, not '1'",
+        "mpirun: buckets should be sizes, whole numbers of at least 1, not 64",
+        f"mpirun: export: {give} int", f"mpirun: save: {give} NoneType", f"mpirun: resume: {give} NoneType",
+        f"mpirun: export: {give} int",
+        *["mpirun: this is one batch: give a list of batches, or what loader(...) returns"] * 2,
+        "mpirun: the model has 1 stages, not the 3 that it is asked for",
+        "mpirun: a metric is called lr, as another number of a step: give it another name",
+        "mpirun: resume: this run has done steps already: make a new Engine",
+        "mpirun: optimizer: give a class, or a function of a list of NamedParameters, not an object of Adam",
+    ])  # fmt: skip

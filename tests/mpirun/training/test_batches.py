@@ -1,0 +1,186 @@
+"""The batches and loaders that a script gives to an Engine, the order of their keys, and who may change them."""
+
+from __future__ import annotations
+
+from engine_scripts import SAVING
+
+from mpirun.data.loader import DREW
+
+COLUMN = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+table, column = torch.arange(6.0).view(2, 3), lambda y, target: mse_loss(y[:, 0], target)
+with mpirun.Engine("gpipe", [torch.nn.Linear(3, 1)], microbatches=2, loss=column) as run:
+    print(len(run.step((table, table[:, 0])).losses))
+"""
+
+
+def test_a_target_may_be_a_column_of_a_table_of_which_a_microbatch_has_one_sample(scripts):
+    (done,) = scripts(1, [[COLUMN]])
+    assert (done.code, done.out) == (0, "2\n"), done.err
+
+
+def test_canonical_bits_do_not_depend_on_where_a_microbatch_begins_in_memory(tmp_path, scripts):
+    """Microbatches of 360 bytes: cut from a batch, most of them begin where no separate tensor would."""
+    script = """
+from torch.nn.functional import cross_entropy
+stages = [torch.nn.Linear(5, 8), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(8, 3))]
+loss = lambda output, target: cross_entropy(output.flatten(0, 1), target.flatten())
+with mpirun.Engine("1f1b", stages, loss=loss, microbatches=4, verify=True, canonical=True) as run:
+    for number in range(6):
+        rng = torch.Generator().manual_seed(number)
+        run.step((torch.randn(8, 9, 5, generator=rng), torch.randint(0, 3, (8, 9), generator=rng)))
+    assert run.verify()
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path]])
+    assert done.code == 0, done.err
+
+
+def test_rank_0_prints_what_only_another_rank_sees_in_the_data(scripts):
+    """That samples draw random numbers, when the rank first reads one in training, and in an evaluation."""
+    script = """
+import random, torch, mpirun
+from torch.nn.functional import mse_loss
+class Rows:
+    def __init__(self, drawn):
+        self.drawn = drawn
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        row = torch.full((4,), random.random() if index in self.drawn else 0.0)
+        return row, row
+with mpirun.Engine("ddp", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
+    run.evaluate(run.loader(Rows([3])))
+    print(f"evaluated on {run.rank}", flush=True)
+    for batch in run.loader(Rows([1])):
+        run.step(batch)
+"""
+    (done,) = scripts(2, [[script]])
+    late, first = done.err.splitlines()
+    assert done.code == 0 and late == f"mpirun: note: {DREW}" and "they are made between the steps" in first
+
+
+CHANGED_DATA = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+def halved(output, target):
+    return mse_loss(output, target.mul_(0.5))
+x, y = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
+torch.manual_seed(0)
+with mpirun.Engine(sys.argv[1], [nn.Linear(6, 6), nn.Linear(6, 6)], loss=halved, verify=True, canonical=True) as run:
+    whole, targets = torch.empty(8, 6), torch.empty(8, 6)
+    for batch in run.loader(list(zip(x, y)), 2):
+        run.step(batch)
+    for rows in (slice(0, 8), slice(8, 16)):
+        run.step((whole.copy_(x[rows]), targets.copy_(y[rows])))
+    print(run.evaluate([(whole, targets)]).loss == run.evaluate([(whole, targets)]).loss, run.verify())
+"""
+
+
+def test_the_loss_may_change_its_target_and_the_script_its_batch(scripts, compiled):
+    """Also where a forward, and its loss, are done again."""
+    schedule = compiled("ddp", workers=1, stages=2, microbatches=4, recompute="all")
+    (done,) = scripts(1, [[CHANGED_DATA, schedule]])
+    assert done.code == 0 and done.out.split()[-2:] == ["True"] * 2, done.out + done.err
+
+
+KEYS = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+    def forward(self, a, b):
+        return self.first(a) - 3 * self.second(b)
+def swapped(given):
+    return dict(reversed(given.items()))
+def engine(verify=True):
+    torch.manual_seed(0)
+    return mpirun.Engine("1f1b", [Two(), nn.Linear(6, 6)], microbatches=2, loss=mse_loss, verify=verify, canonical=True)
+a, b, y = torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(1))
+items = [({"a": a[k], "b": b[k]}, y[k]) for k in range(16)]
+mixed = [(swapped(x) if k in (2, 3, 4, 5, 14, 15) else x, target) for k, (x, target) in enumerate(items)]
+found = []
+for data, order in ((items, dict), (mixed, swapped)):
+    with engine() as run:
+        losses = [run.step(batch).loss for batch in run.loader(data, 2)]
+        whole = order({"a": a[:4], "b": b[:4]}), y[:4]
+        losses += [run.step(whole).loss, run.evaluate([whole]).loss]
+        found.append((losses, run.verify()))
+scores = []
+for order in (dict, swapped):
+    with engine(verify=False) as run:
+        loader = run.loader(items, 2)
+        if not run.resume(sys.argv[1], data=loader):
+            run.step(next(iter(loader)))
+            run.save(sys.argv[1], data=loader)
+        scores.append(run.evaluate([(order({"a": a[:4], "b": b[:4]}), y[:4])]).loss)
+print(found[0] == found[1], found[1][1], scores[0] == scores[1])
+with engine(verify=False) as run:  # a line says so
+    run.step(({"b": a, "a": b}, y))
+with engine() as run:
+    for given in ({"a": a, "b": b}, (a, b), {"a": a, "other": b}, {"b": b, "c": a}):  # the last is refused
+        run.step((given, y))
+"""
+
+
+def test_keys_in_another_order_are_the_same_input_and_a_key_in_the_place_of_another_is_refused(scripts, tmp_path):
+    (done,) = scripts(2, [[KEYS, tmp_path]])
+    assert done.code == 2 and done.out.split()[-3:] == ["True"] * 3, done.out + done.err
+    said = [line for line in done.err.splitlines() if "note:" not in line or "forward" in line]
+    assert said == [
+        "mpirun: note: the forward of stage 0 takes a, b, but gets the input's b, a: the entries of a dict go by "
+        "position, so give them in the forward's order",
+        "mpirun: the input of a microbatch has ['b'], ['c'], but that of the first had ['a'], ['b']",
+    ]
+
+
+OTHER_LOADER = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+def engine(scheme, stages):
+    return mpirun.Engine(scheme, [torch.nn.Linear(4, 4) for _ in range(stages)], microbatches=2, loss=mse_loss)
+torch.manual_seed(0)
+data = [(x, x) for x in torch.ones(8, 4)]
+with engine("1f1b", 2) as one, engine("1f1b", 2) as alike, engine("ddp", 2) as other:
+    print(*other.comm.gather(one.step(next(iter(alike.loader(data, 2)))).tokens) or [], sep="\\n", end="")
+    one.step(next(iter(other.loader(data, 2))))
+"""
+
+
+def test_a_loader_of_another_engine_is_taken_where_ranks_read_the_same(scripts):
+    (done,) = scripts(2, [[OTHER_LOADER]])
+    others = "mpirun: the loader is another Engine's, whose ranks read other microbatches\n"
+    assert (done.code, done.out.split(), done.err) == (2, ["16"] * 2, others)
+
+
+WITHOUT_END = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+from torch.utils.data import IterableDataset
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(x, x) for x in torch.ones(8, 4)])
+def make(step, microbatch, rng):
+    return torch.ones(3, 4), torch.ones(3, 4)
+options = {"stages": 1, "microbatches": 2, "loss": mse_loss, "timeout": 0, "verify": True}
+with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], **options) as run:
+    function, stream = run.loader(make, 2), run.loader(Stream(), 2)
+    print(run.step(next(iter(function))).tokens)
+    print(run.evaluate(function, 3).samples, len(run.predict(function, 1)), run.evaluate(stream).samples)
+    for refused in (run.evaluate, run.predict, lambda loader: [run.step(batch) for batch in stream]):
+        try:
+            refused(function)
+        except SystemExit as end:
+            print(end.code, run.steps)
+"""
+
+
+def test_data_without_an_end_or_a_second_time_is_refused_at_once(scripts):
+    (done,) = scripts(1, [[WITHOUT_END]])
+    endless = "mpirun: a function that makes microbatches has no end: say how many steps of it, batches="
+    once = "mpirun: verify=True does all steps again, but an IterableDataset is read once: train without it"
+    assert (done.code, done.out, done.err) == (0, "24\n18 6 8\n" + 3 * "2 1\n", "\n".join([endless, endless, once, ""]))

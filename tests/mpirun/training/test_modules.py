@@ -1,0 +1,186 @@
+"""What modules may do in their forwards, such as drawing random numbers and asking for values or gradients."""
+
+from __future__ import annotations
+
+import pytest
+from engine_scripts import SAVING
+
+
+def test_what_is_lost_of_a_module_is_said_in_notes_only_even_if_the_run_evaluates(scripts):
+    script = """
+layer = torch.nn.Linear(4, 4)
+layer.compile()
+x = torch.zeros(8, 4)
+with mpirun.Engine("gpipe", [layer], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
+    run.step((x, x))
+    run.evaluate([(x, x)])
+"""
+    (done,) = scripts(1, [[SAVING + script, "none"]])
+    lost = "stage 0: Module.compile is lost where a stage is copied: use torch.compile(module)"
+    assert (done.code, {*done.err.splitlines()}) == (0, {f"mpirun: note: {lost}"})
+
+
+def test_autocast_casts_a_value_from_another_stage_for_each_of_its_readers(tmp_path, scripts):
+    """As it does without the cut: one cast for all of them would add their gradients in bfloat16."""
+    script = """
+class Readers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    def forward(self, x):
+        return x + sum(layer(x) for layer in self.layers)  # in float32
+stages = [Readers(), Readers()]
+with mpirun.Engine("gpipe", stages, stages=2, loss=mse_loss, microbatches=2,
+                   autocast="bf16", verify=True, canonical=True) as run:
+    run.step((x, x))
+    assert run.verify()
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    assert done.code == 0, done.err
+
+
+def test_what_a_script_draws_is_the_same_on_all_ranks(scripts):
+    """A stage with dropout, which one rank has, seeds that rank's generator; the script's draws are as without it."""
+    script = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+stages = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))]
+torch.manual_seed(3)
+drawn = []
+with mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss) as run:
+    for _ in range(3):
+        drawn.append(torch.randn(8, 4))
+        run.step((drawn[-1], drawn[-1]))
+        run.evaluate([(drawn[-1], drawn[-1])])
+torch.manual_seed(3)
+print(all(torch.equal(batch, torch.randn(8, 4)) for batch in drawn))
+"""
+    (done,) = scripts(2, [[script]])
+    assert done.code == 0 and done.out.split() == ["True"] * 2, (done.out, done.err)
+
+
+DRAWING = """
+import random, sys, numpy as np, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Noise(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.own = kind, torch.Generator().manual_seed(1)
+    def forward(self, x):
+        scale = {"python": random.random, "numpy": np.random.rand}.get(self.kind, lambda: 1)()
+        return x + scale * torch.randn(x.shape, generator=self.own if self.kind == "own" else None)
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(4, 4), Noise(sys.argv[1])), nn.Linear(4, 4)]
+with mpirun.Engine(sys.argv[2], layers, microbatches=2 if sys.argv[2] == "1f1b" else None, loss=mse_loss) as run:
+    run.step((torch.ones(4, 4), torch.ones(4, 4)))
+"""
+
+
+def test_a_forward_that_draws_from_other_generators_is_named_and_not_redone(scripts, compiled):
+    """Nobody seeds them for a microbatch: a RECOMPUTE would draw other numbers than its forward."""
+    redone = compiled("1f1b", stages=2, microbatches=2, recompute="all")
+    sources = {"own": "a torch.Generator of its own", "python": "Python's random", "numpy": "numpy.random", "torch": ""}
+    runs = [(kind, schedule) for kind in sources for schedule in ("1f1b", redone)]
+    for (kind, schedule), done in zip(runs, scripts(2, [[DRAWING, *run] for run in runs]), strict=True):
+        named = f"stage 0 draws from {sources[kind]}: " in done.err
+        refused = f"redoes forwards of stage 0, which draw from {sources[kind]}: " in done.err
+        by_itself = bool(sources[kind]) and schedule == "1f1b"
+        assert (named, refused, done.code) == (by_itself, bool(sources[kind]) != by_itself, 2 * refused), done.err
+
+
+ASKING_FOR_VALUES = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    def forward(self, x):
+        scores, y = self.gate(x).softmax(-1), torch.zeros_like(x)
+        best = scores.argmax(-1)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(best == number)[0]
+            y = y.index_add(0, rows, expert(x[rows]) * scores[rows, number, None])
+        return y
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.sum().item() > 0 else 1) + torch.from_numpy(x.detach().numpy().cumsum(0))
+class Packed(nn.GRU):
+    def forward(self, x):
+        rows = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(1).expand(-1, 3, -1), 3 - torch.arange(len(x)) % 3,
+                                                 batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(super().forward(rows)[0], batch_first=True)[0].mean(1)
+def model():
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), Experts(), Scaled(6, 6), Packed(6, 6, batch_first=True)]
+x = torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(1))
+plain = nn.Sequential(*model())
+optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+for batch in x:
+    optimizer.zero_grad()
+    for piece in batch.chunk(4):
+        (mse_loss(plain(piece), piece) / 4).backward()
+    optimizer.step()
+expected = sum(mse_loss(plain(piece), piece).item() for piece in x[0].chunk(4)) / 4
+with mpirun.Engine("zb-v", model(), stages=4, microbatches=4, loss=mse_loss,
+                   optimizer=lambda named: torch.optim.SGD([one.parameter for one in named], 0.1)) as run:
+    for batch in x:
+        run.step((batch, batch))
+    found = run.evaluate([(x[0], x[0])]).loss
+if run.rank == 0:
+    print(expected, found)
+"""
+
+
+def test_stages_may_ask_for_values(scripts):
+    """Experts whose tokens are chosen, a branch on a number, NumPy, packed sequences: as a plain loop trains them."""
+    (done,) = scripts(2, [[ASKING_FOR_VALUES]])
+    assert done.code == 0, done.err
+    expected, found = map(float, done.out.split())
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+FORCES = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Forces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    def forward(self, x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() or "always" in sys.argv):
+            x = x + torch.zeros_like(x, requires_grad=True)
+            return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+torch.manual_seed(0)
+x, stages = torch.randn(8, 6), [nn.Linear(6, 6), Forces()]
+expected = mse_loss(nn.Sequential(*stages)(x), x).item()
+with mpirun.Engine(sys.argv[1], stages, loss=mse_loss) as run:
+    evaluated = run.evaluate([(x, x)]).loss if "always" in sys.argv else expected
+    found = run.step((x, x)).loss
+    if run.rank == 0:
+        print(expected, evaluated, found)
+    run.evaluate([(x, x)])
+"""
+
+
+def test_a_forward_may_ask_for_gradients(launch, scripts, compiled):
+    """Such as forces of an energy; if it enables them itself, also in evaluations and in recomputed forwards."""
+    options = {"stages": 2, "workers": 2, "microbatches": 2}
+    saved, redone = compiled("1f1b", **options), compiled("1f1b", **options, recompute="all")
+    cases = [(saved, "always"), (redone, "always"), (saved, "in training")]
+    *good, at_last = scripts(2, [[FORCES, *case] for case in cases])
+    at_once = launch(2, redone, "in training", program=("-c", FORCES))
+    for done in (*good, at_last):
+        expected, *found = map(float, done.out.split())
+        assert found == pytest.approx([expected] * 2, rel=1e-6)
+    assert [done.code for done in (*good, at_last, at_once)] == [0, 0, 2, 1], (*good, at_last, at_once)
+    hint = "without gradients: a forward may ask for them with torch.enable_grad()"
+    refused = at_last.err.splitlines()[-1]
+    assert refused.startswith(
+        "mpirun: stage 1 fails on the shapes it gets: RuntimeError: element 0 of tensors does not"
+    )
+    assert refused.endswith(f"evaluations run {hint}")
+    assert f"does not have a grad_fn; forwards that are recomputed run at first {hint}" in at_once.err

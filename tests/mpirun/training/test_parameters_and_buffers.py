@@ -1,0 +1,345 @@
+"""Parameters and buffers that scripts set, freeze, tie or share, that ranks draw, and that forwards change."""
+
+from __future__ import annotations
+
+import pytest
+from engine_scripts import SAVING
+
+
+def test_values_that_a_script_gives_its_parameters_count_at_once(tmp_path, scripts):
+    """Written in place or assigned to `data`, for an evaluation, which restores them, or for good.
+
+    Of pieces of weights, and with weight versions, too, where the last STEP has left others than the next step begins
+    with.
+    """
+    script = """
+from safetensors.torch import load_file
+def trained(scheme, assigns):
+    owned = []
+    def optimizer(named):
+        owned.extend(entry.parameter for entry in named)
+        return torch.optim.SGD(owned[-len(named):], 0.5)
+    def put(values):
+        for parameter, value in zip(owned, values, strict=True):
+            if assigns:
+                parameter.data = value
+            else:
+                parameter.data.copy_(value)
+    def kept():
+        return [parameter.data if assigns else parameter.data.clone() for parameter in owned]
+    def state():
+        for name, value in run.state_dict().items():
+            yield name, value.tolist()
+    name = f"{scheme} {assigns}"
+    run = mpirun.Engine(scheme, [torch.nn.Linear(4, 4) for _ in range(2)], stages=2, microbatches=2, loss=mse_loss,
+                        optimizer=optimizer, timeout=60)
+    with run:
+        for step in range(2):
+            yield run.step((x, x)).loss
+        before = kept()
+        yield "trained", run.evaluate([(x, x)]).loss, *state()
+        put([torch.full_like(value, 0.25) for value in before])
+        yield "average", run.evaluate([(x, x)]).loss, *state()
+        run.save(folder / name)
+        run.export(folder / f"{name} export")
+        put(before)
+        yield "trained", run.evaluate([(x, x)]).loss, *state()
+        put([torch.full_like(value, 0.5) for value in before])
+        yield run.step((x, x)).loss, run.step((x, x)).loss, *state()
+    if run.rank == 0:
+        files = [*folder.glob(f"{name}*/*.safetensors"), *folder.glob(f"{name}/step*/weights*")]
+        assert len({file.parent for file in files}) == 2, files
+        assert all((value == 0.25).all() for file in files for value in load_file(file).values())
+for scheme in ("gpipe", "fsdp", "pipedream"):
+    torch.manual_seed(0)
+    written = list(trained(scheme, assigns=False))
+    torch.manual_seed(0)
+    assert list(trained(scheme, assigns=True)) == written
+    assert written[2] == written[4] != written[3]
+    average = (x.sum(1, keepdim=True) * 0.25 + 0.25).expand(8, 4)
+    average = (average.sum(1, keepdim=True) * 0.25 + 0.25).expand(8, 4)
+    torch.testing.assert_close(torch.tensor(written[3][1]), mse_loss(average, x))
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path]])
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "pipedream"])
+def test_a_rank_whose_script_freezes_a_parameter_between_steps_ends_all_with_one_sentence(tmp_path, scheme, scripts):
+    script = """
+modules = [torch.nn.Linear(4, 4) for _ in range(2)]
+with mpirun.Engine(sys.argv[2], modules, stages=2, microbatches=2, loss=mse_loss, lr=0.1, timeout=60) as run:
+    run.step((x, x))
+    if run.rank == 1:
+        modules[1].bias.requires_grad_(False)
+    run.step((x, x))
+"""
+    (done,) = scripts(2, [[SAVING + script, tmp_path, scheme]])
+    (line,) = [line for line in done.err.splitlines() if line.startswith("mpirun: ")]
+    assert (done.code, line.partition(", but")[0]) == (2, "mpirun: requires_grad of stage1.bias has become False")
+
+
+def test_modules_that_share_a_parameter_train_it_as_one(scripts):
+    """Given as a list, as children of a Sequential, one of which may come twice, or tied by only some of its names."""
+    script = """
+import copy, sys
+import mpirun, torch
+from torch import nn
+class Head(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = self.again = weight
+    def forward(self, x):
+        return x @ self.weight.T
+def modules():
+    torch.manual_seed(0)
+    embedding, twice = nn.Embedding(5, 4), nn.Linear(4, 4)
+    return [embedding, twice, twice, Head(embedding.weight)]
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.5)
+x, y = torch.randint(5, (2, 3, 4), generator=torch.Generator().manual_seed(0)).unbind()
+whole = nn.Sequential(*modules())
+optimizer, plain = sgd(whole.parameters()), []
+for step in range(3):
+    loss = nn.functional.cross_entropy(whole(x[step]), y[step])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    plain.append(loss.item())
+plain.append(nn.functional.cross_entropy(whole(x[2]), y[2]).item())
+tied = mpirun.Model(modules(), nn.functional.cross_entropy, tied=[[(0, "weight"), (3, "weight")]])
+for model in (modules(), nn.Sequential(*modules()), tied):
+    with mpirun.Engine("1f1b", model, loss=nn.functional.cross_entropy, microbatches=2,
+                       optimizer=lambda named: sgd([entry.parameter for entry in named])) as run:
+        losses = [run.step((x[step], y[step])).loss for step in range(3)]
+        losses.append(run.evaluate(run.loader(torch.utils.data.TensorDataset(x[2], y[2]), microbatch_size=1)).loss)
+    torch.testing.assert_close(losses, plain, rtol=1e-5, atol=0)
+"""
+    (done,) = scripts(2, [[script]])
+    assert done.code == 0, done.err
+
+
+TIES = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+def linear(frozen=()):
+    layer = nn.Linear(4, 4)
+    for name in frozen:
+        layer.get_parameter(name).requires_grad_(False)
+    return layer
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x):
+        return self.b(self.a(x))
+def frozen(first, second):
+    stages = [{"l": lambda: linear(first), "own": linear}, {"m": lambda: linear(second)}]
+    return stages, [[(0, f"l.{name}"), (1, f"m.{name}")] for name in ("weight", "bias")]
+def twice(*names):
+    return [{"l": linear}, {"t": Two}], [[(0, "l.weight"), *((1, name) for name in names)]]
+stages, tied = eval(sys.argv[1])
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+with mpirun.Engine("gpipe", mpirun.Model(stages, mse_loss, tied=tied), stages=2, microbatches=2, verify=True,
+                   canonical=True, timeout=60) as run:
+    for _ in range(2):
+        loss = run.step((x, x)).loss
+    if run.rank == 0:
+        print(loss)
+    assert run.verify()
+"""
+
+
+def test_a_tie_may_name_the_parameters_of_a_stage_in_any_order(scripts):
+    orders = ("'t.a.weight', 't.b.weight'", "'t.b.weight', 't.a.weight'")
+    one, other = scripts(2, [[TIES, f"twice({names})"] for names in orders])
+    assert (one.code, other.code) == (0, 0), one.err + other.err
+    assert one.out == other.out
+
+
+def test_what_is_tied_may_be_frozen_in_all_its_stages(scripts):
+    for done in scripts(2, [[TIES, f"frozen({names}, {names})"] for names in (["bias"], ["weight", "bias"])]):
+        assert done.code == 0, done.err
+
+
+def test_what_is_frozen_in_one_stage_and_trained_in_another_is_not_tied(scripts):
+    runs = scripts(2, [[TIES, "frozen(['weight'], [])"], [TIES, "frozen([], ['bias'])"]])
+    assert [(run.code, run.err) for run in runs] == [
+        (2, "mpirun: the model ties l.weight of stage 0, which is frozen, to m.weight of stage 1, which is trained\n"),
+        (2, "mpirun: the model ties l.bias of stage 0, which is trained, to m.bias of stage 1, which is frozen\n"),
+    ]
+
+
+SHARED_BUFFERS = """
+import warnings, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Masked(nn.LayerNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.register_buffer("mask", torch.ones(size))
+    def forward(self, x):
+        return super().forward(x * self.mask)
+class Asking(Masked):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+def model(norm=nn.BatchNorm1d):
+    shared = norm(4)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), shared) for _ in range(2)))
+def train(stages):
+    try:
+        with mpirun.Engine("gpipe", stages, microbatches=2, loss=mse_loss, timeout=0) as run:
+            print(run.step((x, x)).loss > 0)
+    except SystemExit as end:
+        print(end.code)
+x, (same, _) = torch.randn(8, 4), model()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for stages in (
+        list(model()), [same, same], mpirun.split_sequential(model(), stages=2),
+        mpirun.split_sequential(model(), stages=1), list(model(Masked)), list(model(Asking)),
+        mpirun.split(model(), x[:4], stages=2),
+    ):
+        train(stages)
+"""
+
+
+def test_buffers_that_forwards_change_are_not_shared_by_stages(scripts):
+    """As a BatchNorm's: each stage would change its copy. Masks are shared; split puts these buffers into one stage."""
+    (done,) = scripts(1, [[SHARED_BUFFERS]])
+    assert (done.code, done.out.split()) == (0, ["2"] * 4 + ["True"] * 3), done.err
+    two = [("1", 0, "1", 1), ("1", 0, "1", 1), ("0.1", 0, "1.1", 1), ("0.1", 0, "1.1", 0)]
+    assert done.err.splitlines() == [
+        f"mpirun: {name}.running_mean of stage {stage} and {its_name}.running_mean of stage {other} are one buffer, "
+        "and forwards would change a copy in each: split puts it into one stage"
+        for name, stage, its_name, other in two
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "drawn", "what"),
+    [
+        ("ddp", "all", "parameters"),
+        ("ddp", "scale", "frozen parameters or buffers"),
+        ("ddp", "order", "frozen parameters or buffers"),
+        ("fsdp", "scale", "frozen parameters or buffers"),
+        ("fsdp", "all", "parameters"),
+        ("gpipe", "all", "parameters"),
+        ("gpipe", "scale", None),
+        ("1f1b", "all", "weight"),
+    ],
+)
+def test_ranks_that_draw_different_weights_are_told_so(scheme, drawn, what, scripts):
+    """All weights, also of stages that one rank holds alone; buffers of these may differ."""
+    script = """
+import sys
+import mpirun, torch
+from mpi4py import MPI
+_, scheme, drawn = sys.argv
+def stage(weight=None):
+    module = torch.nn.Linear(4, 4)
+    module.weight = module.weight if weight is None else weight
+    module.register_buffer("scale", torch.arange(5.0))
+    return module
+rank = MPI.COMM_WORLD.rank
+torch.manual_seed(rank if drawn == "all" else 0)
+first = stage()
+modules = [first, stage(first.weight if scheme == "1f1b" else None)]
+if drawn == "scale":
+    modules[0].scale[4] = rank
+if drawn == "order":
+    modules[0].scale[:4] = modules[0].scale[:4].roll(2 * rank)
+with mpirun.Engine(scheme, modules, loss=torch.nn.functional.mse_loss, microbatches=2) as run:
+    run.step((torch.ones(2, 4), torch.ones(2, 4)))
+"""
+    (done,) = scripts(2, [[script, scheme, drawn]])
+    sentence = (
+        f"mpirun: ranks 0 and 1 begin with different values of stage 0, {what}: the code that makes them should draw "
+        "the same numbers on every rank, as after torch.manual_seed with the same number of threads\n"
+    )
+    assert (done.code, done.err) == ((0, "") if what is None else (2, sentence))
+
+
+UNREACHED = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+class Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, unused):
+        return x.clone()
+    @staticmethod
+    def backward(context, gradient):
+        return gradient, None
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.never, self.shared = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    def forward(self, x):
+        return Beside.apply(self.used(x.float()), self.never.weight)
+torch.manual_seed(0)
+first, second = Half(), Half()
+second.used = first.shared
+x = torch.ones(6, 4)
+with mpirun.Engine("zb-h1", [first, second, torch.nn.Linear(4, 4)], stages=3, microbatches=3, loss=mse_loss) as run:
+    run.step((x.to(torch.uint16), x))  # no type that pickle knows
+    run.step((x.to(torch.uint16), x))
+"""
+
+
+def test_parameters_without_a_gradient_are_named_once(scripts):
+    """A parameter that two stages share has a gradient if one of them computes with it."""
+    (done,) = scripts(3, [[UNREACHED]])
+    (note,) = [line for line in done.err.splitlines() if "note:" in line]
+    assert done.code == 0 and "step 1 gives no gradient to stage0.never.weight, stage1.never.weight, stage1.sh" in note
+
+
+SETS_PARAMETERS = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+class Shifted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift, self.begun = torch.nn.Parameter(torch.zeros(4)), False
+    def forward(self, x):
+        if not self.begun:
+            self.shift.data.copy_(-x.mean(0))
+            self.begun = True
+        return x + self.shift
+torch.manual_seed(0)
+x = torch.ones(4, 4)
+with mpirun.Engine("ddp", [torch.nn.Linear(4, 4), Shifted()], stages=2, microbatches=2, loss=mse_loss) as run:
+    run.step((x, x))
+    run.step((x, x))
+"""
+
+
+def test_parameters_that_a_forward_changes_are_named(scripts):
+    """As by an initialization from data: under data parallelism each rank would begin with its own values."""
+    (done,) = scripts(2, [[SETS_PARAMETERS]])
+    (note,) = [line for line in done.err.splitlines() if "note:" in line]
+    assert done.code == 0 and "forwards change the parameters stage1.shift: their copies" in note
+
+
+SPECTRAL = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+kinds = (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm)
+for normed, split in ((kinds[0], list), (kinds[1], list), (kinds[0], lambda layers: mpirun.split(
+        nn.Sequential(*layers), (torch.zeros(2, 4),), stages=2))):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(normed(nn.Linear(4, 4)), nn.BatchNorm1d(4)), nn.Linear(4, 4)]
+    with mpirun.Engine(sys.argv[1], split(layers), stages=2, microbatches=2, loss=mse_loss) as run:
+        run.step((torch.ones(4, 4), torch.ones(4, 4)))
+"""
+
+
+@pytest.mark.parametrize("scheme", ["ddp", "1f1b"])
+def test_buffers_of_several_ranks_on_which_outputs_depend_are_named(scheme, scripts):
+    """Those of spectral norm, which each rank changes by itself under data parallelism; not those of a BatchNorm."""
+    (done,) = scripts(2, [[SPECTRAL, scheme]])
+    notes = [line.split(" depend on ")[1].split(",")[0] for line in done.err.splitlines() if " depend on " in line]
+    named = ["stage0.0.parametrizations.weight.0._v", "stage0.0.weight_u", "0.0.parametrizations.weight.0._v"]
+    assert (done.code, notes) == (0, named if scheme == "ddp" else []), done.err
