@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.schemes.scheme import Function
+from schedgen.schemes.user_file import OtherNumbers
 from schedgen.util.arrays import Flags
 from schedgen.util.errors import SlowScheme, UsageError, raised
 from schedgen.util.progress import over
@@ -29,8 +30,10 @@ def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int)
         returned = function(*grids)
     except (Exception, SystemExit) as error:  # not made for arrays, or wrong: calling it job by job tells which
         columns = _job_by_job(name, function, shape, values)
+        kind = type(error).__name__
+        reason = "gives arrays other numbers" if isinstance(error, OtherNumbers) else f"takes no arrays ({kind})"
         warnings.warn(
-            f"{name} takes no arrays ({type(error).__name__}), so it was called for each of {np.prod(shape)} jobs; "
+            f"{name} {reason}, so it was called for each of {np.prod(shape)} jobs; "
             "with NumPy in place of if, in, min and the like, as in np.where(s < 2, 0, 1), it is called once",
             SlowScheme,
             stacklevel=2,
@@ -107,9 +110,10 @@ def _job_by_job(name: str, function: Function, shape: tuple[int, ...], values: i
         if values > 1 and not _is_tuple(returned, values):
             raise _no_pair(f"{name}{_job_words(job, shape)}", returned)
         for column, value in zip(columns, returned if values > 1 else (returned,), strict=True):
-            if not _is_number(value):
+            number = value[()] if isinstance(value, np.ndarray) and not value.ndim else value  # np.where's
+            if not _is_number(number):
                 raise UsageError(f"{name}{_job_words(job, shape)} must return numbers, not {_brief(returned)}")
-            column.append(value.item() if isinstance(value, np.generic) else value)
+            column.append(number.item() if isinstance(number, np.generic) else number)
     return [_exact_array(column).reshape(shape) for column in columns]
 
 

@@ -170,42 +170,57 @@ class OtherNumbers(Exception):
     """A function gives other numbers for arrays than for single jobs, as `b in array` does, or int64 that overflows."""
 
 
-def _checked(function: Function) -> Function:
-    """The function; called with arrays, it raises OtherNumbers unless single jobs get the same numbers.
+TRIED = 128  # jobs: all of a small schedule
 
-    Tried are the jobs that differ from the first or from the last one in one argument. A function that fails on one of
-    them is for arrays alone.
+
+def _checked(function: Function) -> Function:
+    """The function; called with arrays, it raises OtherNumbers if one of `TRIED` single jobs gets other numbers.
+
+    Where Python's ints get other NumPy numbers, as beside a table of uint8, NumPy's int64 decide. A function that fails
+    on both is for arrays alone.
     """
 
     @functools.wraps(function)
     def called(*job: Any) -> Any:
         returned = function(*job)
         if isinstance(job[0], np.ndarray):
-            same = True
-            with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit):
-                shape = np.broadcast_shapes(*(grid.shape for grid in job))
+            shape = np.broadcast_shapes(*(grid.shape for grid in job))
+            with contextlib.suppress(ValueError):  # of another shape: evaluate() says so
                 columns = [np.broadcast_to(np.asarray(column), shape) for column in _columns(returned)]
-                same = all(
-                    column[at] == number or math.isclose(column[at], number)
-                    for at in _on_lines(shape)
-                    for column, number in zip(columns, _columns(function(*at)), strict=True)
-                )
-            if not same:
-                raise OtherNumbers
+                if any(_differ(function, at, [column[at] for column in columns]) for at in _spread(shape)):
+                    raise OtherNumbers
         return returned
 
     return called
+
+
+def _differ(function: Function, job: tuple[int, ...], numbers: Sequence[Any]) -> bool:
+    """Whether the function, called for a single job, gives other numbers."""
+    differ = False
+    for arguments in (job, tuple(map(np.int64, job))):
+        with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit), np.errstate(all="ignore"):
+            single = _columns(function(*arguments))
+            others = [one for one, number in zip(single, numbers, strict=True) if not _same(one, number)]
+            differ = bool(others)
+            if not any(isinstance(one, np.generic | np.ndarray) for one in others):
+                break
+    return differ
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two numbers are equal but for rounding; nan is nan."""
+    return bool(one == other or (one != one and other != other) or math.isclose(one, other))
 
 
 def _columns(returned: Any) -> Sequence[Any]:
     return returned if isinstance(returned, (tuple, list)) else (returned,)
 
 
-def _on_lines(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The jobs that differ from the first or from the last one in one argument."""
-    for corner in ((0,) * len(shape), tuple(length - 1 for length in shape)):
-        for axis, length in enumerate(shape):
-            yield from ((*corner[:axis], index, *corner[axis + 1 :]) for index in range(length))
+def _spread(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All jobs if they are at most `TRIED`, else so many, spread evenly by multiples of the golden ratio."""
+    jobs = math.prod(shape)
+    flat = range(jobs) if jobs <= TRIED else (int(number * 0.6180339887498949 % 1 * jobs) for number in range(TRIED))
+    return (tuple(map(int, np.unravel_index(index, shape))) for index in flat)
 
 
 def _edges(

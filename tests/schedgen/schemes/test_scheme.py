@@ -473,6 +473,8 @@ def test_the_papers_definitions_are_one_liners(scheme, compiled, golden):
         ("def w(s, b, d): return s, 1 if b in {} else 0", None, "w"),
         ("def w(s, b, d): return s, (s + (1 if b in {} else 0)) % 4", None, "w"),
         ("def n(s, b, d): return -1 if b in {} else b", None, "n"),
+        ("def n(s, b, d): return np.where(d == 0, b + s - 50 * (b in {}), b + 8 - s)", None, "n"),
+        ("def n(s, b, d): return b + s - 9 * ((s > 0) & (s < 3) & (b > 0) & (b < 69)) * (b in {})", None, "n"),
         ("def n(s, b, d): return -(2**b)", "def n(s, b, d): return -b", "n"),
         ("split = True\ndef unsplit_backward(s, b): return (b in {}) | (s < 0)", None, ""),
     ],
@@ -481,13 +483,35 @@ def test_what_numpy_answers_for_all_jobs_at_once_is_asked_for_each(wrong, right,
     """`b in array` is one answer for all microbatches, and int64 wraps, without an error."""
     array, numbers = "__import__('numpy').array([66])", "[66]"
     own, expected = (
-        compiled(scheme(text), "--workers", 4, microbatches=70)
+        compiled(scheme(f"import numpy as np\n{text}"), "--workers", 4, microbatches=70)
         for text in (wrong.format(array), right or wrong.format(numbers))
     )
     assert json.loads(own.out)["programs"] == json.loads(expected.out)["programs"]
-    assert [line.split(" takes no arrays ")[0] for line in own.err.splitlines()] == [f"schedgen: note: {notes}"] * bool(
-        notes
+    said = [line.split(" gives arrays other numbers, ")[0] for line in own.err.splitlines()]
+    assert said == [f"schedgen: note: {notes}"] * bool(notes)
+
+
+@pytest.mark.parametrize("n", ["RATES[s] * b + 1000 * d", "(b + d) * RATES[s]"])
+@pytest.mark.parametrize("kind", ["uint8", "float32"])
+def test_tables_of_small_numbers_are_counted_with_as_arrays_count(kind, n, scheme, compiled):
+    """Beside a Python int, one number of such a table would keep its type, and overflow or be rounded."""
+    own, wide = (
+        compiled(scheme(f"import numpy as np\nRATES = np.array([9, 3, 7, 5], '{of}')\ndef n(s, b, d): return {n}"))
+        for of in (kind, "int64")
     )
+    assert own.out == wide.out and own.err == wide.err == ""
+
+
+def test_a_large_schedule_s_function_is_tried_on_few_jobs(scheme, compiled):
+    """Such as one that makes its table in every call."""
+    n = "import sys\ndef n(s, b, d):\n    sys.stderr.write('called ')\n    return b + 2.5 * s + d"
+    result = compiled(scheme(n), microbatches=1000)
+    assert result.code == 0 and result.err == "called " * 129
+
+
+def test_a_number_that_is_none_is_named_not_compared(scheme, compiled):
+    result = compiled(scheme("import numpy as np\ndef n(s, b, d): return np.where((b == 3) & (d == 0), np.nan, b + s)"))
+    assert result.code == 2 and "must return finite numbers, not nan for (s=0, b=3, d=F)" in result.err
 
 
 def test_a_function_for_arrays_alone_is_called_with_arrays(scheme, compiled):
