@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpirun.model.contract import Model, Weights
 from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
@@ -28,7 +28,7 @@ HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook
 PLAIN = nn.Parameter, nn.UninitializedParameter, FakeTensor  # classes that stages keep, or that torch refuses
 NeedsValues = Callable[[str, Tensor], bool]  # takes a name in the stage, and its parameter or buffer
 # Modules with tensors of their own that a stage's function has returned, each with those that became fake.
-_RETURNED: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()
+_RETURNED: MutableMapping[nn.Module, dict[int, Tensor]] = WeakIdKeyDictionary()
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:

@@ -6,7 +6,7 @@ And whether its eval() reads its parameters.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,15 +14,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mpirun.model.rng import WHOLE_STAGE, RandomOp
 
 BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in training, whatever the schema says
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"})  # without reading
-
-
 OWN_GENERATOR = "a torch.Generator of its own"
 
 
@@ -34,8 +32,8 @@ def memory(x: Tensor) -> Any:
 class ForwardWatch(TorchDispatchMode):
     """While it is active, records the layers that draw, in `random_layers`, and the memory written to, in `written`.
 
-    `origins` has, by memory, the buffers on whose values before the forward its values depend; `other_draws` names the
-    generators other than torch's default one that it draws from.
+    `origins` has, by memory, the buffers on whose values before the forward its values depend. `draws` has, by name of
+    generators other than torch's default ones that it draws from, their states after it or, for torch's, their seeds.
     Only writes by torch operations are seen, not those through NumPy views.
     """
 
@@ -48,7 +46,8 @@ class ForwardWatch(TorchDispatchMode):
         self.parameters = {name: (x, _place(x)) for name, x in module.named_parameters()}
         self.drawn = False  # by the layer whose forward is running
         self.random_layers: list[str] = []
-        self.other_draws: list[str] = []
+        self.draws: dict[str, Any] = {}
+        self.generators: dict[int, torch.Generator] = {}  # by `_cdata`, which is unique while they are alive
         self.written: set[int] = set()  # the `_cdata` of memory
         self.origins: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
         for name, x in module.named_buffers():
@@ -67,9 +66,10 @@ class ForwardWatch(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Record whether they have changed."""
+        """Record those that have changed."""
         super().__exit__(*error)
-        self.other_draws += [name for name, state in _states().items() if state != self.before[name]]
+        self.after = _states()
+        self.draws |= {name: state for name, state in self.after.items() if state != self.before[name]}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; record whether it draws, and where it writes.
@@ -85,8 +85,9 @@ class ForwardWatch(TorchDispatchMode):
             values |= kwargs
             self.drawn |= draws and values.get("dropout_p", 1.0) != 0.0
             generator = values.get("generator")
-            if generator not in (None, torch.default_generator) and OWN_GENERATOR not in self.other_draws:
-                self.other_draws.append(OWN_GENERATOR)
+            if generator is not None and generator._cdata not in _default_generators():
+                self.generators[generator._cdata] = generator
+                self.draws.setdefault(OWN_GENERATOR, []).append(generator.initial_seed())
             for name in written if values.get("training", True) else written - BATCH_NORM_WRITES:
                 self.written |= {memory(x)._cdata for x in tree_leaves(values[name]) if isinstance(x, Tensor)}
         result = func(*args, **kwargs)
@@ -109,6 +110,29 @@ class ForwardWatch(TorchDispatchMode):
 
     def _origins_of(self, values: Any) -> frozenset[str]:
         return frozenset[str]().union(*(self.origins.get(memory(x), ()) for x in _tensors(values)))
+
+    def draws_anew(self, forward: Callable[[], object]) -> tuple[str, ...]:
+        """The names in `draws`, except those of generators that each forward seeds, of which a second one tells."""
+        if not self.draws:
+            return ()
+        again, states = ForwardWatch(self.module, ()), (random.getstate(), np.random.get_state())
+        with _disable_current_modes():
+            kept = [(generator, generator.get_state()) for generator in self.generators.values()]
+        for generator, _ in kept:
+            generator.manual_seed(generator.initial_seed() ^ 1)
+        try:
+            with again:
+                forward()
+        except Exception:  # such as that of a module that counts its forwards
+            return tuple(self.draws)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            with _disable_current_modes():
+                for generator, state in kept:
+                    generator.set_state(state)
+        drawn_again = again.after | again.draws
+        return tuple(name for name, drawn in self.draws.items() if drawn_again.get(name) != drawn)
 
     def carried_buffers(self, outputs: Sequence[Tensor]) -> list[str]:
         """The changed buffers on whose values before the forward its outputs depend, as with spectral norm."""
@@ -153,6 +177,12 @@ def _states() -> dict[str, Any]:
     """The states of generators that torch does not know."""
     kind, keys, *rest = np.random.get_state()
     return {"Python's random": random.getstate(), "numpy.random": (kind, np.asarray(keys).tobytes(), *rest)}
+
+
+def _default_generators() -> set[int]:
+    """The `_cdata` of torch's default generators."""
+    generators: tuple[Any, ...] = (torch.default_generator, *torch.cuda.default_generators)
+    return {generator._cdata for generator in generators}
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -198,6 +198,9 @@ class Trial:
             watch, numbers = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else []), counts(module)
             with autocast(device.type, self.autocast_dtype), watch:
                 made = _outputs(module, inputs, stage)
+            random_layers = tuple(watch.random_layers)
+            with autocast(device.type, self.autocast_dtype):
+                other_draws = watch.draws_anew(lambda: _outputs(module, inputs, stage))
         changed, replaced = tuple(watch.changed_buffers()), watch.replaced_parameters()
         if lost := [name for name in replaced if name in parameters.parameter_names]:
             raise UsageError(
@@ -216,8 +219,8 @@ class Trial:
                 n for n, x in module.named_parameters() if n in replaced or watch.has_written_to(x)
             ),
             aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
-            random_layers=tuple(watch.layers if fake is None and is_whole else watch.random_layers),
-            other_draws=tuple(watch.other_draws),
+            random_layers=tuple(watch.layers) if fake is None and is_whole else random_layers,
+            other_draws=other_draws,
             model_stage=model.model_stage(stage),
         )
 

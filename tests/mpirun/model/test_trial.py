@@ -463,3 +463,14 @@ def test_a_function_that_returns_one_module_every_time_is_refused_and_the_module
         assert module[0].weight is own
         torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
     assert shapes_of(lambda: nn.Sequential(nn.Linear(6, 6), relu), lambda: nn.Sequential(nn.Linear(6, 6), relu))
+
+
+def test_modules_that_a_function_makes_anew_may_be_equal():
+    class Equal(nn.Linear):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        def __hash__(self) -> int:
+            return 0
+
+    assert shapes_of(lambda: Equal(6, 6)) and shapes_of(lambda: Equal(6, 6))

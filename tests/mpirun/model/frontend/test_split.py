@@ -737,6 +737,10 @@ def test_what_stages_would_not_call_is_refused() -> None:
     scaled.register_buffer("scale", torch.ones(2))
     with pytest.raises(UsageError, match="scale is the Sequential's own and in none of its children"):
         split_sequential(scaled, 2)
+    named = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    named.weight = named[0].weight
+    named.register_buffer("scratch", torch.ones(2), persistent=False)
+    assert len(split_sequential(named, 2).stages) == 2
 
 
 @pytest.mark.parametrize("name", ["graph", "code", "meta"])
