@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -102,7 +103,8 @@ def _norm(value: Tensor) -> float:
 
 
 def _relative(distance: float, norm: float) -> float:
-    return 0.0 if distance == 0 else distance / max(norm, 1e-300)
+    """Infinite where nothing should be there."""
+    return 0.0 if distance == 0 else distance / norm if norm else math.inf
 
 
 def _rounding(values: Parameters) -> dict[int, float]:

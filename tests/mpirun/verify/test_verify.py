@@ -61,6 +61,13 @@ def test_what_is_no_number_is_not_forgotten():
         assert failed(skipped, one) == failed(one, skipped) == ["losses"]
 
 
+def test_where_nothing_should_be_the_difference_is_infinite():
+    one = trained([gradient({0: 1, 1: 1}, 0)])
+    key = next(iter(START))
+    nothing = one._replace(gradients=[one.gradients[0] | {key: torch.zeros(64)}])
+    assert [found.size for found in compare(one, nothing, 0.0) if found.what == "gradients"] == [math.inf]
+
+
 def test_a_small_step_that_is_not_made_is_seen():
     steps = [gradient({0: 1, 1: 1}, seed) for seed in range(3)]
     for rate in (1e-2, 1e-5, 1e-6):
