@@ -2,20 +2,20 @@
 
 Jobs come from `emit_jobs`. Then the passes insert into the global time order. A SEND and its RECV are always inserted
 together, so the order can be executed one instruction at a time even if every SEND blocks until it is matched; moving a
-RECV or a FETCH_W to an earlier place (`prefetch`) keeps that true. `free` comes last, on the lists of the ranks.
+RECV to an earlier place (`receive_early`) keeps that true. `free` comes last, on the lists of the ranks.
 """
 
 from __future__ import annotations
 
 from schedgen.compiler.passes.gradient_reduction import gradient_reduction
 from schedgen.compiler.passes.optimizer_step import optimizer_step
-from schedgen.compiler.passes.prefetch import prefetch
+from schedgen.compiler.passes.receive_early import receive_early
 from schedgen.compiler.passes.send_recv import send_recv
 from schedgen.compiler.passes.shard_allreduce import shard_allreduce
 from schedgen.compiler.passes.tied_gradients import tied_gradients
 from schedgen.compiler.passes.weight_fetch import weight_fetch
 from schedgen.compiler.passes.weight_versions import weight_versions
 
-PIPELINE = (weight_fetch, shard_allreduce, send_recv, gradient_reduction, tied_gradients, optimizer_step, prefetch)
-FORWARDS = (weight_fetch, shard_allreduce, send_recv, prefetch)  # for forwards alone
-WITH_VERSIONS = (weight_versions, send_recv, prefetch)  # where weights change without a flush; weights are not sent
+PIPELINE = (weight_fetch, shard_allreduce, send_recv, gradient_reduction, tied_gradients, optimizer_step, receive_early)
+FORWARDS = (weight_fetch, shard_allreduce, send_recv, receive_early)  # for forwards alone
+WITH_VERSIONS = (weight_versions, send_recv, receive_early)  # where weights, which are not sent, change without a flush

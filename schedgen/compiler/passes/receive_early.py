@@ -1,4 +1,4 @@
-"""Prefetch: every RECV moves `prefetch` jobs earlier, so that it is posted before the message leaves.
+"""Receiving early: every RECV moves `prefetch` jobs earlier, so that it is posted before the message leaves.
 
 All RECVs of a rank move by the same number of its jobs, so they stay in order. Weight fetches are early enough
 already: `weight_fetch` places them as early as its slots allow.
@@ -14,7 +14,7 @@ from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 
 
-def prefetch(program: Program, placed: PlacedScheme) -> Program:
+def receive_early(program: Program, placed: PlacedScheme) -> Program:
     """The program with every RECV moved directly before the rank's compute instruction `prefetch` jobs earlier."""
     if not placed.options.prefetch:
         return program
