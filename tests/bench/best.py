@@ -186,7 +186,7 @@ def main() -> None:
     options = parser.parse_args()
     options.limits, options.theirs = options.limits or LIMITS, list(STAGES)
     if options.quick:
-        options.models, options.rounds, options.steps, options.limits = ["quick_layers"], 1, 2, [0.9]
+        options.models, options.rounds, options.steps, options.limits = ["quick_layers"], 1, 1, [0.9]
         options.theirs = ["zbv", "ddp"]  # a pipeline, and the peer that limits are fractions of
     print(
         "ms a step and MB of the rank that holds most, medians of rounds; ratio: ours / the fastest of theirs that fits"

@@ -22,9 +22,6 @@ import torch.distributed as dist
 from floor import Floor, Training, data_parallel
 from mpi4py import MPI
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.nn.parallel import DistributedDataParallel
 
 from mpirun.cli.options import run_options
@@ -80,12 +77,14 @@ class Task:
         return Training(self.comm, module, self.optimizer(module), self.batch, self.model.loss, self.microbatches)
 
 
-SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}  # a stage a rank
-SEVERAL = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
+SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}  # a stage a rank
+SEVERAL = {"interleaved-1f1b": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
 
 
 def pipelining(task: Task, name: str) -> Step:
     """torch.distributed.pipelining, which does not return outputs: that would cost a copy of each."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
     mine = list(range(task.rank, task.stages, task.ranks))
     if name == "zbv":  # down the ranks and up again
         mine = [task.rank, task.stages - 1 - task.rank]
@@ -93,7 +92,7 @@ def pipelining(task: Task, name: str) -> Step:
     stages = [
         PipelineStage(module, index, task.stages, task.device) for index, module in zip(mine, modules, strict=True)
     ]
-    make: Any = SINGLE.get(name) or SEVERAL[name]
+    make: Any = getattr(schedules, SINGLE.get(name) or SEVERAL[name])
     schedule = make(stages[0] if name in SINGLE else stages, task.microbatches, loss_fn=task.model.loss)
     optimizer = task.optimizer(modules)
 
@@ -142,6 +141,8 @@ def fsdp(task: Task, keep: bool) -> Step:
     keep: weights are gathered once a step and stay, else they are freed after
     every forward and backward, which is FSDP2's default.
     """
+    from torch.distributed.fsdp import fully_shard
+
     module = task.whole()
     for block in [part for part in module.modules() if isinstance(part, Block)]:
         fully_shard(block, reshard_after_forward=not keep)

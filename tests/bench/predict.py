@@ -19,7 +19,7 @@ from ranks import mpi, schedgen
 HERE = Path(__file__).parent
 QUICK = "--quick" in sys.argv
 CASES = {"1f1b": 2} if QUICK else {"1f1b": 2, "gpipe": 2, "ddp": 2}  # stages
-MODEL, ROUNDS, STEPS = ("cases:overhead", 1, 3) if QUICK else ("cases:compute", 3, 10)
+MODEL, ROUNDS, STEPS = ("cases:quick", 1, 3) if QUICK else ("cases:compute", 3, 10)
 
 
 def main() -> None:

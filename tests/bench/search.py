@@ -95,7 +95,7 @@ def case(scheme: str, workers: int, chunks: int, microbatches: int, cost: tuple[
 def table_5(quick: bool) -> None:
     """Rates: idle part of the longest own window."""
     print(f"{'table 5':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}")
-    for p, m, *cost, alpha, h, a, rate in TABLE_5[: 1 if quick else None]:
+    for p, m, *cost, alpha, h, a, rate in [(2, 4, *TABLE_5[0][2:])] if quick else TABLE_5:
         saved = 34 * h + 5 * a * 1024
         machine = Machine(alpha, activation=1, weight=0, saved=saved, half=32 * h - saved)
         limits = Limits("window", bytes=2 * p * saved + ROOM)
@@ -107,7 +107,7 @@ def table_5(quick: bool) -> None:
 def table_8(quick: bool) -> None:
     """Rates as above; two half stages a worker."""
     print(f"{'table 8':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}  source")
-    for p, m, *cost, alpha, rate in TABLE_8[: 1 if quick else None]:
+    for p, m, *cost, alpha, rate in [(2, 4, *TABLE_8[0][2:])] if quick else TABLE_8:
         limits = Limits("window", 2 * p)
         best, seconds = case("zb-v", p, 2, m, tuple(cost)).search(
             Machine(alpha), limits, QUICK_BUDGET if quick else BUDGET

@@ -25,7 +25,7 @@ CASES = {
     "d128": Case(width=128, heads=4, length=64, sequences=2, microbatches=16, steps=30),
     "d384": Case(width=384, heads=6, length=128, sequences=2, microbatches=8, steps=15),
     "gpu": Case(width=1024, heads=16, length=1024, sequences=4, microbatches=8, steps=15),
-    "quick": Case(width=64, heads=4, length=16, sequences=1, microbatches=8, steps=2),
+    "quick": Case(width=16, heads=2, length=16, sequences=1, microbatches=4, steps=2),
 }
 
 

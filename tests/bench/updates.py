@@ -26,7 +26,7 @@ SCHEDULES = {
     "pipedream-flush": ["pipedream-flush"],
 }
 QUICK = "--quick" in sys.argv
-STAGES, MICROBATCHES, STEPS = 4, 8, 2 if QUICK else 200
+STAGES, MICROBATCHES, STEPS = (2, 2, 2) if QUICK else (4, 8, 200)
 RUN = ["--model", "mpirun.examples.gpt:tiny", "--steps", str(STEPS), "--lr", "5e-4", "--warmup", "5"]
 
 
