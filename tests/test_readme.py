@@ -1,6 +1,7 @@
 """The READMEs: every command in them runs, what they show is what is printed, and their links resolve."""
 
 import functools
+import hashlib
 import os
 import re
 import shlex
@@ -28,7 +29,7 @@ Place = tuple[Path, dict[str, str]]  # a folder and an environment
 TRAIN = "mpiexec -n 4 python -m "
 # Options that shorten commands: one golden schedule of each kind, as test_traces.py compiles all; one epoch, not three.
 MORE = {
-    "make run": " STEPS=2",
+    "make run": " STEPS=1",
     "make traces": " GOLDEN='lpp-g4 zb-v 1f1b-tied 1f1b-rr fsdp-sharded 1f1b-tensor' BIN=build/tools",
     f"{TRAIN}mpirun.examples.digits zb-h1.json": " 1",
     f"{TRAIN}mpirun profile --model mpirun.examples.gpt:tiny --stages 4 --output profile.json": " --steps 1",
@@ -50,7 +51,7 @@ class Done(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> Place:
+def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> Iterator[Place]:
     """A copy of the repository, and an environment in which the README's commands find what they need."""
     copy = tmp_path_factory.mktemp("readme") / "repository"
     skip = shutil.ignore_patterns(".venv*", "build", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
@@ -71,7 +72,23 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> Pl
     # MPI=system is run with this venv and its launcher in place of a site's.
     # The pictures that the READMEs show are 80 columns wide. mypy's cache outlives the copy.
     more = {"COLUMNS": "80", "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache")}
-    return copy, {**inherited, **more, "PATH": path, "MPIEXEC": mpiexec}
+    links = share_kernels(copy)
+    yield copy, {**inherited, **more, "PATH": path, "MPIEXEC": mpiexec}
+    for link in links:
+        link.unlink()
+
+
+def share_kernels(copy: Path) -> list[Path]:
+    """Links by which the copy finds the repository's compiled kernels: numba names a folder by the path of sources."""
+    kept, links = Path(os.environ["NUMBA_CACHE_DIR"]), []
+    for folder in {file.parent.relative_to(ROOT) for file in (ROOT / "schedgen").rglob("*.py")}:
+        sources = [str(root.resolve() / folder) for root in (ROOT, copy)]
+        here, there = (kept / f"{folder.name}_{hashlib.sha1(path.encode()).hexdigest()}" for path in sources)
+        here.mkdir(parents=True, exist_ok=True)
+        if not there.exists():
+            there.symlink_to(here)
+            links.append(there)
+    return links
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +127,7 @@ def ran(place: Place, four: Callable[[str], Done]) -> Callable[[str], Done]:
         if command.startswith("make"):
             more += " VENV=.venv --old-file=.venv/installed"  # nothing is to be installed
         if "--steps 5" in command:
-            more += " --steps 2"
+            more += " --steps 1"
         if command.startswith("schedgen search"):
             more += " --budget 1"
         command = command.replace(" Makefile ", " .ci/constraints.txt ")  # a shorter text
