@@ -15,13 +15,21 @@ MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",
     "1f1b-tensor": "models_for_tests:gpt_tensor",
 }
+# Of what `schedule` returns.
+TRAINED = dict(MODEL)
+if not ASKED:
+    TRAINED |= dict.fromkeys(("ddp", "fsdp-sharded", "pipedream"), "models_for_graphs:mlp_of_four")
+    TRAINED["1f1b-tensor"] = "models_for_tests:halves_of_a_block"
 
 
 # Options of the schedules that tests choose, besides 4 workers.
 SIZES: dict[str, dict[str, object]] = {
-    "1f1b-tensor": {"stages": 2, "tensor": 2, "graph": {"stages": 8, "whole": [0]}},
+    "1f1b": {"stages": 4},
+    "1f1b-tensor": {"stages": 2, "tensor": 2, "graph": {"stages": 4, "whole": [0]}},
     "1f1b-tied": {"graph": {"stages": 4, "tied": [[0, 3]]}},
+    "chimera": {"stages": 4},
     "ddp": {"stages": 4},
+    "fsdp": {"stages": 4},
     "fsdp-sharded": {"stages": 2, "shards": 4},
     "fslpp": {"stages": 4, "groups": 2},
     "lpp": {"stages": 4, "groups": 2},

@@ -39,6 +39,7 @@ def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model
 gpt_tiny = partial(gpt.gpt, blocks=6, width=16, heads=4, length=16, sequences=2)
 gpt_tied = partial(gpt_tiny, tied=True)
 gpt_tensor = partial(gpt.gpt, blocks=3, width=16, heads=4, length=16, sequences=2, halves=True)
+halves_of_a_block = partial(gpt_tensor, blocks=1)  # 4 layers
 
 
 @functools.cache
@@ -366,8 +367,8 @@ class FourTypes(nn.Module):
 
 
 def four_types(stages: int) -> Model:
-    """mlp.tiny with parameters of four types in every stage."""
-    model = mlp.tiny(stages)
+    """mlp.tiny with fewer layers, and parameters of four types in every stage; up to 8 stages."""
+    model = mlp.mlp(stages, hidden=6, width=WIDTH, samples=16)
     return model._replace(
         stages=[
             {name: FourTypes if name.startswith("layer") else make for name, make in stage.items()}
@@ -380,7 +381,7 @@ def four_types_tied(stages: int) -> Model:
     """The first and the last stage share parameters of two types."""
     model = four_types(stages)
     names = ("norm.weight", "up.weight", "shift")
-    return model._replace(tied=[[(0, f"layer0.{name}"), (stages - 1, f"layer9.{name}")] for name in names])
+    return model._replace(tied=[[(0, f"layer0.{name}"), (stages - 1, f"layer5.{name}")] for name in names])
 
 
 def batch_normed() -> nn.Module:

@@ -7,6 +7,7 @@ that `schemes` trains by, and those of `buckets`, each with whether its sums are
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -26,6 +27,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import mpirun
 import schedgen
+from mpirun.model.frontend.split_result import Cut
 from mpirun.training.engine import Engine
 
 WORLD, FOLDER, WIDTH = MPI.COMM_WORLD, Path(sys.argv[1]), 8
@@ -111,12 +113,12 @@ def said(function: Callable[[], Any]) -> list[Any]:
 
 
 def schemes() -> Any:
-    """Three epochs under each scheme, evaluated and verified."""
+    """Two epochs under each scheme, evaluated and verified."""
     found = {}
     for scheme in CASES["schemes"]:
         run = engine(scheme, verify=True, clip=0.5, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5))
         loader, test = run.loader(DATA, 2, shuffle=True, seed=3), run.loader(DATA, 2)
-        numbers = train(run, loader, 3 * len(loader))
+        numbers = train(run, loader, 2 * len(loader))
         evaluation = run.evaluate(test)
         first = run.evaluate(test, batches=1)
         predictions = run.predict(test)
@@ -220,14 +222,19 @@ def normed(counting: bool) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+@functools.cache
+def traced() -> Cut:
+    """The four layers, traced."""
+    return mpirun.split(normed(False), INPUTS[:2], stages=4)
+
+
 def statistics() -> Any:
     """Buffers that forwards change: verified, and those of a run that was saved, resumed and exported."""
     data = TensorDataset(INPUTS[:32], TARGETS[:32])
     found = {}
     for name, schedule in (("modules", "recompute"), ("split", "recompute"), ("shared out", "ddp")):
         verified, out, exported, saved = False, io.StringIO(), [], FOLDER / f"statistics {name}"
-        net = normed(name == "modules")
-        model = mpirun.split(net, INPUTS[:2], stages=4) if name == "split" else list(net)
+        model = traced() if name == "split" else list(normed(name == "modules"))
         for resumes in (False, True) if name == "split" else (False,):
             run = engine(schedule, model, verify=not resumes)
             loader = run.loader(data, 2)
@@ -378,7 +385,7 @@ class Alone(torch.optim.Optimizer):
 def predictions() -> Any:
     """Whether an untrained model predicts the same as in one process, under every schedule in FOLDER/predict."""
     found = {}
-    data = TensorDataset(*(tensor[:32] for tensor in DATA.tensors))
+    data = TensorDataset(*(tensor[:16] for tensor in DATA.tensors))
     for file in sorted((FOLDER / "predict").iterdir()):
         header = json.loads(file.read_text())["scheme"]
         run = engine(f"predict/{file.stem}", modules(header["stages"]))
@@ -386,7 +393,7 @@ def predictions() -> Any:
         run.close()
         plain = nn.Sequential(*modules(header["stages"])).eval()
         with torch.no_grad():
-            expected = torch.cat([plain(part) for part in INPUTS[:32].split(2)])
+            expected = torch.cat([plain(part) for part in INPUTS[:16].split(2)])
         found[file.stem] = WORLD.rank > 0 or torch.equal(predicted, expected)
     return found
 
@@ -511,10 +518,6 @@ def sentences() -> Any:
         finally:
             run.close()
 
-    def traced() -> None:
-        cut = mpirun.split(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))), INPUTS[:2], stages=4)
-        mpirun.Engine(file, cut, buckets=(6,), **plain)
-
     class Counting(torch.optim.SGD):
         """Keeps a number and slow weights in attributes, a tensor in its groups, and a state of no parameter."""
 
@@ -586,7 +589,7 @@ def sentences() -> Any:
         "undeclared": lengths(of_lengths((6, 9)), buckets=(6, 8)),
         "no size": stepped(buckets=(6,), data=TensorDataset(torch.randn(16), torch.randn(16))),
         "buckets": lambda: mpirun.Engine(file, modules(), buckets=(0,), **plain),
-        "traced": traced,
+        "traced": lambda: mpirun.Engine(file, traced(), buckets=(6,), **plain),
         "closed": closed,
         "save first": refused_at_once("save", FOLDER / "x"),
         "export first": refused_at_once("export", FOLDER / "x"),

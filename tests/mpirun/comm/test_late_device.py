@@ -10,11 +10,12 @@ import time
 
 import pytest
 from examples import further
-from golden_cases import MODEL, cases, schedule
+from golden_cases import TRAINED, cases, schedule
 
 # One of each way to send, to split, to add up and to update.
 CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged", "pipedream": "staged", "zb-v": "direct"}
 CASES = cases(CHOSEN)
+MLP, SMALL = "mpirun.examples.mlp:tiny", "models_for_graphs:mlp_of_four"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def trained(inside, text, compiled):
     cases = [*((name, None) for name in files), *CASES]
     runs = []
     for name, how in cases:
-        arguments = [files[name], "--model", MODEL[name], "--text", text, "--steps", 2, "--canonical"]
+        arguments = [files[name], "--model", TRAINED[name], "--text", text, "--steps", 2, "--canonical"]
         held_up = {"delay": 1} if (name, how) == ("1f1b-tensor", "direct") else {}
         runs.append({"arguments": arguments, "late": how, **held_up})
     return dict(zip(cases, inside(4, runs), strict=True))
@@ -59,7 +60,7 @@ def test_a_run_on_a_late_device_is_verified_saved_traced_and_goes_on(inside, com
 def test_a_planned_place_has_one_of_the_host_s_however_many_messages_arrive_in_it(inside, compiled, text):
     """16 microbatches pass through places for four or fewer."""
     schedule = compiled("1f1b", stages=4, microbatches=16)
-    arguments = [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 1]
+    arguments = [schedule, "--model", MLP, "--text", text, "--steps", 1]
     (run,) = inside(4, [{"arguments": arguments, "late": "staged", "pinned": True}])
     assert run.code == 0
     (line,) = (line for line in run.out.splitlines() if line.startswith("pinned: "))
@@ -214,14 +215,14 @@ BROKEN: list[Case] = [*(("gpipe", *how) for how in BREAKS), ("1f1b-tensor", SUM,
 @pytest.fixture(scope="module")
 def arguments(compiled, text) -> dict[str, list[str]]:
     """By scheme, the arguments of a run on 2 ranks: of two steps where the second reads what the first has summed."""
-    split = {"stages": 1, "tensor": 2, "graph": {"stages": 8, "whole": [0]}, "microbatches": 3}
+    split = {"stages": 1, "tensor": 2, "graph": {"stages": 4, "whole": [0]}, "microbatches": 3}
     options = ["--text", str(text), "--canonical", "--steps"]
     return {
-        name: [str(compiled(scheme, workers=2, **sizes)), "--model", MODEL[name], *options, str(steps)]
-        for name, scheme, sizes, steps in (
-            ("gpipe", "gpipe", {"stages": 2, "microbatches": 6}, 1),
-            ("ddp", "ddp", {"stages": 2, "microbatches": 6}, 2),
-            ("1f1b-tensor", "1f1b", split, 1),
+        name: [str(compiled(scheme, workers=2, **sizes)), "--model", model, *options, str(steps)]
+        for name, model, scheme, sizes, steps in (
+            ("gpipe", SMALL, "gpipe", {"stages": 2, "microbatches": 4}, 1),
+            ("ddp", SMALL, "ddp", {"stages": 2, "microbatches": 4}, 2),
+            ("1f1b-tensor", "models_for_tests:halves_of_a_block", "1f1b", split, 1),
         )
     }
 

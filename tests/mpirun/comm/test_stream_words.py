@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from examples import further
-from golden_cases import MODEL, cases, schedule
+from golden_cases import TRAINED, cases, schedule
 
 from mpirun.comm.stream_words import CudaStreamOperations, StreamWords, Word
 from schedgen.util.errors import UsageError
@@ -28,7 +28,7 @@ def trained(inside, text, compiled):
     runs = []
     for name, how in CASES:
         file = schedule(name, compiled)
-        arguments = [file, "--model", MODEL[name], "--text", text, "--steps", 3, "--canonical"]
+        arguments = [file, "--model", TRAINED[name], "--text", text, "--steps", 3, "--canonical"]
         runs += [{"arguments": arguments}, {"arguments": [*arguments, "--stream-words"], "late": how}]
     results = inside(4, runs)
     return dict(zip(CASES, zip(results[::2], results[1::2], strict=True), strict=True))
@@ -63,8 +63,8 @@ BREAKS = [
 @pytest.fixture(scope="module")
 def ended(in_one_launch, compiled, text):
     """By case, how two steps end, the second by words: exit code, hash of weights. No other test is in the launch."""
-    schedule = compiled("gpipe", stages=2, microbatches=6)
-    arguments = [str(schedule), "--model", "mpirun.examples.mlp:tiny", "--text", str(text), "--steps", "2"]
+    schedule = compiled("gpipe", stages=2, microbatches=4)
+    arguments = [str(schedule), "--model", "models_for_graphs:mlp_of_four", "--text", str(text), "--steps", "2"]
     arguments += ["--canonical", "--stream-words"]
     cases = [(None, "direct"), (None, "staged"), *BREAKS]
     runs = [{"arguments": arguments, "break": name, "late": how} for name, how in cases]

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 from examples import further
-from golden_cases import MODEL, cases, schedule
+from golden_cases import TRAINED, cases, schedule
 
 from mpirun.comm.device import Device
 from mpirun.engine.capture_check import CaptureCheck
@@ -55,7 +55,7 @@ def pairs(inside, text):
 def trained(pairs, compiled):
     """By case: the number of jobs of its schedule, and the results of its pair of runs."""
     files = [schedule(name, compiled, 4 if name == "fsdp-sharded" else 2) for name, _ in CASES]
-    runs = [([file, "--model", MODEL[name]], how) for file, (name, how) in zip(files, CASES, strict=True)]
+    runs = [([file, "--model", TRAINED[name]], how) for file, (name, how) in zip(files, CASES, strict=True)]
     return dict(zip(CASES, zip(map(jobs, files), pairs(4, runs), strict=True), strict=True))
 
 
@@ -220,7 +220,8 @@ sys.stdout.write(" ".join(map(str, passes)) + "\\n")
 
 
 @pytest.mark.parametrize(
-    ("how", "accumulate", "without"), [("launched", 1, 1), ("graphs", 1, 4), ("launched", 4, 4), ("graphs", 4, 4)]
+    ("how", "accumulate", "without"),
+    [("launched", 1, 1), ("graphs", 1, 4), ("launched", 4, 4), *further(("graphs", 4, 4))],
 )
 def test_words_are_used_once_nothing_is_allocated(scripts, how, accumulate, without):
     """Not in a first step, nor while graphs are captured: allocations would wait for streams that wait for words."""

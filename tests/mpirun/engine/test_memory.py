@@ -13,6 +13,7 @@ import re
 
 import pytest
 from examples import further
+from golden_cases import schedule
 
 from schedgen.cli.main import main as schedgen
 
@@ -31,9 +32,9 @@ OTHERS = (
 
 
 @pytest.fixture(scope="module")
-def schedules(traces, compiled):
-    """Golden schedules, and others that recompute, hold one weight copy at a time, or have weight shards."""
-    paths = {name: traces / f"{name}.json" for name in NAMES}
+def schedules(compiled):
+    """Golden schedules or smaller ones, and others that recompute, hold one weight copy, or have weight shards."""
+    paths = {name: schedule(name, compiled) for name in NAMES}
     sizes = {"workers": 4, "stages": 4, "microbatches": 4}
     paths["1f1b, recompute"] = compiled("1f1b", **sizes, recompute="all")
     paths["fsdp, one slot"] = compiled("fsdp", **sizes, weight_slots=1)

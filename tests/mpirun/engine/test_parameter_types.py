@@ -11,7 +11,7 @@ MODEL, TIED = "models_for_tests:four_types", "models_for_tests:four_types_tied"
 # Scheme, options, model, options of mpirun. Where every rank owns all, or fetches all, each has two microbatches.
 CASES = {
     "stages in a row": ("1f1b", {"stages": 4}, MODEL, []),
-    "forwards first, in two passes": ("gpipe", {"stages": 4}, MODEL, ["--accumulate", 3]),
+    "forwards first, in two passes": ("gpipe", {"stages": 4}, MODEL, ["--accumulate", 2]),
     "weights that travel": ("fsdp", {"stages": 4, "microbatches": 8}, MODEL, []),
     "gradients that are passed on": (
         "fslpp",
@@ -30,7 +30,7 @@ CASES = {
         MODEL,
         [],
     ),
-    "some parts are empty": ("fsdp", {"stages": 12, "shards": 40}, MODEL, []),
+    "some parts are empty": ("fsdp", {"stages": 8, "shards": 40}, MODEL, []),
 }
 ROUNDED = ("gradients that are passed on", "owners that compute alike", *further("parts passed on"))
 STEPS = 2

@@ -27,7 +27,7 @@ TRIED = (*CHOSEN, *further(*(name for name in GOLDEN if name not in CHOSEN)))
 # Schemes that add gradients in another order than one process, each in another way; test_parameter_types.py has the
 # last two.
 ROUNDED = ("1f1b", "1f1b-tied", "fsdp-sharded", *further("ddp", "fslpp"))
-TIED = "models_for_tests:gpt_tied"
+TIED, SMALL = "models_for_tests:gpt_tied", "models_for_graphs:mlp_of_four"
 OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "models_for_tests:gpt_tensor"}  # models of golden schedules, if not GPT
 
 JOINED = """
@@ -73,7 +73,8 @@ COMPILED = {
         "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:merging", r'"op": "RECOMPUTE"'
     ),
     "all but the last microbatch computed again": (
-        "gpipe", {"stages": 4, "recompute": "except-last"}, GPT, r'"recompute": \[\[0, 0\], .*\[3, 2\]\]'
+        "gpipe", {"stages": 4, "recompute": "except-last"}, "models_for_graphs:gpt_of_four",
+        r'"recompute": \[\[0, 0\], .*\[3, 2\]\]',
     ),
     "ties and several owners": (
         "ddp", {"graph": {"stages": 4, "tied": [[0, 3]]}, "microbatches": 8}, TIED, r'"buf": "t\.0", "group": 0'
@@ -88,9 +89,9 @@ COMPILED = {
         {"stages": 4, "weight_slots": 1}, "models_for_tests:uneven", r'"x\.0\.0\.3"',
     ),
     "two owners of four workers": (
-        TWO_OWNERS, {"stages": 4, "microbatches": 8}, MLP, r'"owners": \[\[0, 1\], \[0, 1\]'
+        TWO_OWNERS, {"stages": 4, "microbatches": 8}, SMALL, r'"owners": \[\[0, 1\], \[0, 1\]'
     ),
-    "a worker without jobs": (AN_IDLE_WORKER, {"stages": 4}, MLP, r'\[\n   {"op": "NORM", "group": 0}\n  \]'),
+    "a worker without jobs": (AN_IDLE_WORKER, {"stages": 4}, SMALL, r'\[\n   {"op": "NORM", "group": 0}\n  \]'),
     "gradients that are passed on": ("zb-v", {"stages": 8}, "models_for_tests:shifts", r'"BWD_W"'),
     "a loss of the whole minibatch": (TOWERS, {"stages": 4}, "models_for_tests:contrastive", None),
     "torch's DualPipeV": ("ScheduleDualPipeV", {}, MLP, None),

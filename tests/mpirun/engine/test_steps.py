@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-GPT, SMALL = "mpirun.examples.gpt:tiny", "models_for_tests:gpt_tiny"
+GPT, SMALL = "mpirun.examples.gpt:tiny", "models_for_graphs:gpt_of_four"
 STEPS = 10
 AGAIN = ("1f1b", "fslpp", "lpp")  # ranks send activations; and add gradients; and sum them over owners
 

@@ -27,7 +27,7 @@ from mpirun.model.parallel_layers import (
 )
 from schedgen.util.errors import UsageError
 
-GPT = "models_for_tests:gpt_tensor"
+GPT, BLOCK = "models_for_tests:gpt_tensor", "models_for_tests:halves_of_a_block"
 
 # The first stage of shard 0 is on the last rank, and ranks are in another order in each stage.
 ELSEWHERE = """
@@ -44,18 +44,22 @@ DAG = """
 
 # scheme, options, model
 CASES = {
-    "4 shards": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 8, "whole": [0]}}, GPT),
-    "2 shards and 2 pipeline stages": ("1f1b", {"stages": 2, "tensor": 2, "graph": {"stages": 8, "whole": [0]}}, GPT),
-    "a split backward": ("zb-v", {"stages": 4, "tensor": 2, "graph": {"stages": 8, "whole": [0]}}, GPT),
+    "4 shards": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 4, "whole": [0]}}, BLOCK),
+    "2 shards and 2 pipeline stages": ("1f1b", {"stages": 2, "tensor": 2, "graph": {"stages": 4, "whole": [0]}}, BLOCK),
+    "a split backward": (
+        "zb-v",
+        {"stages": 4, "tensor": 2, "graph": {"stages": 8, "whole": [0]}, "microbatches": 2},
+        GPT,
+    ),
     "2 shards and 2 replicas": (
         "ddp",
-        {"stages": 1, "workers": 4, "tensor": 2, "graph": {"stages": 8, "whole": [0]}},
-        GPT,
+        {"stages": 1, "workers": 4, "tensor": 2, "graph": {"stages": 4, "whole": [0]}},
+        BLOCK,
     ),
     "weights that travel": (
         "fslpp",
-        {"workers": 4, "groups": 2, "tensor": 2, "graph": {"stages": 8, "whole": [0]}, "recompute": "all"},
-        GPT,
+        {"workers": 4, "groups": 2, "tensor": 2, "graph": {"stages": 4, "whole": [0]}, "recompute": "all"},
+        BLOCK,
     ),
     "the pair on 4 ranks": (
         "1f1b",
@@ -107,7 +111,7 @@ def test_it_gives_the_bits_of_one_process_that_adds_up_shards_in_their_order(ver
 
 def test_late_devices_and_late_messages_change_no_bit(inside, compiled, text):
     scheme, sizes, _ = CASES["a split backward"]
-    arguments = [compiled(scheme, microbatches=2, **sizes), "--model", GPT, "--text", text, "--steps", 2]
+    arguments = [compiled(scheme, **sizes), "--model", GPT, "--text", text, "--steps", 2]
     ended = inside(4, [{"arguments": arguments, **run} for run in ({}, {"late": "staged", "delay": 1})])
     assert [run.code for run in ended] == [0, 0] and len({run.weights for run in ended}) == 1
 
@@ -195,12 +199,12 @@ def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
 
 def test_a_checkpoint_goes_on_under_another_number_of_shards(several, compiled, text, tmp_path):
     """4 shards, then 2, then none; and back."""
-    none = compiled("1f1b", stages=4, microbatches=2, graph={"stages": 8})
+    none = compiled("1f1b", stages=4, microbatches=2, graph={"stages": 4})
     four, two = (
         compiled(scheme, microbatches=2, **sizes)
         for scheme, sizes, _ in (CASES["4 shards"], CASES["2 shards and 2 pipeline stages"])
     )
-    common = ["--model", GPT, "--text", text, "--clip", 1]
+    common = ["--model", BLOCK, "--text", text, "--clip", 1]
     runs = [[four, *common, "--steps", 5]]
     for step, schedule in enumerate((four, two, none, two, four), start=1):
         resume = ["--resume", tmp_path] if step > 1 else []

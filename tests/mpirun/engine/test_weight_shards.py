@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from examples import further
-from run_results import DEPTH_FIRST, GPT, MLP, differences, same, weights
+from run_results import DEPTH_FIRST, differences, same, weights
 from torch.nn.functional import mse_loss
 
 from mpirun.comm.device import Device
@@ -32,7 +32,7 @@ BY_HAND = """
     def w(s, b, d, k):
         return np.select([s == 0, s == 1], [k % 2, 3], (s + 2 * k) % 4), b % 4
 """
-SKEWED = "models_for_tests:peculiar"
+GPT, MLP, SKEWED = "models_for_graphs:gpt_of_four", "models_for_graphs:mlp_of_four", "models_for_tests:peculiar"
 # Scheme, options, model, options of mpirun. test_parameter_types.py has others, and test_schemes.py fsdp-sharded.
 CASES = {
     "owners that compute nothing of it": ("gpipe", {"stages": 4, "shards": 3}, GPT, []),

@@ -15,7 +15,8 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.load_model import load_model
 from schedgen.ir.weight_versions import UPDATES
 
-GPT, DROPPING, AVERAGING = (f"models_for_tests:{name}" for name in ("gpt_tiny", "dropping", "averaging"))
+GPT = "models_for_graphs:gpt_of_four"
+DROPPING, AVERAGING = (f"models_for_tests:{name}" for name in ("dropping", "averaging"))
 STEPS, BATCHES, STAGES = 2, 12, 4
 FEWER = 8  # microbatches, enough where no update has two buffers of weights
 RATE = 0.05
