@@ -99,14 +99,14 @@ class Crasher:
     def attempt(self, kind: str) -> Crash | None:
         """Kill a run at a random moment, and resume it; None if it ended before that moment."""
         save, marker = self.folder / uuid.uuid4().hex, uuid.uuid4().hex
-        job = self.start(save, marker)
+        job = self.start(save, marker, cold=kind == "anywhen")
         moment = self.while_writing(save)
         if kind == "anywhen":
             moment = self.in_the_launch() if self.random.random() < 0.25 else self.behind_a_step(save)
         while job.poll() is None and not moment():
             pass
         had = newest(save)
-        ranks = [pid for pid, words in processes(marker).items() if words[1:3] == ["-m", "mpirun"]]
+        ranks = [pid for pid, words in processes(marker).items() if is_rank(words)]
         if not ranks:
             job.wait()
             return None
@@ -148,6 +148,11 @@ class Crasher:
             return True
 
         return moment
+
+
+def is_rank(words: list[str]) -> bool:
+    """Whether a command line is that of a rank, or of the process that stands for a warm one."""
+    return words[1:3] == ["-m", "mpirun"] or words[4:5] == ["rank"]
 
 
 def newest(save: Path) -> int:

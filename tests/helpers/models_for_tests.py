@@ -38,14 +38,15 @@ def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model
 
 gpt_tiny = partial(gpt.gpt, blocks=6, width=16, heads=4, length=16, sequences=2)
 gpt_tied = partial(gpt_tiny, tied=True)
+gpt_wide = partial(gpt.gpt, blocks=2, width=64, heads=4, length=16, sequences=2)
 gpt_tensor = partial(gpt.gpt, blocks=3, width=16, heads=4, length=16, sequences=2, halves=True)
 halves_of_a_block = partial(gpt_tensor, blocks=1)  # 4 layers
 
 
 @functools.cache
 def small_seq2seq(stages: int) -> Model:
-    """An encoder and a decoder of three layers each, traced."""
-    return seq2seq.seq2seq(stages, layers=3, width=16, heads=2, length=8, sequences=2)
+    """An encoder and a decoder of two layers each, traced."""
+    return seq2seq.seq2seq(stages, layers=2, width=16, heads=2, length=8, sequences=2)
 
 
 def without_gradient(stages: int) -> Model:

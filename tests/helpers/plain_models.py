@@ -41,7 +41,7 @@ class GPT2Like(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, blocks: int = 4, dropout: float = 0.1, tied: bool = False) -> None:
+    def __init__(self, blocks: int = 2, dropout: float = 0.1, tied: bool = False) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.register_buffer("positions", torch.arange(LENGTH), persistent=False)
@@ -61,20 +61,19 @@ class GPT2Like(nn.Module):
 
 
 class Tied(GPT2Like):
-    def __init__(self) -> None:
-        super().__init__(tied=True)
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__(blocks, tied=True)
 
 
 class Convolutions(nn.Module):
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
-        self.norm1, self.norm2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
+        self.layer, self.norm = nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out)
         self.skip = nn.Conv2d(channels, out, 1)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.second(self.relu(self.norm1(self.first(x)))))
+        y = self.norm(self.layer(x))
         y += self.skip(x)
         return self.relu(y)
 

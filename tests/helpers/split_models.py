@@ -107,7 +107,7 @@ named("gpt2", plain_models.GPT2Like, scores_of, with_mask)
 named("tied", plain_models.Tied, scores_of, with_mask)
 named("without_values", tied_on_meta, scores_of, with_mask, init=lambda module: None)
 named("tied_on_meta", tied_on_meta, scores_of, with_mask, init=set_values)
-named("resnet", plain_models.ResNetLike, nnf.cross_entropy, image)
+named("resnet", plain_models.ResNetLike, nnf.cross_entropy, image, ["down2", "middle", "up2"])
 named(
     "encoder_decoder",
     plain_models.EncoderDecoder,
@@ -157,7 +157,7 @@ def transformer(name: str, attention: str = "sdpa") -> nn.Module:
     sizes |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     layers = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
     if name == "gpt2":
-        config = transformers.GPT2Config(n_positions=16, n_embd=16, n_layer=4, n_head=2, **sizes)
+        config = transformers.GPT2Config(n_positions=16, n_embd=16, n_layer=2, n_head=2, **sizes)
         return transformers.GPT2LMHeadModel(config)
     if name == "bert":
         return transformers.BertForMaskedLM(transformers.BertConfig(**layers, **sizes))

@@ -37,6 +37,7 @@ def last(folder: Path) -> dict[str, torch.Tensor]:
 # One model, many schedules. Each: stages, workers, and the options of schedgen compile.
 SCHEDULES = {
     "1f1b on 4": ("1f1b", {"stages": 4, "workers": 4}),
+    "1f1b on 2": ("1f1b", {"stages": 2, "workers": 2}),
     "ddp on 2": ("ddp", {"stages": 2, "workers": 2}),
     "one process": ("ddp", {"stages": 1, "workers": 1}),
     "fslpp on 4": ("fslpp", {"stages": 8, "workers": 4, "groups": 2}),
@@ -51,7 +52,7 @@ RESUMED = (
 
 @pytest.fixture(scope="module")
 def schedules(compiled) -> dict[str, Path]:
-    return {name: compiled(scheme, microbatches=8, **sizes) for name, (scheme, sizes) in SCHEDULES.items()}
+    return {name: compiled(scheme, microbatches=4, **sizes) for name, (scheme, sizes) in SCHEDULES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_a_checkpoint_names_every_parameter_of_the_model_once(saved):
     assert {name: found[name].shape for name in parameters} == parameters
     assert found.keys() == parameters.keys() | state
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["step"], manifest["seed"], manifest["data"]["microbatches"]) == (STEPS // 2, 0, 8)
+    assert (manifest["step"], manifest["seed"], manifest["data"]["microbatches"]) == (STEPS // 2, 0, 4)
 
 
 def test_manifests_name_their_run_and_those_before_it(saved, resumed):
@@ -148,7 +149,7 @@ def damaged(mistakes, several, schedules, compiled, saved, text, tmp_path_factor
     copy("half replaced")
     (folder / "half replaced" / newest).rename(folder / "half replaced" / f".replaced-{newest}")
     (folder / "empty").mkdir()
-    command = [schedules["1f1b on 4"], "--text", text, *COMMON, "--model", DROPPING]
+    command = [schedules["1f1b on 2"], "--text", text, *COMMON, "--model", DROPPING]
     runs = {
         name: [*command, "--resume", folder / name]
         for name in ("no manifest", "half a manifest", "no part", "a bit", "none whole", "half replaced", "empty")
@@ -170,12 +171,12 @@ def damaged(mistakes, several, schedules, compiled, saved, text, tmp_path_factor
     runs["threads"] = [*command, "--threads", 3, *resumed]
     runs["threads, to be verified"] = [*command, "--threads", 3, *resumed, "--verify", "--canonical"]
     plain = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--threads", 1]
-    runs["flush"] = [schedules["1f1b on 4"], *plain, "--steps", 1, "--save", folder / "flush"]
-    late = compiled("pipedream", stages=4, microbatches=8)
+    runs["flush"] = [schedules["1f1b on 2"], *plain, "--steps", 1, "--save", folder / "flush"]
+    late = compiled("pipedream", stages=2, microbatches=4)
     goes_on = [*plain, "--steps", 2, "--resume", folder / "flush", "--verify"]
     runs["versions, to be verified"] = [late, *goes_on]
-    runs["canonical, to be verified"] = [schedules["1f1b on 4"], *goes_on, "--canonical"]
-    return dict(zip(runs, mistakes(4, list(runs.values())), strict=True)), folder
+    runs["canonical, to be verified"] = [schedules["1f1b on 2"], *goes_on, "--canonical"]
+    return dict(zip(runs, mistakes(2, list(runs.values())), strict=True)), folder
 
 
 @pytest.mark.parametrize(

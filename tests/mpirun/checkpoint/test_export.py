@@ -21,7 +21,7 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.load_model import load_model
 from schedgen.util.errors import UsageError
 
-GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
 TENSOR = "mpirun.examples.gpt:tensor"
 PARTLY_FROZEN = "models_for_tests:partly_frozen"
 

@@ -36,7 +36,7 @@ BYTES = {
 
 @pytest.fixture(scope="module")
 def profiles(several, inside, compiled, text, tmp_path_factory):
-    """Profiles by name, of one launch on 2 ranks; only in the first are links measured with messages of all sizes."""
+    """Profiles by name, on 2 ranks or one; only in the first are links measured with messages of all sizes."""
     folder = tmp_path_factory.mktemp("profiles")
     joined = compiled(
         """
@@ -54,17 +54,29 @@ def profiles(several, inside, compiled, text, tmp_path_factory):
     options = {
         "whole": ("--model", MLP, "--stages", 4),
         "sgd": ("--model", MLP, "--stages", 4, "--optimizer", "sgd", "--seed", 1),
-        "gpt": ("--model", "mpirun.examples.gpt:tiny", "--stages", 2),
+        "gpt": ("--model", "models_for_tests:gpt_wide", "--stages", 2),
         "joined": ("--model", "models_for_tests:joined", "--schedule", joined),
-        "seq2seq": ("--model", "models_for_tests:small_seq2seq", "--stages", 4),
+        "seq2seq": ("--model", "models_for_tests:small_seq2seq", "--stages", 5),
     }
-    runs = [
-        ["profile", *some, "--text", text, "--steps", 2 if name == "whole" else 1, "--threads", 1, "-o", folder / name]
+    runs = {
+        name: [
+            "profile",
+            *some,
+            "--text",
+            text,
+            "--steps",
+            2 if name == "whole" else 1,
+            "--threads",
+            1,
+            "-o",
+            folder / name,
+        ]
         for name, some in options.items()
-    ]
-    assert several(2, runs[:1]) == [(0, "")]
-    for code, out, _ in inside(2, [{"arguments": run} for run in runs[1:]]):
-        assert (code, out) == (0, "")
+    }
+    assert several(2, [runs["whole"]]) == [(0, "")]
+    for ranks, names in ((2, ("sgd", "joined")), (1, ("gpt", "seq2seq"))):
+        for code, out, _ in inside(ranks, [{"arguments": runs[name]} for name in names]):
+            assert (code, out) == (0, "")
     return {name: json.loads((folder / name).read_text()) for name in options} | {"files": folder, "schedule": joined}
 
 
@@ -93,8 +105,9 @@ def test_bytes_depend_on_neither_time_nor_seed(profiles):
 
 
 def test_the_gpt_in_two_stages(profiles):
-    """4 sequences of 64 bytes, width 64; an embedding and 4 blocks, 4 blocks and the scores."""
-    tokens, width = 4 * 64, 64
+    """2 sequences of 16 bytes, width 64; an embedding and a block, a block and the scores."""
+    length, width = 16, 64
+    tokens = 2 * length
     x, mean = tokens * width * 4, tokens * 4  # of an activation, of a number a token
     linear = (3 + 1 + 4 + 4) * width * width + (4 + 1) * width  # qkv, out, up and down, the last two with biases
     block = (linear + 2 * 2 * width) * 4
@@ -105,9 +118,9 @@ def test_the_gpt_in_two_stages(profiles):
         + (4 * x + 4 * x)  # gelu
     )
     profile = profiles["gpt"]
-    assert profile["weight"] == [(256 + 64) * width * 4 + 4 * block, 4 * block + (2 * width + width * 256) * 4]
+    assert profile["weight"] == [(256 + length) * width * 4 + block, block + (2 * width + width * 256) * 4]
     assert profile["activation"] == [x, 4]
-    assert profile["saved"][0] == 2 * 4 * 64 * 8 + 4 * kept  # the microbatch, and 4 blocks
+    assert profile["saved"][0] == 2 * tokens * 8 + kept  # the microbatch, and a block
 
 
 @pytest.mark.parametrize(
@@ -129,10 +142,10 @@ def test_a_schedule_gives_stages_and_edges(profiles, capsys):
 def test_without_a_schedule_stages_read_what_the_model_says(several, profiles, capsys):
     """Skip connections, separate outputs, ties: `plan` reads them from the graph, which it takes with the profile."""
     graph, plan = profiles["files"] / "seq2seq.graph", profiles["files"] / "seq2seq.json"
-    ((code, _),) = several(1, [["graph", "--model", "models_for_tests:small_seq2seq", "--stages", 4, "-o", graph]])
+    ((code, _),) = several(1, [["graph", "--model", "models_for_tests:small_seq2seq", "--stages", 5, "-o", graph]])
     assert code == 0 and len(profiles["seq2seq"]["apart"]) == len(json.loads(graph.read_text())["edges"]) > 3
-    options = ["--graph", graph, "--workers", 2, "--microbatches", 4, "--schemes", "1f1b", "-o", plan]
-    assert schedgen(["plan", str(profiles["files"] / "seq2seq"), *map(str, options)]) == 0
+    options = ["--graph", graph, "--workers", 2, "--microbatches", 4, "--schemes", "1f1b", "--bandwidth", 1e9]
+    assert schedgen(["plan", str(profiles["files"] / "seq2seq"), *map(str, options), "-o", str(plan)]) == 0
     assert "tied" in json.loads(plan.read_text())
 
 
@@ -162,7 +175,9 @@ def test_mistakes_are_one_sentence_each(mistakes, traces, tmp_path):
 
 def test_one_rank_with_one_stage_has_no_links(mistakes, text, tmp_path):
     file = tmp_path / "p.json"
-    (ended,) = mistakes(1, [["profile", "--model", MLP, "--stages", 1, "--text", text, "--steps", 1, "-o", file]])
+    (ended,) = mistakes(
+        1, [["profile", "--model", MLP, "--stages", 1, "--text", text, "--steps", 1, "--threads", 1, "-o", file]]
+    )
     assert (ended.code, ended.err) == (0, "mpirun: note: one rank has no links: alpha and beta are 0\n")
     profile = json.loads(file.read_text())
     assert (profile["alpha"], profile["beta"], len(profile["F"])) == (0, 0, 1)

@@ -27,30 +27,30 @@ from mpirun.verify.compare import compare
 from mpirun.verify.record import Record
 
 MLP, DROPPING = "mpirun.examples.mlp:tiny", "models_for_tests:dropping"
-LR, STEPS, WARMUP = 0.01, 6, 3
+LR, STEPS, WARMUP = 0.01, 4, 2
 CLIP = 0.1  # less than the norm of any step
-EIGHT, FOUR, FSDP, DDP = "8 microbatches", "4 microbatches", "fsdp", "ddp"
+FOUR, TWO, FSDP, DDP = "4 microbatches", "2 microbatches", "fsdp", "ddp"
 BY_LR = ["--lr", LR, "--steps", STEPS]
 RUNS = {  # schedule, options
-    "plain": (EIGHT, ["--steps", 3]),
-    "one pass with dropout": (EIGHT, ["--steps", 1, "--model", DROPPING]),
-    "two passes with dropout": (FOUR, ["--steps", 1, "--model", DROPPING, "--accumulate", 2]),
+    "plain": (FOUR, ["--steps", 3]),
+    "one pass with dropout": (FOUR, ["--steps", 1, "--model", DROPPING]),
+    "two passes with dropout": (TWO, ["--steps", 1, "--model", DROPPING, "--accumulate", 2]),
     "three passes, canonical": (FSDP, ["--steps", 2, "--accumulate", 3, "--clip", CLIP, "--canonical"]),
     "cosine of sgd": (DDP, [*BY_LR, "--lr-schedule", "cosine", "--optimizer", "sgd", "--momentum", 0.9]),
-    "warm-up and cosine": (EIGHT, [*BY_LR, "--warmup", WARMUP, "--lr-schedule", "cosine"]),
-    "clipped": (EIGHT, ["--steps", 3, "--clip", CLIP, "--optimizer", "sgd", "--lr", 1, "--weight-decay", 0]),
+    "warm-up and cosine": (FOUR, [*BY_LR, "--warmup", WARMUP, "--lr-schedule", "cosine"]),
+    "clipped": (FOUR, ["--steps", 3, "--clip", CLIP, "--optimizer", "sgd", "--lr", 1, "--weight-decay", 0]),
     "bf16, fsdp": (FSDP, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
     "bf16, ddp": (DDP, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
 }
 RUNS |= dict(
     further(
-        ("one pass", (EIGHT, ["--steps", 1])),
-        ("two passes", (FOUR, ["--steps", 1, "--accumulate", 2])),
-        ("two passes, canonical", (FOUR, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"])),
+        ("one pass", (FOUR, ["--steps", 1])),
+        ("two passes", (TWO, ["--steps", 1, "--accumulate", 2])),
+        ("two passes, canonical", (TWO, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"])),
         ("two passes of ddp, canonical", (DDP, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"])),
         ("cosine", (FSDP, [*BY_LR, "--lr-schedule", "cosine", "--canonical"])),
-        ("bf16", (EIGHT, ["--steps", 3, "--autocast", "bf16", "--canonical"])),
-        ("bf16, two passes", (FOUR, ["--steps", 3, "--autocast", "bf16", "--accumulate", 2, "--canonical"])),
+        ("bf16", (FOUR, ["--steps", 3, "--autocast", "bf16", "--canonical"])),
+        ("bf16, two passes", (TWO, ["--steps", 3, "--autocast", "bf16", "--accumulate", 2, "--canonical"])),
     )
 )
 CANONICAL = [name for name, (_, options) in RUNS.items() if "--canonical" in options]
@@ -59,10 +59,10 @@ CANONICAL = [name for name, (_, options) in RUNS.items() if "--canonical" in opt
 @pytest.fixture(scope="module")
 def schedules(compiled) -> dict[str, Path]:
     return {
-        EIGHT: compiled("1f1b", stages=4, microbatches=8, workers=4),
-        FOUR: compiled("1f1b", stages=4, microbatches=4, workers=4),
-        FSDP: compiled("fsdp", stages=4, microbatches=8, workers=4),
-        DDP: compiled("ddp", stages=4, microbatches=8, workers=4),
+        FOUR: compiled("1f1b", stages=4, microbatches=4, workers=2),
+        TWO: compiled("1f1b", stages=4, microbatches=2, workers=2),
+        FSDP: compiled("fsdp", stages=4, microbatches=4, workers=2),
+        DDP: compiled("ddp", stages=4, microbatches=4, workers=2),
     }
 
 
@@ -75,7 +75,7 @@ def runs(inside, schedules, text, tmp_path_factory):
         common = ["--model", MLP, "--text", text, "--verify", "--threads", 1, "--metrics", folder / f"{name}.jsonl"]
         return {"arguments": [schedules[schedule], *common, *options], "record": str(folder / f"{name}.pt")}
 
-    seen = inside(4, [run(name, *one) for name, one in RUNS.items()])
+    seen = inside(2, [run(name, *one) for name, one in RUNS.items()])
     return dict(zip(RUNS, seen, strict=True)), folder
 
 
@@ -102,17 +102,17 @@ def test_a_run_is_that_of_one_process(runs, name):
 
 
 @pytest.mark.parametrize("suffix", [*further(""), " with dropout"])
-def test_two_passes_of_four_microbatches_are_one_of_eight(records, suffix):
+def test_two_passes_of_two_microbatches_are_one_of_four(records, suffix):
     one, two = records[f"one pass{suffix}"], records[f"two passes{suffix}"]
-    assert len(one.losses[0]) == 8 and one.losses == two.losses
+    assert len(one.losses[0]) == 4 and one.losses == two.losses
     losses, gradients, _ = compare(one, two, limit=1e-6)
     assert losses.size == 0 and gradients.size < 1e-6
 
 
 def test_tokens_of_all_passes_count(runs):
     """A microbatch of mlp has 64 samples."""
-    assert metrics(runs, "plain", "tokens") == [8 * 64] * 3
-    assert metrics(runs, "three passes, canonical", "tokens") == [3 * 8 * 64] * 2
+    assert metrics(runs, "plain", "tokens") == [4 * 64] * 3
+    assert metrics(runs, "three passes, canonical", "tokens") == [3 * 4 * 64] * 2
 
 
 # The learning rate

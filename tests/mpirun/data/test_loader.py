@@ -607,7 +607,7 @@ PROGRAM = str(Path(__file__).with_name("read_in_ranks.py"))
 
 def test_in_ranks(launch, left_behind, tmp_path):
     """Processes forked under MPI read while ranks exchange messages; they neither finalize nor exit as a rank does."""
-    result = launch(2, tmp_path / "read.json", program=[PROGRAM], env={"COLD_RANKS": "1"})
+    result = launch(2, tmp_path / "read.json", program=[PROGRAM])
     assert result.code == 0, result.err
     assert result.out.count("at exit") == 2
     by_rank = json.loads((tmp_path / "read.json").read_text())

@@ -27,23 +27,20 @@ DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
 APART = """
     def w(s, b, d):
-        return s % 4, (s + d) % 4
+        return s % 2, (s + d) % 2
 """
 
 CHAIN = [[Input(0)], [Value(0, 0)], [Value(1, 0)]]  # what stages read
 
-# On 4 workers: scheme, options, and an opcode that the schedule must have.
+# Scheme, options, and an opcode that the schedule must have. On 2 workers, except the first.
 SCHEDULES = {
-    "1f1b, 4 stages": ("1f1b", {"stages": 4}, "BWD"),
-    **dict(further(("ddp", ("ddp", {"stages": 4}, "ALLREDUCE")))),
+    "1f1b, 4 stages": ("1f1b", {"stages": 4, "workers": 4}, "BWD"),
+    **dict(further(("ddp", ("ddp", {"stages": 4, "workers": 4}, "ALLREDUCE")))),
+    **dict(further(("1f1b, 4 stages, 2 workers", ("1f1b", {"stages": 4}, "BWD")))),
     "fsdp": ("fsdp", {"stages": 8, "weight_slots": 1}, "FETCH_W"),
-    "split backward": ("zb-v", {"stages": 8}, "BWD_W"),
-    "split, computed again": ("zb-v", {"stages": 8, "recompute": "all"}, "RECOMPUTE"),
+    "split backward": ("zb-v", {"stages": 4}, "BWD_W"),
+    "split, computed again": ("zb-v", {"stages": 4, "recompute": "all"}, "RECOMPUTE"),
     "forward and backward apart": (APART + DEPTH_FIRST, {"stages": 4}, "RECOMPUTE"),
-}
-TWO_WORKERS = {
-    **dict(further(("1f1b, 4 stages, 2 workers", ("1f1b", {"stages": 4, "workers": 2})))),
-    "fsdp, 2 workers": ("fsdp", {"stages": 4, "workers": 2}),
 }
 MORE = {  # schedule, model, options
     **dict(further(("one stage is a function", ("1f1b, 4 stages", ONE_FUNCTION, [])))),
@@ -59,8 +56,8 @@ def first(model: Model) -> Microbatch:
 @pytest.fixture(scope="module")
 def schedules(compiled) -> dict[str, Path]:
     return {
-        name: compiled(scheme, **{"workers": 4, "microbatches": 4} | options)
-        for name, (scheme, options, *_) in (SCHEDULES | TWO_WORKERS).items()
+        name: compiled(scheme, **{"workers": 2, "microbatches": 4} | options)
+        for name, (scheme, options, _) in SCHEDULES.items()
     }
 
 
@@ -68,14 +65,15 @@ def schedules(compiled) -> dict[str, Path]:
 def runs(inside, schedules, text, tmp_path_factory):
     """Every case by name, and its metrics."""
     folder = tmp_path_factory.mktemp("metrics")
-    cases = {name: (name, DROPPING, []) for name in (*SCHEDULES, *TWO_WORKERS)} | MORE
+    cases = {name: (name, DROPPING, []) for name in SCHEDULES} | MORE
     common = ["--text", text, "--steps", 2, "--clip", 1, "--threads", 1, "--verify", "--canonical", "--metrics"]
     runs = {
         name: {"arguments": [schedules[schedule], "--model", model, *more, *common, folder / name]}
         for name, (schedule, model, more) in cases.items()
     }
-    two = {name: run for name, run in runs.items() if name in TWO_WORKERS}
-    four = {name: run for name, run in runs.items() if name not in TWO_WORKERS}
+    on_four = {name for name, (schedule, *_) in cases.items() if SCHEDULES[schedule][1].get("workers") == 4}
+    four = {name: run for name, run in runs.items() if name in on_four}
+    two = {name: run for name, run in runs.items() if name not in on_four}
     seen = dict(zip(two, inside(2, list(two.values())), strict=True))
     return seen | dict(zip(four, inside(4, list(four.values())), strict=True)), folder
 
@@ -84,14 +82,14 @@ def losses(folder: Path, name: str) -> list[tuple[float, float]]:
     return metrics(folder / name, "loss", "grad_norm")
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, *TWO_WORKERS, *MORE])
+@pytest.mark.parametrize("name", [*SCHEDULES, *MORE])
 def test_dropout_gives_the_bits_of_one_process(runs, name):
     seen, _ = runs
     assert seen[name].differences == {"losses": 0, "gradients": 0, "parameters": 0}
     assert seen[name].code == 0
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, *TWO_WORKERS])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_losses_do_not_depend_on_cut_scheme_or_ranks(runs, name):
     _, folder = runs
     assert losses(folder, name) == losses(folder, "1f1b, 4 stages")

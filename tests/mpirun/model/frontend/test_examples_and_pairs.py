@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain_models import LENGTH, GPT2Like
+from plain_models import LENGTH, WORDS
 from split_models import scores_of
-from torch import nn
+from torch import Tensor, nn
 
 from mpirun import Cut, split, split_sequential
 from mpirun.model.contract import Pair
@@ -23,6 +23,15 @@ INPUT: dict[str, Any] = {"tokens": TOKENS, "mask": torch.ones_like(TOKENS)}
 X = torch.ones(4, 16)
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"scores": self.head(self.words(tokens)) * mask[..., None]}
+
+
 @pytest.mark.parametrize(
     ("example", "kwargs", "data"),
     [
@@ -33,7 +42,7 @@ X = torch.ones(4, 16)
     ],
 )
 def test_examples(example: Any, kwargs: Any, data: Any) -> None:
-    cut = split(GPT2Like(), example, kwargs, stages=2)
+    cut = split(Words(), example, kwargs, stages=2)
     assert [leaf.tolist() for leaf in cut.leaves(data)] == [value.tolist() for value in INPUT.values()]
 
 
@@ -50,7 +59,7 @@ def test_examples(example: Any, kwargs: Any, data: Any) -> None:
 )
 def test_examples_that_are_none(example: Any, kwargs: Any, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
-        split(GPT2Like(), example, kwargs, stages=2)
+        split(Words(), example, kwargs, stages=2)
 
 
 def pair_of(cut: Cut) -> Pair:
@@ -58,12 +67,12 @@ def pair_of(cut: Cut) -> Pair:
 
 
 def test_pairs_and_mappings_of_samples() -> None:
-    cut = split(GPT2Like(), INPUT, stages=2)
+    cut = split(Words(), INPUT, stages=2)
     samples = {"labels": TOKENS, **dict(reversed(INPUT.items()))}
     leaves, target = pair_of(cut)(samples)
     assert leaves[0] is TOKENS and leaves[1] is INPUT["mask"] and target is samples
     assert pair_of(cut)([INPUT, X])[1] is X
-    listed = split(GPT2Like(), (*INPUT.values(),), stages=2)
+    listed = split(Words(), (*INPUT.values(),), stages=2)
     leaves, target = pair_of(listed)([[*INPUT.values()], X])  # as a DataLoader collates ((a, b), y)
     assert [*leaves] == [*INPUT.values()] and target is X
     data, target = pair_of(split_sequential(nn.Sequential(nn.Linear(16, 1)), 1))((X, TOKENS))

@@ -47,13 +47,12 @@ def state(built: Model, seed: int = 0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("shared", ["transmit", *further("replicate")])
 def test_values_depend_on_seed_and_name_alone(shared: str) -> None:
-    cuts = [split(on_meta(Tied), EXAMPLE, stages=n, shared=shared, init=set_values) for n in (1, 2, 4)]
-    first, *others = (state(model(cut)) for cut in cuts)
+    cuts = [split(on_meta(Tied), EXAMPLE, stages=n, shared=shared, init=set_values) for n in (1, 4)]
+    first, other = (state(model(cut)) for cut in cuts)
     assert first.keys() == {*dict(Tied().named_parameters()), "positions"}
-    for other in others:
-        assert other.keys() == first.keys()
-        assert all(torch.equal(other[name], first[name]) for name in first)
-    assert len({value.detach().sum().item() for name, value in first.items() if "mlp.0.weight" in name}) == 4
+    assert other.keys() == first.keys()
+    assert all(torch.equal(other[name], first[name]) for name in first)
+    assert len({value.detach().sum().item() for name, value in first.items() if "mlp.0.weight" in name}) == 2
     assert not torch.equal(state(model(cuts[1]), seed=1)["words.weight"], first["words.weight"])
 
 
@@ -72,11 +71,11 @@ def test_a_rank_makes_the_values_of_its_stages_only() -> None:
         made.append(module)
         set_values(module)
 
-    cut = split(on_meta(GPT2Like), EXAMPLE, points=["blocks.1", "blocks.3"], init=init)
+    cut = split(on_meta(GPT2Like), EXAMPLE, points=["blocks.0", "blocks.1"], init=init)
     split_model = model(cut)
     assert made == []
     build_stage(split_model, 1, 0)
-    blocks = [type(part) for part in GPT2Like().blocks[1:3].modules() if list(part.parameters(recurse=False))]
+    blocks = [type(part) for part in GPT2Like().blocks[:1].modules() if list(part.parameters(recurse=False))]
     assert sorted(map(str, map(type, made))) == sorted([*map(str, blocks), str(GPT2Like)])  # it has the mask's buffer
     assert all(parameter.is_meta for stage in cut.stages for parameter in stage.parameters())
 
