@@ -14,18 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpirun.model.contract import Model, Weights
+from mpirun.model.contract import Model
 from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
 from mpirun.model.parallel_layers import Shard, ShardedDim, sharded_dims
+from mpirun.model.parameter_checks import check_parameters
 from mpirun.model.rng import derived_seed, seed_generators
 from mpirun.model.weight_names import lack, weight_names
-from schedgen.util.errors import MpirunWarning, UsageError, listed, raised
+from schedgen.util.errors import MpirunWarning, UsageError, raised
 
-HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
-PLAIN = nn.Parameter, nn.UninitializedParameter, FakeTensor  # classes that stages keep, or that torch refuses
 NeedsValues = Callable[[str, Tensor], bool]  # takes a name in the stage, and its parameter or buffer
 # Modules with tensors of their own that a stage's function has returned, each with those that became fake.
 _RETURNED: MutableMapping[nn.Module, dict[int, Tensor]] = WeakIdKeyDictionary()
@@ -77,59 +76,7 @@ def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.M
     return module
 
 
-def check_weights(model: Model) -> None:
-    """Warn of entries of `Model.weights` that no stage uses, of tensors that it lacks, and of types that it converts.
-
-    For rank 0 alone: each is an MpirunWarning. UsageError if no entry belongs to the model. Weights without `names` are
-    not compared here: what a stage lacks is reported when the stage is built.
-    """
-    if model.weights is None or (names := getattr(model.weights, "names", None)) is None:
-        return
-    missing: dict[str, tuple[int, ...] | None] = {}  # by name, the shape if it is trained
-    types: set[tuple[torch.dtype, torch.dtype]] = set()  # in the weights, and in the model
-    unused, found, fake = dict.fromkeys(names), 0, fake_mode()
-    for stage in range(len(model.stages)):
-        module = stage_without_values(model, stage, fake)
-        tensors = own_tensors(module)
-        for name, candidates in weight_names(model, stage, module).items():
-            present = [candidate for candidate in candidates if candidate in names]
-            found += bool(present)
-            if present:
-                types.add((model.weights(present[:1])[present[0]].dtype, tensors[name].dtype))
-            else:
-                shape = _whole_shape(tensors[name], sharded_dims(module).get(name), model.shard_of(stage))
-                missing[candidates[0]] = shape if tensors[name].requires_grad else None
-            for candidate in candidates:
-                unused.pop(candidate, None)
-    where = f"{model.weights}"
-    if not found:
-        raise UsageError(f"{where}: has nothing of the model: it has {listed(unused)}, but not {listed(missing)}")
-    changed = [pair for pair in sorted(types, key=str) if pair[0] != pair[1]]
-    sentences = [f"{where}: {given} becomes {kept}, as the model has it" for given, kept in changed]
-    if missing:
-        sentences.append(lack(missing, where))
-        sentences += _of_same_shape(model.weights, missing, list(unused))
-    if unused:
-        sentences.append(f"{where}: no stage uses {listed(unused)}")
-    for sentence in sentences:
-        warnings.warn(sentence, MpirunWarning, stacklevel=2)
-
-
-def _of_same_shape(weights: Weights, missing: Mapping[str, tuple[int, ...] | None], unused: Sequence[str]) -> list[str]:
-    """A sentence on missing trained parameters whose shape an unused weight has, as a list; empty: there are none."""
-    of_shape: dict[tuple[int, ...], list[str]] = {}
-    for name in unused:
-        of_shape.setdefault(tuple(weights([name])[name].shape), []).append(name)
-    pairs = {
-        name: of_shape[shape].pop(0) for name, shape in missing.items() if shape is not None and of_shape.get(shape)
-    }
-    if not pairs:
-        return []
-    what = f"no stage uses {listed(pairs.values())}, of the same shape as the missing {listed(pairs)}"
-    return [f"{weights}: {what}: if these are the same parameters, rename them in the files"]
-
-
-def _whole_shape(tensor: Tensor, dim: ShardedDim | None, shard: Shard) -> tuple[int, ...]:
+def whole_shape(tensor: Tensor, dim: ShardedDim | None, shard: Shard) -> tuple[int, ...]:
     """The shape of a tensor in the weights; a tensor shard has a share of it along `dim`, or all of it if None."""
     return tuple(tensor.shape) if dim is None or shard.count == 1 else dim.full_shape(tensor.shape, shard)
 
@@ -141,25 +88,6 @@ def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
             for name, old in tensors.items():
                 if id(old) in new:
                     tensors[name] = new[id(old)]  # type: ignore[assignment]
-
-
-def check_parameters(module: nn.Module, what: str) -> None:
-    """UsageError if parameters have hooks, or trained ones a class of their own, which those of a stage would not have.
-
-    `what`: the module, for the message.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and type(parameter) not in PLAIN:
-            kind = type(parameter).__name__
-            instead = "which a stage would make an nn.Parameter: mark it by an attribute instead"
-            raise UsageError(f"{what}: its parameter {name} is a {kind}, {instead}")
-        if method := hooked_by(parameter):
-            raise UsageError(f"{what}: its parameter {name} has a hook ({method}), which a stage would not call")
-
-
-def hooked_by(parameter: nn.Parameter) -> str:
-    """The method that has given a parameter a hook; empty: it has none."""
-    return next((method for method, attribute in HOOKS.items() if getattr(parameter, attribute, None)), "")
 
 
 def _check_new(module: nn.Module) -> None:
@@ -310,7 +238,7 @@ class _Builder:
         """A weight converted for the module's parameter or buffer `name`: this shard's share, in the module's type."""
         tensor = own_tensors(module)[name]
         shard, dim = self.model.shard_of(self.stage), sharded_dims(module).get(name)
-        expected = _whole_shape(tensor, dim, shard)
+        expected = whole_shape(tensor, dim, shard)
         if tuple(value.shape) != expected:
             raise UsageError(f"weights: {weight} has shape {tuple(value.shape)}, but {expected} in the model")
         if value.dtype.is_floating_point != tensor.dtype.is_floating_point:

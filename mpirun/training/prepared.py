@@ -22,7 +22,7 @@ from mpirun.data.microbatches import Microbatch, Shape, tokens
 from mpirun.engine.host import Host
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Setup, StepOptions, set_up
-from mpirun.model.build_stage import check_weights
+from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import loss_input, why_uncut

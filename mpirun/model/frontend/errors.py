@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from mpirun.model.build_stage import check_parameters
+from mpirun.model.parameter_checks import check_parameters
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))

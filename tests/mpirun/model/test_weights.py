@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from mpirun import Model, MpirunWarning, split, split_sequential
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.engine.expand_shards import expand_model
-from mpirun.model.build_stage import build_stage, check_weights, fake_mode, stage_without_values
+from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
+from mpirun.model.check_weights import check_weights
 from mpirun.model.module_copy import own_tensors, tensor_aliases
 from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard
 from schedgen.util.errors import UsageError
