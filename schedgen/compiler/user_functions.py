@@ -1,4 +1,4 @@
-"""A user's functions evaluated on every job: called once with arrays, or job by job; mistakes become UsageError.
+"""A user's functions evaluated on every job: called with arrays, or job by job; mistakes become UsageError.
 
 A job is (s, b, d), or (s, b, d, t) where w takes a fourth argument; arrays have these axes, in this order. Numbers that
 no other NumPy array holds exactly, such as Fractions, are in an array of objects.
@@ -34,7 +34,7 @@ def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int)
         reason = "gives arrays other numbers" if isinstance(error, OtherNumbers) else f"takes no arrays ({kind})"
         warnings.warn(
             f"{name} {reason}, so it was called for each of {np.prod(shape)} jobs; "
-            "with NumPy in place of if, in, min and the like, as in np.where(s < 2, 0, 1), it is called once",
+            "with NumPy in place of if, in, min and the like, as in np.where(s < 2, 0, 1), it is called with arrays",
             SlowScheme,
             stacklevel=2,
         )

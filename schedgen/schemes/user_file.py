@@ -124,14 +124,20 @@ def _note_names(path: Path, module: ModuleType, mode: str) -> None:
     """
     missing = [known for known in _OPTIONAL if not hasattr(module, known) and (known != "cap" or mode == "greedy")]
     for name, value in vars(module).items():
-        kind, alike = type(value), functools.partial(difflib.SequenceMatcher, None, name.lower().removesuffix("s"))
+        kind = type(value)
         if name.startswith("_") or name in _OPTIONAL or (kind is FunctionType and value.__module__ != module.__name__):
             continue
         if name in _OPTIONS and issubclass(kind, _OPTIONS[name]):
             note(f"{path}: {name} is no setting of a scheme: give --{name.replace('_', '-')} to compile")
         for known in missing:
-            if issubclass(kind, _OPTIONAL[known]) and alike(known.removesuffix("s")).ratio() > 0.95:
+            if issubclass(kind, _OPTIONAL[known]) and _is_slip(name.lower(), known):
                 note(f"{path} defines {name}, which is not read; a scheme may have {known}")
+
+
+def _is_slip(name: str, known: str) -> bool:
+    """Whether a name is another but for a final s, the order of its letters or, if it is long, a letter."""
+    name, known = name.removesuffix("s"), known.removesuffix("s")
+    return sorted(name) == sorted(known) or difflib.SequenceMatcher(None, name, known).ratio() > 0.95
 
 
 def _executed(path: Path) -> ModuleType:
@@ -170,14 +176,14 @@ class OtherNumbers(Exception):
     """A function gives other numbers for arrays than for single jobs, as `b in array` does, or int64 that overflows."""
 
 
-TRIED = 128  # jobs: all of a small schedule
+TRIED = 64  # jobs: all of a small schedule
 
 
 def _checked(function: Function) -> Function:
     """The function; called with arrays, it raises OtherNumbers if one of `TRIED` single jobs gets other numbers.
 
-    Where Python's ints get other NumPy numbers, as beside a table of uint8, NumPy's int64 decide. A function that fails
-    on both is for arrays alone.
+    NumPy's int64 decide, as `~mask` and tables of uint8 count otherwise with Python's ints; but not what overflows in
+    them. A function that fails on Python's ints, as s.max() does, is for arrays alone.
     """
 
     @functools.wraps(function)
@@ -196,20 +202,20 @@ def _checked(function: Function) -> Function:
 
 def _differ(function: Function, job: tuple[int, ...], numbers: Sequence[Any]) -> bool:
     """Whether the function, called for a single job, gives other numbers."""
-    differ = False
-    for arguments in (job, tuple(map(np.int64, job))):
-        with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit), np.errstate(all="ignore"):
-            single = _columns(function(*arguments))
-            others = [one for one, number in zip(single, numbers, strict=True) if not _same(one, number)]
-            differ = bool(others)
-            if not any(isinstance(one, np.generic | np.ndarray) for one in others):
-                break
-    return differ
+    with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit), np.errstate(all="ignore"):
+        single = _columns(function(*job))
+        if all(map(_same, single, numbers)):
+            return False
+        if any(type(one) is int and not -(2**63) <= one < 2**63 for one in single):
+            return True
+        return not all(map(_same, _columns(function(*map(np.int64, job))), numbers))
+    return False
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two numbers are equal but for rounding; nan is nan."""
-    return bool(one == other or (one != one and other != other) or math.isclose(one, other))
+    """Whether two numbers are equal, or floats that are but for rounding; nan is nan."""
+    exact = isinstance(one, int | np.integer) and isinstance(other, int | np.integer)
+    return bool(one == other or (one != one and other != other) or (not exact and math.isclose(one, other)))
 
 
 def _columns(returned: Any) -> Sequence[Any]:

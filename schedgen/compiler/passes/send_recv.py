@@ -42,6 +42,8 @@ def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, Numbers]:
     if delayed_send.any():
         delayed = delayed_send[stage, mb]
         following = next_compute(program, forward[delayed])
+        redone = program.is_one_of(Op.RECOMPUTE)[following]  # a part of the backward that follows it
+        following[redone] = next_compute(program, following[redone])
         follows = program.is_one_of(*COMPUTE)[following] & (program.rows.rank[following] == source[delayed])
         after[delayed] = np.where(follows, np.maximum(after[delayed], following), after[delayed])
     return _pairs(Kind.X, stage, mb, consumer, source, to, after)
