@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 _PR_SET_PDEATHSIG = 1
+_LEAVING = signal.SIGINT, signal.SIGTERM
 _reading = [threading.RLock()]
 
 
@@ -33,9 +34,8 @@ def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]
     """
     end = object()
     with ExitStack() as stack:
-        with (
-            warnings.catch_warnings()
-        ):  # since Python 3.12; workers touch none of what a rank's threads may have locked
+        with warnings.catch_warnings(), _signals_wait():
+            # Since Python 3.12; workers touch none of what a rank's threads may have locked.
             warnings.filterwarnings("ignore", ".* multi-threaded, use of fork", DeprecationWarning)
             items: Any = iter(data)
         if data.num_workers:
@@ -66,11 +66,22 @@ def reading() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM wait; they would end a worker that starts and does not ignore them yet."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_worker(_: int) -> None:
     """Let a worker end with its rank, not by a signal that both get: the rank may have something to save first."""
     _reading[0] = threading.RLock()  # the rank's lock may have been held when this process was forked
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _LEAVING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVING)
     with suppress(AttributeError):  # only on Linux; elsewhere torch's worker looks for its parent every 5 s
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import random
 import re
+import signal
 import threading
 import time
 import traceback
@@ -21,8 +23,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from mpirun.data.load_ahead import made_ahead, start_worker
 from mpirun.data.loader import DREW, Batch, Loader
 from mpirun.data.microbatches import digest, input_and_target, tokens
 from mpirun.data.sampling import deal, epoch_order
@@ -629,3 +632,16 @@ def test_a_killed_rank(launch, left_behind):
     result = launch(None, program=[PROGRAM])
     assert result.code != 0
     assert not left_behind(result)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_does_not_end_a_worker_that_has_just_started(number):
+    """Such as SIGTERM to all processes of a job: the rank saves, and needs its batch for that."""
+
+    def start(worker: int) -> None:
+        os.kill(os.getpid(), number)
+        start_worker(worker)
+
+    data = DataLoader(range(6), batch_size=2, num_workers=2, worker_init_fn=start, multiprocessing_context="fork")
+    assert torch.cat(list(made_ahead(data, 1, lambda drew: False))).tolist() == list(range(6))
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
