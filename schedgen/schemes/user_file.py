@@ -28,6 +28,7 @@ _OPTIONAL: Mapping[str, type | tuple[type, ...]] = {  # what a file may define b
 _OPTIONS: Mapping[str, type | tuple[type, ...]] = {  # of compile, which a file might be thought to have
     "cost": dict, "memory_limit": int, "recompute": (list, tuple, str),
 }  # fmt: skip
+TRIED = 64  # single jobs on which a function for arrays is tried: all of a small schedule
 
 
 def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
@@ -174,9 +175,6 @@ def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class OtherNumbers(Exception):
     """A function gives other numbers for arrays than for single jobs, as `b in array` does, or int64 that overflows."""
-
-
-TRIED = 64  # jobs: all of a small schedule
 
 
 def _checked(function: Function) -> Function:

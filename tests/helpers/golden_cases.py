@@ -15,7 +15,7 @@ MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",
     "1f1b-tensor": "models_for_tests:gpt_tensor",
 }
-# Of what `schedule` returns.
+# The models that tests train by what `schedule` returns: small ones, unless all cases are asked for.
 TRAINED = dict(MODEL)
 if not ASKED:
     TRAINED |= dict.fromkeys(("ddp", "fsdp-sharded", "pipedream"), "models_for_graphs:mlp_of_four")

@@ -45,10 +45,9 @@ def split_sequential(
     if module._forward_hooks or module._forward_pre_hooks:
         raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
     of_children = {id(x) for child in module.children() for x in (*child.parameters(), *child.buffers())}
-    kept = {
-        n: x for n, x in module._buffers.items() if n not in module._non_persistent_buffers_set
-    } | module._parameters
-    if own := [name for name, x in kept.items() if x is not None and id(x) not in of_children]:
+    tensors = {**module._parameters, **module._buffers}
+    lost = [name for name, x in tensors.items() if x is not None and id(x) not in of_children]
+    if own := [name for name in lost if name not in module._non_persistent_buffers_set]:
         raise UsageError(f"{own[0]} is the Sequential's own and in none of its children; split takes any module")
     check_hooks(module)
     if "" in compiled_in_place(module):

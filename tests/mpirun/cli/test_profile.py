@@ -58,21 +58,8 @@ def profiles(several, inside, compiled, text, tmp_path_factory):
         "joined": ("--model", "models_for_tests:joined", "--schedule", joined),
         "seq2seq": ("--model", "models_for_tests:small_seq2seq", "--stages", 5),
     }
-    runs = {
-        name: [
-            "profile",
-            *some,
-            "--text",
-            text,
-            "--steps",
-            2 if name == "whole" else 1,
-            "--threads",
-            1,
-            "-o",
-            folder / name,
-        ]
-        for name, some in options.items()
-    }
+    runs = {name: ["profile", *some, "--text", text, "--threads", 1] for name, some in options.items()}
+    runs = {name: [*run, "--steps", 2 if name == "whole" else 1, "-o", folder / name] for name, run in runs.items()}
     assert several(2, [runs["whole"]]) == [(0, "")]
     for ranks, names in ((2, ("sgd", "joined")), (1, ("gpt", "seq2seq"))):
         for code, out, _ in inside(ranks, [{"arguments": runs[name]} for name in names]):
