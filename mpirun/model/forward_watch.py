@@ -33,7 +33,8 @@ class ForwardWatch(TorchDispatchMode):
     """While it is active, records the layers that draw, in `random_layers`, and the memory written to, in `written`.
 
     `origins` has, by memory, the buffers on whose values before the forward its values depend. `draws` has, by name of
-    generators other than torch's default ones that it draws from, their states after it or, for torch's, their seeds.
+    generators other than torch's default ones that it draws from, their states after it or, for torch's, before each
+    draw. A fake tensor's draw does not advance torch's generators: the watch does.
     Only writes by torch operations are seen, not those through NumPy views.
     """
 
@@ -47,7 +48,7 @@ class ForwardWatch(TorchDispatchMode):
         self.drawn = False  # by the layer whose forward is running
         self.random_layers: list[str] = []
         self.draws: dict[str, Any] = {}
-        self.generators: dict[int, torch.Generator] = {}  # by `_cdata`, which is unique while they are alive
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # by `_cdata`, each with its first state
         self.written: set[int] = set()  # the `_cdata` of memory
         self.origins: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
         for name, x in module.named_buffers():
@@ -66,8 +67,11 @@ class ForwardWatch(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Record those that have changed."""
+        """Record those that have changed, and give torch's generators the states before the first draws."""
         super().__exit__(*error)
+        with _disable_current_modes():
+            for generator, state in self.generators.values():
+                generator.set_state(state)
         self.after = _states()
         self.draws |= {name: state for name, state in self.after.items() if state != self.before[name]}
 
@@ -86,14 +90,21 @@ class ForwardWatch(TorchDispatchMode):
             self.drawn |= draws and values.get("dropout_p", 1.0) != 0.0
             generator = values.get("generator")
             if generator is not None and generator._cdata not in _default_generators():
-                self.generators[generator._cdata] = generator
-                self.draws.setdefault(OWN_GENERATOR, []).append(generator.initial_seed())
+                self._draw(generator)
             for name in written if values.get("training", True) else written - BATCH_NORM_WRITES:
                 self.written |= {memory(x)._cdata for x in tree_leaves(values[name]) if isinstance(x, Tensor)}
         result = func(*args, **kwargs)
         if self.origins:
             self._follow(func, args, kwargs, result)
         return result
+
+    def _draw(self, generator: torch.Generator) -> None:
+        """Record the state of a generator, and advance it."""
+        with _disable_current_modes():
+            state = generator.get_state()
+            self.generators.setdefault(generator._cdata, (generator, state))
+            self.draws.setdefault(OWN_GENERATOR, []).append(state.tolist())
+            _advance(generator)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record the origins of what an operation has made or changed; a BatchNorm in training only changes buffers."""
@@ -117,9 +128,8 @@ class ForwardWatch(TorchDispatchMode):
             return ()
         again, states = ForwardWatch(self.module, ()), (random.getstate(), np.random.get_state())
         with _disable_current_modes():
-            kept = [(generator, generator.get_state()) for generator in self.generators.values()]
-        for generator, _ in kept:
-            generator.manual_seed(generator.initial_seed() ^ 1)
+            for generator, _ in self.generators.values():
+                _advance(generator)
         try:
             with again:
                 forward()
@@ -129,7 +139,7 @@ class ForwardWatch(TorchDispatchMode):
             random.setstate(states[0])
             np.random.set_state(states[1])
             with _disable_current_modes():
-                for generator, state in kept:
+                for generator, state in self.generators.values():
                     generator.set_state(state)
         drawn_again = again.after | again.draws
         return tuple(name for name, drawn in self.draws.items() if drawn_again.get(name) != drawn)
@@ -177,6 +187,10 @@ def _states() -> dict[str, Any]:
     """The states of generators that torch does not know."""
     kind, keys, *rest = np.random.get_state()
     return {"Python's random": random.getstate(), "numpy.random": (kind, np.asarray(keys).tobytes(), *rest)}
+
+
+def _advance(generator: torch.Generator) -> None:
+    torch.empty(1, device=generator.device).uniform_(generator=generator)
 
 
 def _default_generators() -> set[int]:

@@ -30,8 +30,15 @@ def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int)
         returned = function(*grids)
     except (Exception, SystemExit) as error:  # not made for arrays, or wrong: calling it job by job tells which
         columns = _job_by_job(name, function, shape, values)
-        kind = type(error).__name__
-        reason = "gives arrays other numbers" if isinstance(error, OtherNumbers) else f"takes no arrays ({kind})"
+        reason = f"takes no arrays ({type(error).__name__})"
+        if isinstance(error, OtherNumbers):
+            reason = "gives arrays other numbers"
+            for column, varies in zip(columns, error.varies, strict=True):
+                if varies and (column == column.flat[0]).all():  # as ranks in the array of all jobs
+                    raise UsageError(
+                        f"{name} gives each single job {column.flat[0]}, but jobs in an array different numbers: "
+                        "it should compute a job's number from its own s, b and d alone"
+                    ) from None
         warnings.warn(
             f"{name} {reason}, so it was called for each of {np.prod(shape)} jobs; "
             "with NumPy in place of if, in, min and the like, as in np.where(s < 2, 0, 1), it is called with arrays",

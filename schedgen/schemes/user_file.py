@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import sys
@@ -28,7 +29,7 @@ _OPTIONAL: Mapping[str, type | tuple[type, ...]] = {  # what a file may define b
 _OPTIONS: Mapping[str, type | tuple[type, ...]] = {  # of compile, which a file might be thought to have
     "cost": dict, "memory_limit": int, "recompute": (list, tuple, str),
 }  # fmt: skip
-TRIED = 64  # single jobs on which a function for arrays is tried: all of a small schedule
+TRIED = 64  # single jobs on which a function for arrays is tried besides the corners: all of a small schedule
 
 
 def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
@@ -174,11 +175,19 @@ def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OtherNumbers(Exception):
-    """A function gives other numbers for arrays than for single jobs, as `b in array` does, or int64 that overflows."""
+    """A function gives other numbers for arrays than for single jobs, as `b in array` does, or int64 that overflows.
+
+    `varies`: whether those for arrays differ from job to job, for each array that the function returns.
+    """
+
+    def __init__(self, varies: Sequence[bool]) -> None:
+        """`varies`: as above."""
+        super().__init__()
+        self.varies = varies
 
 
 def _checked(function: Function) -> Function:
-    """The function; called with arrays, it raises OtherNumbers if one of `TRIED` single jobs gets other numbers.
+    """The function; called with arrays, it raises OtherNumbers if a single job of `_tried` gets other numbers.
 
     NumPy's int64 decide, as `~mask` and tables of uint8 count otherwise with Python's ints; but not what overflows in
     them. A function that fails on Python's ints, as s.max() does, is for arrays alone.
@@ -191,8 +200,8 @@ def _checked(function: Function) -> Function:
             shape = np.broadcast_shapes(*(grid.shape for grid in job))
             with contextlib.suppress(ValueError):  # of another shape: evaluate() says so
                 columns = [np.broadcast_to(np.asarray(column), shape) for column in _columns(returned)]
-                if any(_differ(function, at, [column[at] for column in columns]) for at in _spread(shape)):
-                    raise OtherNumbers
+                if any(_differ(function, at, [column[at] for column in columns]) for at in _tried(shape)):
+                    raise OtherNumbers([bool(np.any(column != column.flat[0])) for column in columns])
         return returned
 
     return called
@@ -200,8 +209,16 @@ def _checked(function: Function) -> Function:
 
 def _differ(function: Function, job: tuple[int, ...], numbers: Sequence[Any]) -> bool:
     """Whether the function, called for a single job, gives other numbers."""
-    with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit), np.errstate(all="ignore"):
-        single = _columns(function(*job))
+    ignore = np.errstate(divide="ignore", invalid="ignore")
+    with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit), ignore:
+        try:
+            single = _columns(function(*job))
+        except OverflowError:  # an int is too large for the type of a NumPy number: perhaps also for int64
+            with np.errstate(over="raise"):
+                try:
+                    return not all(map(_same, _columns(function(*map(np.int64, job))), numbers))
+                except FloatingPointError:
+                    return True
         if all(map(_same, single, numbers)):
             return False
         if any(type(one) is int and not -(2**63) <= one < 2**63 for one in single):
@@ -220,11 +237,14 @@ def _columns(returned: Any) -> Sequence[Any]:
     return returned if isinstance(returned, (tuple, list)) else (returned,)
 
 
-def _spread(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All jobs if they are at most `TRIED`, else so many, spread evenly by multiples of the golden ratio."""
+def _tried(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All jobs if they are at most `TRIED`, else so many, spread evenly by multiples of the golden ratio, and the first
+    and the last along each axis in all combinations.
+    """
     jobs = math.prod(shape)
     flat = range(jobs) if jobs <= TRIED else (int(number * 0.6180339887498949 % 1 * jobs) for number in range(TRIED))
-    return (tuple(map(int, np.unravel_index(index, shape))) for index in flat)
+    spread = (tuple(map(int, np.unravel_index(index, shape))) for index in flat)
+    return itertools.chain(spread, itertools.product(*({0, length - 1} for length in shape)))
 
 
 def _edges(

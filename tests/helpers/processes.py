@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,3 +39,13 @@ def processes(marker: str) -> dict[int, list[str]]:
         except OSError:  # gone, or another user's
             continue
     return command_lines
+
+
+def kill(marker: str) -> None:
+    """Kill the processes of one launch; its warm ranks first print on stderr where they are."""
+    ranks = [pid for pid, words in processes(marker).items() if "warm_ranks.py" in " ".join(words) and "rank" in words]
+    for pid in ranks:
+        os.kill(pid, signal.SIGQUIT)
+    time.sleep(1 if ranks else 0)
+    for pid in processes(marker):
+        os.kill(pid, signal.SIGKILL)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from processes import environment, mpiexec, processes
+from processes import environment, kill, mpiexec
 
 HERE = Path(__file__).parent
 
@@ -87,8 +86,7 @@ class StandingLaunch:
                 os.close(fifo)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.job.wait(grace)
-        for pid in processes(self.marker):
-            os.kill(pid, signal.SIGKILL)
+        kill(self.marker)
         self.job.kill()
         self.job.wait()
         self.selector.close()

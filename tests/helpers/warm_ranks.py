@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -53,7 +54,8 @@ PRELOADED = (
     "torch.export._trace", "transformers.models.gpt2.modeling_gpt2", "safetensors.torch", "schedgen.checker",
     "schedgen.compiler.compile", "schedgen.simulator.footprint",
 )  # fmt: skip
-RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+WHERE = signal.SIGQUIT  # makes a rank print the stacks of its threads on stderr
+RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, WHERE)
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -276,6 +278,7 @@ def begin(request: Request) -> None:
         stream = reopened(number, getattr(sys, f"__{name}__"))
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    faulthandler.register(WHERE, sys.__stderr__)
     inherited.update(sys.modules)
     os.environ.clear()
     os.environ.update(request.environment)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from processes import ROOT, environment, mpiexec, processes
+from processes import ROOT, environment, kill, mpiexec, processes
 from standing_launch import StandingLaunch
 
 from schedgen.cli.main import main as schedgen
@@ -79,8 +77,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> C
                 code = None
             seconds, ended = time.monotonic() - begin, time.time()
             if code is None:
-                for pid in processes(marker):
-                    os.kill(pid, signal.SIGKILL)
+                kill(marker)
                 job.kill()
                 job.wait()
         stdout, stderr = (folder / marker).read_text(), (folder / "err").read_text()

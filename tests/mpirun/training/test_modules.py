@@ -67,12 +67,20 @@ class Noise(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.kind, self.own = kind, torch.Generator().manual_seed(1)
+        self.kept = self.own.get_state()
     def forward(self, x):
         if self.kind == "seeded":
             random.seed(1), np.random.seed(2), self.own.manual_seed(3)
             x = x * random.random() + np.random.rand() + torch.rand(1, generator=self.own)
         scale = {"python": random.random, "numpy": np.random.rand}.get(self.kind, lambda: 1)()
-        generators = {"own": self.own, "default": torch.default_generator, "new": torch.Generator().manual_seed(4)}
+        if self.kind == "rewound":
+            self.own.manual_seed(self.own.initial_seed())
+        if self.kind == "kept":
+            self.own.set_state(self.kept)
+            x = x + torch.rand(1, generator=self.own)
+            self.kept = self.own.get_state()
+        generators = {"default": torch.default_generator, "new": torch.Generator().manual_seed(4)}
+        generators |= {"own": self.own, "rewound": self.own}
         return x + scale * torch.randn(x.shape, generator=generators.get(self.kind))
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(4, 4), Noise(sys.argv[1])), nn.Linear(4, 4)]
@@ -84,8 +92,13 @@ with mpirun.Engine(sys.argv[2], layers, microbatches=2 if sys.argv[2] == "1f1b" 
 def test_a_forward_that_draws_from_other_generators_is_named_and_not_redone(scripts, compiled):
     """Unless it seeds them itself, a RECOMPUTE would draw other numbers than its forward."""
     redone = compiled("1f1b", stages=2, microbatches=2, recompute="all")
-    sources = {"own": "a torch.Generator of its own", "python": "Python's random", "numpy": "numpy.random"}
-    sources |= dict.fromkeys(("torch", "default", "new", "seeded"), "")
+    sources = {
+        "own": "a torch.Generator of its own",
+        "kept": "a torch.Generator of its own",
+        "python": "Python's random",
+        "numpy": "numpy.random",
+    }
+    sources |= dict.fromkeys(("torch", "default", "new", "seeded", "rewound"), "")
     runs = [(kind, schedule) for kind in sources for schedule in ("1f1b", redone)]
     for (kind, schedule), done in zip(runs, scripts(2, [[DRAWING, *run] for run in runs]), strict=True):
         named = f"stage 0 draws from {sources[kind]}: " in done.err

@@ -507,6 +507,30 @@ def test_what_numpy_answers_for_all_jobs_at_once_is_asked_for_each(wrong, right,
     assert said == [f"schedgen: note: {notes}"] * bool(notes)
 
 
+def test_the_last_microbatch_is_tried(scheme, compiled):
+    """The only one for which int64 wraps."""
+    own = compiled(scheme("def n(s, b, d): return 2**b * 4 + (d != 0) * 2 + s"), stages=2, microbatches=62)
+    assert own.err.startswith("schedgen: note: n gives arrays other numbers, ")
+    right = compiled(scheme("def n(s, b, d): return b * 4 + (d != 0) * 2 + s"), stages=2, microbatches=62)
+    assert json.loads(own.out)["programs"] == json.loads(right.out)["programs"]
+
+
+@pytest.mark.parametrize(
+    ("n", "said"),
+    [
+        ("b * 2**62 + np.where(d == 0, s, 7 - s)", "n(s=0, b=2, d=F) raised OverflowError: "),
+        (
+            "np.argsort(np.argsort(np.ravel(b * 8 + s + d))).reshape(np.shape(b + s + d))",
+            "n gives each single job 0, ",
+        ),
+    ],
+)
+def test_numbers_that_only_arrays_have_are_refused(n, said, scheme, compiled):
+    """What wraps in int64 is too large for a single job, and the rank of a single job is 0."""
+    result = compiled(scheme(f"import numpy as np\ndef n(s, b, d): return {n}"))
+    assert result.code == 2 and result.err.startswith(f"schedgen: {said}"), result.err
+
+
 @pytest.mark.parametrize("n", ["RATES[s] * b + 1000 * d", "(b + d) * RATES[s]"])
 @pytest.mark.parametrize("kind", ["uint8", "float32"])
 def test_tables_of_small_numbers_are_counted_with_as_arrays_count(kind, n, scheme, compiled):
@@ -539,7 +563,7 @@ def test_a_large_schedule_s_function_is_tried_on_few_jobs(scheme, compiled):
     """Such as one that makes its table in every call."""
     n = "import sys\ndef n(s, b, d):\n    sys.stderr.write('called ')\n    return b + 2.5 * s + d"
     result = compiled(scheme(n), microbatches=1000)
-    assert result.code == 0 and result.err == "called " * 65
+    assert result.code == 0 and result.err == "called " * 73
 
 
 def test_a_number_that_is_none_is_named_not_compared(scheme, compiled):
