@@ -215,8 +215,8 @@ class Optimizer:
         name, flag = next((name, flag) for name, flag, before in names if flag is not before)
         return (
             f"requires_grad of {name} has become {flag}, but a run trains what it has trained from its first step on: "
-            "give it back before the next step, or freeze a copy.deepcopy of the module; to train it otherwise, save "
-            "before, and resume with a new Engine; a scheduler may set a group's rate to 0"
+            "give it back before the next step, or freeze another module that has loaded the weights of state_dict(); "
+            "to train it otherwise, save before, and resume with a new Engine; a scheduler may set a group's rate to 0"
         )
 
     def leave_versions(self) -> None:

@@ -15,7 +15,14 @@ from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name, warn_user
 from mpirun.model.frontend.linear_partition import balanced_starts, even_starts
 from mpirun.model.frontend.split_result import Cut
-from mpirun.model.module_copy import Init, compiled_in_place, meta_module, shared_parameters, tensor_aliases
+from mpirun.model.module_copy import (
+    Init,
+    compiled_in_place,
+    meta_module,
+    shared_parameters,
+    temporary_buffers,
+    tensor_aliases,
+)
 from schedgen.util.errors import UsageError, raised
 from schedgen.util.parse_json import parse_json
 
@@ -44,11 +51,16 @@ def split_sequential(
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
-    of_children = {id(x) for child in module.children() for x in (*child.parameters(), *child.buffers())}
+    saved_by_children = {
+        id(x)
+        for child in module.children()
+        for name, x in (*child.named_parameters(), *child.named_buffers())
+        if name not in temporary_buffers(child)
+    }
     tensors = {**module._parameters, **module._buffers}
-    lost = [name for name, x in tensors.items() if x is not None and id(x) not in of_children]
+    lost = [name for name, x in tensors.items() if x is not None and id(x) not in saved_by_children]
     if own := [name for name in lost if name not in module._non_persistent_buffers_set]:
-        raise UsageError(f"{own[0]} is the Sequential's own and in none of its children; split takes any module")
+        raise UsageError(f"{own[0]} is the Sequential's own, and none of its children saves it; split takes any module")
     check_hooks(module)
     if "" in compiled_in_place(module):
         warn_user("Module.compile of the Sequential is lost: compile its children")
