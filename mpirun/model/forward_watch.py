@@ -98,8 +98,8 @@ class ForwardWatch(TorchDispatchMode):
             self._follow(func, args, kwargs, result)
         return result
 
-    def _draw(self, generator: torch.Generator) -> None:
-        """Record the state of a generator, and advance it."""
+    def _draw(self, generator: Any) -> None:
+        """Record the state of a torch.Generator, and advance it."""
         with _disable_current_modes():
             state = generator.get_state()
             self.generators.setdefault(generator._cdata, (generator, state))
