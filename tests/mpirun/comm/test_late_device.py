@@ -10,7 +10,7 @@ import time
 
 import pytest
 from examples import further
-from golden_cases import TRAINED, cases, schedule
+from golden_cases import TRAINED, cases, ranks, schedule
 
 # One of each way to send, to split, to add up and to update.
 CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged", "pipedream": "staged", "zb-v": "direct"}
@@ -20,15 +20,15 @@ MLP, SMALL = "mpirun.examples.mlp:tiny", "models_for_graphs:mlp_of_four"
 
 @pytest.fixture(scope="module")
 def trained(inside, text, compiled):
-    """Two steps by a schedule, on the CPU and on a late device, once with random delays; all in one launch."""
+    """Two steps by a schedule, on the CPU and on a late device, once with random delays."""
     files = {name: schedule(name, compiled) for name, _ in CASES}
     cases = [*((name, None) for name in files), *CASES]
-    runs = []
+    results = {}
     for name, how in cases:
         arguments = [files[name], "--model", TRAINED[name], "--text", text, "--steps", 2, "--canonical"]
         held_up = {"delay": 1} if (name, how) == ("1f1b-tensor", "direct") else {}
-        runs.append({"arguments": arguments, "late": how, **held_up})
-    return dict(zip(cases, inside(4, runs), strict=True))
+        (results[name, how],) = inside(ranks(name), [{"arguments": arguments, "late": how, **held_up}])
+    return results
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)

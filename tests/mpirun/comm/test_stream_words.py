@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from examples import further
-from golden_cases import TRAINED, cases, schedule
+from golden_cases import TRAINED, cases, ranks, schedule
 
 from mpirun.comm.stream_words import CudaStreamOperations, StreamWords, Word
 from schedgen.util.errors import UsageError
@@ -25,13 +25,13 @@ CASES = cases(CHOSEN)
 @pytest.fixture(scope="module")
 def trained(inside, text, compiled):
     """Three steps by a schedule on the CPU, and on a late device by words, except the first, which is by events."""
-    runs = []
+    results = {}
     for name, how in CASES:
         file = schedule(name, compiled)
         arguments = [file, "--model", TRAINED[name], "--text", text, "--steps", 3, "--canonical"]
-        runs += [{"arguments": arguments}, {"arguments": [*arguments, "--stream-words"], "late": how}]
-    results = inside(4, runs)
-    return dict(zip(CASES, zip(results[::2], results[1::2], strict=True), strict=True))
+        by_words = {"arguments": [*arguments, "--stream-words"], "late": how}
+        results[name, how] = inside(ranks(name), [{"arguments": arguments}, by_words])
+    return results
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from examples import further
-from golden_cases import TRAINED, schedule
+from golden_cases import TRAINED, ranks, schedule
 
 # One of each way to send, to add up and to update.
 NAMES = ("1f1b-tensor", "1f1b-tied", "ddp", "fsdp-sharded", "pipedream", "zb-v", *further("fslpp", "lpp"))
@@ -13,13 +13,12 @@ CALLS = ("hooks", "thread")  # taken in turns
 
 @pytest.fixture(scope="module")
 def runs(inside, text, compiled):
-    """A short training by every schedule, undisturbed, and with delays and calls of MPI; all in one launch."""
-    requests = []
+    """A short training by every schedule, undisturbed, and with delays and calls of MPI."""
+    seen = {}
     for number, name in enumerate(NAMES):
         run = {"arguments": [schedule(name, compiled), "--model", TRAINED[name], "--text", text, "--steps", 2]}
-        requests += [run, {**run, "delay": number, "calls": CALLS[number % 2]}]
-    seen = inside(4, requests)
-    return dict(zip(NAMES, zip(seen[::2], seen[1::2], strict=True), strict=True))
+        seen[name] = inside(ranks(name), [run, {**run, "delay": number, "calls": CALLS[number % 2]}])
+    return seen
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 from examples import further
-from golden_cases import TRAINED, cases, schedule
+from golden_cases import TRAINED, cases, ranks, schedule
 
 from mpirun.comm.device import Device
 from mpirun.engine.capture_check import CaptureCheck
@@ -54,9 +54,12 @@ def pairs(inside, text):
 @pytest.fixture(scope="module")
 def trained(pairs, compiled):
     """By case: the number of jobs of its schedule, and the results of its pair of runs."""
-    files = [schedule(name, compiled, 4 if name == "fsdp-sharded" else 2) for name, _ in CASES]
-    runs = [([file, "--model", TRAINED[name]], how) for file, (name, how) in zip(files, CASES, strict=True)]
-    return dict(zip(CASES, zip(map(jobs, files), pairs(4, runs), strict=True), strict=True))
+    results = {}
+    for name, how in CASES:
+        file = schedule(name, compiled, 4 if name == "fsdp-sharded" else 2)
+        (pair,) = pairs(ranks(name), [([file, "--model", TRAINED[name]], how)])
+        results[name, how] = jobs(file), pair
+    return results
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
