@@ -39,7 +39,7 @@ def heuristic_orders(
     rounds = budget // ((4 if anneals else 1) * RULE_JOBS * search.jobs)
     rounds = max(ROUNDS[0], min(ROUNDS[1], rounds))
     with counted("search", None, "step") as done:
-        for _, order in find_rules(problem, search.judge, rounds, turn, search.run):
+        for order in find_rules(problem, rounds, turn, search.run):
             search.add(order)
         search.left -= rounds * RULE_JOBS * search.jobs
         if not search.found:  # as where routes cross: each worker waits for the memory of another

@@ -10,9 +10,6 @@ random changes of the best.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import numpy as np
 
 from schedgen.ir.instructions import F
@@ -25,8 +22,8 @@ from schedgen.util.jit import kernel
 @kernel
 def list_schedule(
     problem: OrderProblem, patience: Times, handicap: Times, limit: Times, run: Run, order: Numbers
-) -> bool:
-    """Write the order into `order`; return False if memory blocks it.
+) -> float:
+    """Write the order into `order` and return its longest window, as `run_order`; infinity if memory blocks it.
 
     patience, handicap  times by class, before a worker's first backward job and from it on
     limit               memory by class
@@ -37,7 +34,7 @@ def list_schedule(
     ready, waits, count, at, clock = run.ready, run.waits, run.begun, run.at, run.clock
     workers, jobs = len(row) - 1, len(worker)
     begin_run(problem, run)
-    held, begin = np.zeros(workers), np.zeros(workers)
+    held, begin, opened = np.zeros(workers), np.zeros(workers), np.zeros(workers)
     choice, stale, turned = np.full(workers, -1), np.ones(workers, np.bool_), np.zeros(workers, np.bool_)
     for _ in range(jobs):
         v = -1  # the worker whose choice begins first
@@ -59,10 +56,12 @@ def list_schedule(
             if choice[w] >= 0 and (v < 0 or begin[w] < begin[v]):
                 v = w
         if v < 0:
-            return False
+            return np.inf
         c = choice[v]
         job = class_jobs[class_first[c] + count[c]]
         count[c] += 1
+        if at[v] == row[v]:
+            opened[v] = begin[v]
         order[at[v]] = c
         at[v] += 1
         held[v] += takes[c]
@@ -76,27 +75,28 @@ def list_schedule(
             ready[other] = max(ready[other], clock[v] if u == v else clock[v] + hop[k])
             waits[other] -= 1
             stale[u] = True
-    return True
+    longest = 0.0
+    for w in range(workers):
+        if row[w] < row[w + 1]:
+            run.window[w] = clock[w] - opened[w] if problem.own_window else clock[w]
+            longest = max(longest, run.window[w])
+    return longest
 
 
 ALIKE = 0.5  # share of the random rules whose forwards have the same handicap from the beginning
 KEPT = 8  # how many of the best rules are changed further
+STEPS = (0.02, 0.1, 0.3)  # standard deviations of a change
+
+# (3, 2, columns), linear along the workers: patience and handicap, in mean durations of a job, and limit, as a fraction
+# of the capacity; at the first and at the last worker; for each direction and chunk of a worker.
+Rules = Times
 
 
-class Rules(NamedTuple):
-    """Handicaps and limits, linear along the workers; one column for each direction and chunk of a worker."""
-
-    patience: Times  # (2, columns): at the first and at the last worker, in mean durations of a job
-    handicap: Times
-    limit: Times  # (2, columns): as fractions of the capacity
-
-
-def find_rules(
-    problem: OrderProblem, judge: Callable[[Numbers], float], rounds: int, seed: int, run: Run
-) -> list[tuple[float, Numbers]]:
-    """The best orders of rules, with their values, the best first; `judge` gives the value of an order."""
+def find_rules(problem: OrderProblem, rounds: int, seed: int, run: Run) -> list[Numbers]:
+    """The best orders of rules by the longest window plus a tenth of the mean of all windows, the best first."""
     rng = np.random.default_rng(seed)
     column, direction, along = _columns(problem)
+    ends = np.array([1 - along, along])
     capacity = np.repeat(problem.capacity, np.diff(problem.worker_class))
     mean = float(problem.length.mean())
     best: list[tuple[float, Rules, Numbers]] = []
@@ -106,15 +106,17 @@ def find_rules(
             rules = _random_rules(rng, direction)
         else:
             rules = _changed(rng, best[int(rng.integers(len(best)))][1])
-        patience, handicap, part = ((1 - along) * ends[0, column] + along * ends[1, column] for ends in rules)
-        limit = capacity * (np.clip(part, 0, 1) + 1e-12)
+        parts = rules.take(column, axis=2) * ends
+        patience, handicap, part = parts[:, 0] + parts[:, 1]
+        limit = capacity * (np.minimum(np.maximum(part, 0), 1) + 1e-12)
         order = np.zeros(len(problem.worker), np.int64)
-        if not make(problem, mean * patience, mean * handicap, limit, run, order):
+        longest = make(problem, mean * patience, mean * handicap, limit, run, order)
+        if not np.isfinite(longest):
             continue
-        value = judge(order)
-        if all(value != other for other, _, _ in best):
+        value = longest + 0.1 * float(run.window.mean())
+        if (len(best) < KEPT or value < best[-1][0]) and all(value != other for other, _, _ in best):
             best = sorted([*best, (value, rules, order)], key=lambda entry: entry[0])[:KEPT]
-    return [(value, order) for value, _, order in best]
+    return [order for _, _, order in best]
 
 
 def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
@@ -130,19 +132,21 @@ def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
 
 def _random_rules(rng: np.random.Generator, direction: Numbers) -> Rules:
     """Random rules: forwards up to a job before or after I, gaps up to 1.5 jobs, limits from half the memory to all."""
-    low, high = np.choose(direction, [-1.0, -0.3, 0.0]), np.choose(direction, [1.0, 0.3, 1.5])
-    handicap = rng.uniform(low, high, (2, len(direction)))
-    patience = np.where(direction == F, rng.uniform(0.0, 1.0, len(direction)), 0.0) * np.ones((2, 1))
+    low, high, is_forward = np.array([-1.0, -0.3, 0.0])[direction], np.array([1.0, 0.3, 1.5])[direction], direction == F
+    rules: Rules = np.empty((3, 2, len(direction)))
+    patience, handicap, limit = rules
+    handicap[:] = low + (high - low) * rng.random(handicap.shape)
+    patience[:] = is_forward * rng.random(len(direction))
     if rng.random() < ALIKE:
-        patience = handicap
-    return Rules(patience, handicap, np.where(direction == F, rng.uniform(0.5, 1.7, handicap.shape), 1.0))
+        patience[:] = handicap
+    limit[:] = np.where(is_forward, rng.uniform(0.5, 1.7, limit.shape), 1.0)
+    return rules
 
 
 def _changed(rng: np.random.Generator, rules: Rules) -> Rules:
     """Rules with some of the numbers changed a little."""
-
-    def change(ends: Times) -> Times:
+    changed = rules.copy()
+    for ends in changed:
         chosen = rng.random(ends.shape) < 0.4
-        return ends + chosen * rng.normal(0, rng.choice([0.02, 0.1, 0.3]), ends.shape)
-
-    return Rules(*map(change, rules))
+        ends += chosen * rng.normal(0, STEPS[int(rng.integers(len(STEPS)))], ends.shape)
+    return changed

@@ -216,9 +216,9 @@ def test_a_schedule_takes_what_its_row_says_though_its_cuts_moved_after_it_was_o
 
 def test_an_order_that_is_found_is_faster_and_keeps_to_the_memory(run, tmp_path):
     """A heavy end of the model, and memory for few saved forwards: no built-in order suits both."""
-    growth = np.array([1.0, 1, 1, 1, 3, 3])
+    growth = np.array([1.0, 1, 3, 3])
     values = {
-        "F": 1e-3 * growth, "B": 2e-3 * growth, "alpha": 1e-5, "activation": np.full(6, 65536), "weight": 8e5 * growth,
+        "F": 1e-3 * growth, "B": 2e-3 * growth, "alpha": 1e-5, "activation": np.full(4, 65536), "weight": 8e5 * growth,
         "saved": 1e6 * growth, "owned": 24e5 * growth,
     }  # fmt: skip
     profile, path = tmp_path / "profile.json", tmp_path / "found.json"

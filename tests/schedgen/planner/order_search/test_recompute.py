@@ -42,7 +42,7 @@ def test_no_fewer_forwards_make_an_order_fit(directions):
     rng, needed = np.random.default_rng(0), 0
     zero, one = np.zeros(1), np.ones(1)
     kept = Kept(zero, one, zero, one)
-    for _ in range(150):
+    for _ in range(75):
         batches = int(rng.integers(2, 7))
         place, worker = random_place(rng, directions, batches), np.zeros((1, batches), np.int64)
         for limit in (1.0, 2.0, 3.0):
@@ -79,8 +79,8 @@ def test_what_is_redone_ends_sooner_within_the_limit(name):
     scheme, sizes, cost, machine, limit = CASES[name]
     plain = {key: time for key, time in cost.items() if key != "R"}
     question = Question(load(scheme, sizes), sizes, cost, machine, Limits(**limit))
-    without = search_order(question._replace(cost=plain), 2)
-    best = search_with_recompute(question, 2)
+    without = search_order(question._replace(cost=plain), 1)
+    best = search_with_recompute(question, 1)
     again = int((best.program.rows.op == Op.RECOMPUTE).sum())
     if name == "there is room":
         assert again == 0 and best.value == without.value

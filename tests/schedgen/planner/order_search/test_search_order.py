@@ -90,7 +90,7 @@ def test_the_search_is_at_most_the_found_column_of_table_5(row, hidden, heads):
     p, m, f, i, w, c, *_, rate = row
     saved, half = 34 * hidden + 5 * heads * 1024, 32 * hidden
     machine = Machine(c, activation=1, weight=0, saved=saved, half=half - saved)
-    best = found("zb-h1", Sizes(p, m, p), {"F": f, "I": i, "W": w}, machine, 40, objective="window",
+    best = found("zb-h1", Sizes(p, m, p), {"F": f, "I": i, "W": w}, machine, 20, objective="window",
                  bytes=2 * p * saved + 10_000)  # fmt: skip
     assert 1 - m * (f + i + w) / best.value <= rate
     check(best.program)
@@ -301,7 +301,7 @@ def test_a_limit_that_built_in_schemes_leave_no_room_under():
 def test_bytes_of_a_worker_are_what_the_simulator_counts(limit):
     """Weights, what is received, and workspaces count, too; activations of 1, saved forwards of 2."""
     sizes, machine = Sizes(8, 8, 4), Machine(alpha=0.1, saved=2, half=1, workspace=1)
-    best = found("zb-v", sizes, {"F": 1, "I": 1.2, "W": 0.6}, machine, 5, bytes=limit)
+    best = found("zb-v", sizes, {"F": 1, "I": 1.2, "W": 0.6}, machine, 3, bytes=limit)
     run = simulate(best.program, {"F": 1, "I": 1.2, "W": 0.6}, machine)
     assert run.footprint.peak.max() <= limit and best.bound <= best.value
 

@@ -55,12 +55,12 @@ OTHERS = ("1F1B's memory", "interleaved")  # the limit of both "bytes" and "halv
 @pytest.mark.parametrize("name", [*(name for name in CASES if name not in OTHERS), *further(*OTHERS)])
 def test_both_in_one_order_take_no_longer_than_either_alone(name):
     scheme, sizes, cost, machine, limits, value = CASES[name]
-    best = both(scheme, sizes, cost, machine, limits, 30 if value else 3)
+    best = both(scheme, sizes, cost, machine, limits, 30 if value else 2)
     run = simulate(best.program, cost, machine)
     alone = []
     for names in ("FB", "FIW"):
         only = {direction: cost[direction] for direction in names}
-        alone.append(search_order(Question(load(scheme, sizes), sizes, only, machine, limits), 3).value)
+        alone.append(search_order(Question(load(scheme, sizes), sizes, only, machine, limits), 2).value)
     assert best.bound <= best.value <= min(alone)
     assert value is None or best.value == value < min(alone) or name == "replicas"
     assert check(best.program).saved.max() <= (limits.saved or 100)
@@ -111,7 +111,7 @@ def test_without_an_order_within_the_limit_it_says_so():
 def test_what_is_redone_may_be_beside_whole_and_split_backwards_that_were_tried_first():
     sizes = Sizes(4, 8, 4)
     question = Question(load("1f1b", sizes), sizes, COST, limits=Limits(saved=2))
-    mixed, redone = search_whole_or_split(question, 2), search_with_recompute(question, 2)
+    mixed, redone = search_whole_or_split(question, 1), search_with_recompute(question, 1)
     assert redone.bound <= redone.value < mixed.value
     assert check(redone.program).saved.max() <= 2
 
