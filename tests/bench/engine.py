@@ -29,7 +29,7 @@ from schedgen.schemes import load
 
 QUICK = "--quick" in sys.argv
 WORLD, MICROBATCHES, LENGTH, SEQUENCES = MPI.COMM_WORLD, 8, 64, 4
-SLEEP, WORKERS, WIDTH = (0.005, 1, 16) if QUICK else (0.05, 2, 128)
+SLEEP, WORKERS, WIDTH, BLOCKS = (0.005, 1, 16, 2) if QUICK else (0.05, 2, 128, 10)
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor]]):
@@ -49,7 +49,7 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
 
 def model(stages: int) -> mpirun.Model:
     """2 million parameters."""
-    return gpt(stages, blocks=10, width=WIDTH, heads=4, length=LENGTH, sequences=SEQUENCES)
+    return gpt(stages, blocks=BLOCKS, width=WIDTH, heads=4, length=LENGTH, sequences=SEQUENCES)
 
 
 def timed(call: Any) -> float:

@@ -38,6 +38,7 @@ def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model
 
 gpt_tiny = partial(gpt.gpt, blocks=6, width=16, heads=4, length=16, sequences=2)
 gpt_tied = partial(gpt_tiny, tied=True)
+tied_of_four = partial(gpt_tied, blocks=2)  # layers
 gpt_wide = partial(gpt.gpt, blocks=2, width=64, heads=4, length=16, sequences=2)
 gpt_tensor = partial(gpt.gpt, blocks=3, width=16, heads=4, length=16, sequences=2, halves=True)
 halves_of_a_block = partial(gpt_tensor, blocks=1)  # 4 layers

@@ -52,7 +52,7 @@ OBEYED = ("PYTHONPATH", "PYTHONWARNINGS")  # `run` applies them
 PRELOADED = (
     "numba", "numpy", "torch", "torch._dynamo", "torch.distributed", "torch._subclasses.fake_tensor",
     "torch.export._trace", "transformers.models.gpt2.modeling_gpt2", "safetensors.torch", "schedgen.checker",
-    "schedgen.compiler.compile", "schedgen.simulator.footprint",
+    "schedgen.cli.main", "schedgen.compiler.compile", "schedgen.planner.plan", "schedgen.simulator.footprint",
 )  # fmt: skip
 WHERE = signal.SIGQUIT  # makes a rank print the stacks of its threads on stderr
 RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, WHERE)

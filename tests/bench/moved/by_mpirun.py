@@ -32,7 +32,7 @@ class Model(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, x):

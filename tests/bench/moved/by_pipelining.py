@@ -32,7 +32,7 @@ class Model(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, x):
@@ -55,7 +55,7 @@ first, last = rank == 0, rank == ranks - 1
 torch.set_num_threads(1)
 torch.manual_seed(0)
 example = torch.zeros(BATCH // 8, LENGTH, dtype=torch.long)
-points = {f"layers.layers.{8 * k // ranks}": SplitPoint.BEGINNING for k in range(1, ranks)}
+points = {f"layers.layers.{4 * k // ranks}": SplitPoint.BEGINNING for k in range(1, ranks)}
 pipe = pipeline(Model(), mb_args=(example,), split_spec=points)
 stage = pipe.build_stage(rank, torch.device("cpu"), dist.group.WORLD)
 model = stage.submod

@@ -21,7 +21,7 @@ MLP = "mpirun.examples.mlp:tiny"
 NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", *further("interleaved-1f1b", "zb-v"))  # the last two: 8 stages
 # Schemes, and the number of weight shards of their stages.
 PARTS = {"zb-h1": 4, **dict(further(("fsdp", 4), ("gpipe", 3)))}
-MODELS = {"1f1b, tied": "mpirun.examples.gpt:tied"}  # of schedules that are not for the MLP
+MODELS = {"1f1b, tied": "models_for_tests:tied_of_four"}  # of schedules that are not for the MLP
 OTHERS = (
     "1f1b, recompute",
     "fsdp, one slot",
