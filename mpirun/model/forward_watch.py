@@ -103,7 +103,7 @@ class ForwardWatch(TorchDispatchMode):
         with _disable_current_modes():
             state = generator.get_state()
             self.generators.setdefault(generator._cdata, (generator, state))
-            self.draws.setdefault(OWN_GENERATOR, []).append(state.tolist())
+            self.draws.setdefault(OWN_GENERATOR, []).append(state.numpy().tobytes())
             _advance(generator)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +44,13 @@ def processes(marker: str) -> dict[int, list[str]]:
 
 def kill(marker: str) -> None:
     """Kill the processes of one launch; its warm ranks first print on stderr where they are."""
-    ranks = [pid for pid, words in processes(marker).items() if "warm_ranks.py" in " ".join(words) and "rank" in words]
-    for pid in ranks:
-        os.kill(pid, signal.SIGQUIT)
+    ranks = [pid for pid, words in processes(marker).items() if "rank" in words]
+    _send(signal.SIGQUIT, ranks)
     time.sleep(1 if ranks else 0)
-    for pid in processes(marker):
-        os.kill(pid, signal.SIGKILL)
+    _send(signal.SIGKILL, processes(marker))
+
+
+def _send(number: int, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
