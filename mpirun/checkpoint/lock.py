@@ -29,8 +29,9 @@ class FolderLock:
         self.place = f" on {socket.gethostname()}, process {os.getpid()}"
         while not self._taken(folder):
             os.close(self.file)  # the holder of this file's lock has removed the file meanwhile
-        os.ftruncate(self.file, 0)
-        os.write(self.file, f"run {run}{self.place}\n".encode())
+        with contextlib.suppress(OSError):  # of a full disk: the lock is held, though nobody reads by whom
+            os.ftruncate(self.file, 0)
+            os.write(self.file, f"run {run}{self.place}\n".encode())
 
     def _taken(self, folder: Path) -> bool:
         """Open and lock the file; returns whether the path still names it."""

@@ -191,7 +191,8 @@ def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UsageError(f"log={str(log)!r} needs the package tensorboard") from None
-    writer = SummaryWriter(str(log))
+    place = str(log)
+    writer = SummaryWriter(place if "://" in place else str(Path(place).absolute()))  # the script may change its folder
     ending.callback(writer.close)
 
     def write(step: int, numbers: Mapping[str, float]) -> None:

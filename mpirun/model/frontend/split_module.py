@@ -241,14 +241,15 @@ def _stages_of_nodes(dependencies: Dependencies, starts: Sequence[fx.Node]) -> d
 
 
 def _stages_of_shared_parameters(dependencies: Dependencies, stage_of: Mapping[fx.Node, int]) -> dict[str, list[int]]:
-    """By trained parameter that several stages use, these stages."""
+    """By trained parameter that several stages use, these stages; the last one uses what the module returns."""
     parameters = dependencies.exported.parameters
+    users = {**stage_of, dependencies.graph.output_node(): max(stage_of.values())}
     stages = {
-        str(node.target): sorted({stage_of[user] for user in node.users if user in stage_of})
+        str(node.target): sorted({users[user] for user in node.users if user in users})
         for node in dependencies.graph.find_nodes(op="get_attr")
         if node.target in parameters and parameters[str(node.target)].requires_grad
     }
-    return {name: users for name, users in stages.items() if len(users) > 1}
+    return {name: several for name, several in stages.items() if len(several) > 1}
 
 
 def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> dict[str, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
 
 from mpirun.engine.recipe import NamedParameter
-from mpirun.training.arguments import make_recipe, take_model
+from mpirun.training.arguments import make_log, make_recipe, take_model
 from schedgen.util.errors import UsageError
 
 
@@ -85,3 +86,14 @@ def test_an_argument_that_is_not_what_it_should_be_is_refused_with_one_sentence(
         "mpirun: resume: this run has done steps already: make a new Engine",
         "mpirun: optimizer: give a class, or a function of a list of NamedParameters, not an object of Adam",
     ])  # fmt: skip
+
+
+def test_events_stay_in_their_folder_wherever_the_script_goes(tmp_path, monkeypatch):
+    """The writer opens its file again for each write."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as ending:
+        write = make_log("events", ending)
+        monkeypatch.chdir("elsewhere")
+        write(1, {"loss": 0.5})
+    assert len(list((tmp_path / "events").iterdir())) == 1 and not list((tmp_path / "elsewhere").iterdir())

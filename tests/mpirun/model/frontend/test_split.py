@@ -619,6 +619,30 @@ def test_shared_by_name() -> None:
     assert not split(module, (TOKENS, MASK), stages=2, shared={"places.weight": "replicate"}).tied
 
 
+class Penalised(nn.Module):
+    """Its loss also takes a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x, self.layers[0].weight
+
+
+@pytest.mark.parametrize(("shared", "places"), [("transmit", []), ("replicate", [0, 2])])
+def test_the_last_stage_uses_a_parameter_that_is_returned(shared: str, places: list[int]) -> None:
+    """So that its gradient is the sum of both."""
+    module, args = Penalised(), (torch.ones(2, 4),)
+    cut = split(module, args, stages=3, shared=shared)
+    assert cut.tied == [[(stage, "layers.0.weight") for stage in places]] * bool(places)
+    has = [stage for stage, part in enumerate(cut.stages) if "layers.0.weight" in dict(part.named_parameters())]
+    assert has == (places or [0])
+    agree(module, cut, args)
+
+
 class Waves(nn.Module):
     """Layers that each multiply the spectrum of x by its own complex numbers, and by those that all share."""
 
