@@ -49,10 +49,10 @@ class Run:
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
         session.build(made, options.verify, checkpoint is not None)
-        if options.save:
-            session.checkpoint_writer().open(options.save, options.resume)
         if checkpoint is not None:
             session.resume(checkpoint)
+        if options.save:
+            session.checkpoint_writer().open(options.save, options.resume)
         self.progress = on_rank_0(comm, lambda: Progress(session.begun, setup.steps, options.metrics))
         session.sigterm.leave_after_step()
 

@@ -156,6 +156,7 @@ def damaged(mistakes, several, schedules, compiled, saved, text, tmp_path_factor
     }
     runs["unfinished"] = [*command, "--resume", folder / "unfinished", "--save", folder / "unfinished"]
     runs["empty, and saved to"] = [*command, "--resume", folder / "empty", "--save", folder / "empty"]
+    runs["older of its own"] = [*command, "--resume", copy("branch") / older, "--save", folder / "branch"]
     runs["done, and traced"] = [*command, "--resume", saved / "adamw" / "whole", "--trace", folder / "trace"]
     runs["of another model"] = [*command[:-1], "mpirun.examples.mlp:tiny", "--resume", saved / "adamw" / "half"]
     runs["of another optimizer"] = [*command, "--optimizer", "sgd", "--resume", saved / "adamw" / "half"]
@@ -208,6 +209,13 @@ def test_what_a_dead_run_left_unfinished_is_removed(damaged):
 def test_one_that_was_set_aside_counts_where_its_run_ended_before_another_took_its_place(damaged):
     ended = damaged[0]["half replaced"]
     assert (ended.code, ended.err) == (0, "") and f"resumed after step {STEPS}: " in ended.out
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_in_its_own_folder(damaged):
+    ended, folder = damaged[0]["older of its own"], damaged[1] / "branch"
+    ahead = f"{folder} has a checkpoint of step {STEPS}, but this run went on from step {STEPS // 2}"
+    assert (ended.code, ended.err) == (0, f"mpirun: note: {ahead}\n")
+    assert f"checkpoint of step {STEPS}: " in ended.out
 
 
 def test_a_trace_of_no_step_is_not_written_and_a_line_says_so(damaged):
