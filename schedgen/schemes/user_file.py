@@ -216,15 +216,19 @@ def _differ(function: Function, job: tuple[int, ...], numbers: Sequence[Any]) ->
         except OverflowError:  # an int is too large for the type of a NumPy number: perhaps also for int64
             with np.errstate(over="raise"):
                 try:
-                    return not all(map(_same, _columns(function(*map(np.int64, job))), numbers))
+                    return _differ_in_int64(function, job, numbers)
                 except FloatingPointError:
                     return True
         if all(map(_same, single, numbers)):
             return False
         if any(type(one) is int and not -(2**63) <= one < 2**63 for one in single):
             return True
-        return not all(map(_same, _columns(function(*map(np.int64, job))), numbers))
+        return _differ_in_int64(function, job, numbers)
     return False
+
+
+def _differ_in_int64(function: Function, job: tuple[int, ...], numbers: Sequence[Any]) -> bool:
+    return not all(map(_same, _columns(function(*map(np.int64, job))), numbers))
 
 
 def _same(one: Any, other: Any) -> bool:
