@@ -51,15 +51,10 @@ def split_sequential(
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
-    saved_by_children = {
-        id(x)
-        for child in module.children()
-        for name, x in (*child.named_parameters(), *child.named_buffers())
-        if name not in temporary_buffers(child)
-    }
-    tensors = {**module._parameters, **module._buffers}
-    lost = [name for name, x in tensors.items() if x is not None and id(x) not in saved_by_children]
-    if own := [name for name in lost if name not in module._non_persistent_buffers_set]:
+    kinds, temporary = (module.named_parameters, module.named_buffers), temporary_buffers(module)
+    saved = {name: x for named in kinds for name, x in named(remove_duplicate=False) if name not in temporary}
+    of_children = {id(x) for name, x in saved.items() if "." in name}
+    if own := [name for name, x in saved.items() if id(x) not in of_children]:
         raise UsageError(f"{own[0]} is the Sequential's own, and none of its children saves it; split takes any module")
     check_hooks(module)
     if "" in compiled_in_place(module):
