@@ -105,4 +105,5 @@ def shortest_halves(cost: Mapping[str, Any], stages: int) -> dict[str, NDArray[n
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
     """`amount` as an array of one number a stage."""
-    return np.broadcast_to(np.asarray(amount, np.float64), (stages,))
+    given = np.asarray(amount, np.float64)
+    return given if given.shape == (stages,) else np.full(stages, given)
