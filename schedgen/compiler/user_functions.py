@@ -6,7 +6,6 @@ no other NumPy array holds exactly, such as Fractions, are in an array of object
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import warnings
@@ -31,20 +30,16 @@ def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int)
     except (Exception, SystemExit) as error:  # not made for arrays, or wrong: calling it job by job tells which
         columns = _job_by_job(name, function, shape, values)
         reason = f"takes no arrays ({type(error).__name__})"
+        advice = "with NumPy in place of if, in, min and the like, as np.where(s < 2, 0, 1), it is called with arrays"
         if isinstance(error, OtherNumbers):
-            reason = "gives arrays other numbers"
-            for column, varies in zip(columns, error.varies, strict=True):
+            reason, advice = "gives arrays other numbers", "a job's should come from its own s, b and d, within int64"
+            for column, varies in zip(columns, error.varies, strict=False):
                 if varies and (column == column.flat[0]).all():  # as ranks in the array of all jobs
                     raise UsageError(
                         f"{name} gives each single job {column.flat[0]}, but jobs in an array different numbers: "
                         "it should compute a job's number from its own s, b and d alone"
                     ) from None
-        warnings.warn(
-            f"{name} {reason}, so it was called for each of {np.prod(shape)} jobs; "
-            "with NumPy in place of if, in, min and the like, as in np.where(s < 2, 0, 1), it is called with arrays",
-            SlowScheme,
-            stacklevel=2,
-        )
+        _note_jobs(name, reason, shape, advice)
         return columns
     if values > 1 and not _is_tuple(returned, values):
         raise _no_pair(name, returned)
@@ -57,8 +52,12 @@ def evaluate_marks(name: str, function: Function | None, stages: int, microbatch
     if function is None:
         return np.zeros(shape, bool)
     marks = np.array(None)
-    with contextlib.suppress(Exception, SystemExit):  # not made for arrays, or wrong: calling it one by one tells which
+    try:
         marks = np.asarray(function(*np.ix_(*map(np.arange, shape))))
+    except OtherNumbers:
+        _note_jobs(name, "gives arrays other numbers", shape, "it should come from a job's own s and b")
+    except (Exception, SystemExit):  # not made for arrays, or wrong: calling it one by one tells which
+        pass
     if not marks.ndim:  # or one answer for all, as `b in array` gives
         try:
             marks = np.array([[function(s, b) for b in range(microbatches)] for s in range(stages)])
@@ -79,6 +78,11 @@ def at_job(array: NDArray[Any], flat: int) -> str:
     job = tuple(int(i) for i in np.unravel_index(flat, array.shape))
     value = _brief(array[job]) if array.dtype == object else array[job]
     return f"{value} for {_job_words(job, array.shape)}"
+
+
+def _note_jobs(name: str, reason: str, shape: tuple[int, ...], advice: str) -> None:
+    words = f"{name} {reason}, so it was called for each of {np.prod(shape)} jobs; {advice}"
+    warnings.warn(words, SlowScheme, stacklevel=3)
 
 
 def _is_tuple(returned: Any, values: int) -> bool:

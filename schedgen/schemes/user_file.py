@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import functools
 import importlib.util
 import itertools
@@ -189,8 +190,8 @@ class OtherNumbers(Exception):
 def _checked(function: Function) -> Function:
     """The function; called with arrays, it raises OtherNumbers if a single job of `_tried` gets other numbers.
 
-    NumPy's int64 decide, as `~mask` and tables of uint8 count otherwise with Python's ints; but not what overflows in
-    them. A function that fails on Python's ints, as s.max() does, is for arrays alone.
+    `~mask` and tables of uint8 count otherwise with Python's ints: arrays of these decide or, where they do not give
+    ints, int64, which may overflow. A function that fails on Python's ints, as s.max() does, is for arrays alone.
     """
 
     @functools.wraps(function)
@@ -209,26 +210,30 @@ def _checked(function: Function) -> Function:
 
 def _differ(function: Function, job: tuple[int, ...], numbers: Sequence[Any]) -> bool:
     """Whether the function, called for a single job, gives other numbers."""
-    ignore = np.errstate(divide="ignore", invalid="ignore")
-    with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit), ignore:
+    with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit), np.errstate(all="ignore"):
+        small = False  # whether a small type may be at work: its numbers take no large ints
         try:
-            single = _columns(function(*job))
-        except OverflowError:  # an int is too large for the type of a NumPy number: perhaps also for int64
-            with np.errstate(over="raise"):
-                try:
-                    return _differ_in_int64(function, job, numbers)
-                except FloatingPointError:
-                    return True
-        if all(map(_same, single, numbers)):
-            return False
-        if any(type(one) is int and not -(2**63) <= one < 2**63 for one in single):
+            if all(map(_same, _columns(function(*job)), numbers)):
+                return False
+        except OverflowError as error:
+            small = error.args[0] != errno.ERANGE  # else a float is infinite in NumPy
+        try:
+            with np.errstate(over="raise"):  # else a small type may overflow, and become a Python int
+                returned = _columns(function(*(np.array(index, object) for index in job)))
+            exact = [one[()] if isinstance(one, np.ndarray) else one for one in returned]
+            if all(type(one) is int for one in exact):
+                return not all(map(_same, exact, numbers))
+        except OverflowError as error:
+            if not small and error.args[0] != errno.ERANGE:
+                return True
+        except Exception:  # such as FloatingPointError, or that of an object as an index
+            pass
+        try:
+            with np.errstate(over="raise" if small else "ignore"):
+                return not all(map(_same, _columns(function(*map(np.int64, job))), numbers))
+        except FloatingPointError:
             return True
-        return _differ_in_int64(function, job, numbers)
     return False
-
-
-def _differ_in_int64(function: Function, job: tuple[int, ...], numbers: Sequence[Any]) -> bool:
-    return not all(map(_same, _columns(function(*map(np.int64, job))), numbers))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -492,7 +492,10 @@ def test_the_papers_definitions_are_one_liners(scheme, compiled, golden):
         ("def n(s, b, d): return b + s - 9 * ((s > 0) & (s < 3) & (b > 0) & (b < 69)) * (b in {})", None, "n"),
         ("def n(s, b, d): return -(2**b)", "def n(s, b, d): return -b", "n"),
         ("def n(s, b, d): return (1 << 60) + b * (1 if b in {} else -1)", None, "n"),
-        ("split = True\ndef unsplit_backward(s, b): return (b in {}) | (s < 0)", None, ""),
+        ("def n(s, b, d): return 2**b + d", "def n(s, b, d): return 2 ** int(b) + d", "n"),
+        ("def n(s, b, d): return 3**b % 7 * 999 + b", "def n(s, b, d): return pow(3, int(b), 7) * 999 + b", "n"),
+        ("split = True\ndef unsplit_backward(s, b): return (b in {}) | (s < 0)", None, "unsplit_backward"),
+        ("def w(s, b, d): return s + 1 if np.ndim(s) else (s, s)", "def w(s, b, d): return s, s", "w"),
     ],
 )
 def test_what_numpy_answers_for_all_jobs_at_once_is_asked_for_each(wrong, right, notes, scheme, compiled):
@@ -513,6 +516,19 @@ def test_the_last_microbatch_is_tried(scheme, compiled):
     assert own.err.startswith("schedgen: note: n gives arrays other numbers, ")
     right = compiled(scheme("def n(s, b, d): return b * 4 + (d != 0) * 2 + s"), stages=2, microbatches=62)
     assert json.loads(own.out)["programs"] == json.loads(right.out)["programs"]
+
+
+def test_what_is_infinite_in_numpy_alone_is_right_for_arrays(scheme, compiled):
+    """Python's floats raise OverflowError."""
+    own, right = (
+        compiled(
+            scheme(f"import numpy as np\n@np.errstate(over='ignore')\ndef n(s, b, d): return {n}"),
+            stages=2,
+            microbatches=1100,
+        )
+        for n in ("np.minimum(2.0**b, 99) + s + d", "np.minimum(2.0 ** np.minimum(b, 9), 99) + s + d")
+    )
+    assert own.err == "" and json.loads(own.out)["programs"] == json.loads(right.out)["programs"]
 
 
 @pytest.mark.parametrize(
@@ -548,6 +564,8 @@ def test_tables_of_small_numbers_are_counted_with_as_arrays_count(kind, n, schem
         ("(d == 0) * s + ~(d == 0) * (9 - s)", "s if d == 0 else 9 - s"),
         ("b + (s.max() - s) * (d == 1)", "b + (3 - s if d == 1 else 0)"),
         ("np.arange(s.size)[s] + b", "s + b"),
+        ("b * 99999 * np.float16(1) + s", "b * 99999 + s"),
+        ("b * 99 * np.uint8(9) + s", "b * 99 + s"),
     ],
 )
 def test_numpy_s_own_arithmetic_is_right_for_arrays(arrays, jobs, scheme, compiled):
