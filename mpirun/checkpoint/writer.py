@@ -67,6 +67,7 @@ class CheckpointWriter:
         self._note_unsaved(written)
         self.directory: Path | None = None
         self.locks: dict[Path, FolderLock] = {}  # on rank 0, of all folders that this run saves to
+        self.checked: set[Path] = set()  # those in which it has looked for checkpoints of other runs
         self.last = 0
         self.damaged: set[Path] = set()  # checkpoints that could not be resumed from
 
@@ -117,27 +118,37 @@ class CheckpointWriter:
 
         UsageError if ranks do not see one folder, or if it has checkpoints of other runs and is not the `resumed` one.
         """
+        self.lock(directory)
         path = Path(directory)
-        on_rank_0(self.comm, lambda: self._lock(path, resumed))
+        on_rank_0(self.comm, lambda: self._check_once(path, resumed))
         together(self.comm, lambda: _check_visible(path))
         on_rank_0(self.comm, lambda: _tidy(path))
         self.directory = path
 
-    def _lock(self, directory: Path, resumed: str | None) -> None:
-        """Make a folder, and lock it until the run ends, unless this run has locked it before and returns to it.
+    def lock(self, directory: str) -> None:
+        """Make a folder, and lock it until the run ends, unless this run has locked it before. Collective."""
+        path = Path(directory)
+
+        def lock() -> None:
+            _prepare(path)
+            if path.resolve() not in self.locks:
+                self.locks[path.resolve()] = FolderLock(path, self.settings["runs"][-1])
+
+        on_rank_0(self.comm, lock)
+
+    def _check_once(self, directory: Path, resumed: str | None) -> None:
+        """Check what a folder holds, unless this run has done so before and returns to it.
 
         A file in it, `.seen`, tells other ranks that they see the same folder.
         """
-        _prepare(directory)
-        if (path := directory.resolve()) not in self.locks:
-            lock = FolderLock(directory, self.settings["runs"][-1])
+        if (path := directory.resolve()) not in self.checked:
             try:
                 if resumed is None or Path(resumed).resolve() != path:
                     self._check_others(directory)
             except (UsageError, RefusedFile):
-                lock.release()
+                self.locks.pop(path).release()
                 raise
-            self.locks[path] = lock
+            self.checked.add(path)
         with disk_format.refusing(directory):
             (directory / ".seen").write_bytes(b"")
 

@@ -49,6 +49,8 @@ class Run:
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
         session.build(made, options.verify, checkpoint is not None)
+        if options.save:
+            session.checkpoint_writer().lock(options.save)  # before a run that saves there may remove what is resumed
         if checkpoint is not None:
             session.resume(checkpoint)
         if options.save:

@@ -105,8 +105,11 @@ def _asked_with(branch: Branch) -> list[GradientEdge]:
 
     Torch's GroupNorm of a channels_last tensor crashes on a CPU if it is not asked for the gradient of this tensor.
     """
-    is_group_norm = type(branch.node).__name__ == "NativeGroupNormBackward0"
-    if not is_group_norm or branch.node._saved_input.is_contiguous():
+    if type(branch.node).__name__ != "NativeGroupNormBackward0":
+        return []
+    x = branch.node._saved_input
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if x.is_contiguous() and not (last and x.is_contiguous(memory_format=last)):  # 1 x 1 maps are both
         return []
     return [GradientEdge(*branch.node.next_functions[0])]
 

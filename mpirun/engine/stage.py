@@ -208,6 +208,7 @@ class LocalStage:
 
     def _outputs(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """The module's outputs, or their loss, with their autograd graph."""
+        taken = {address(self.weights), *(address(x) for x in arguments if isinstance(x, Tensor))}
         with autocast(self.device.kind, self.autocast_dtype):
             if self.shape.overwrites_inputs:  # other jobs may still read them, and a leaf may not be changed in place
                 arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
@@ -221,8 +222,9 @@ class LocalStage:
                         f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
                         f"but on the first microbatch {spec.dtype} of shape {spec.shape}"
                     )
-            for index in self.shape.aliased_outputs:
-                outputs[index] = outputs[index].clone()
+            for index, x in enumerate(outputs):  # later messages overwrite what it was given
+                if index in self.shape.aliased_outputs or address(x) in taken:
+                    outputs[index] = x.clone()
             if loss is not None:
                 return [loss(outputs)]
             return [spec.sent(x) for spec, x in zip(specs, outputs, strict=True)]
@@ -256,8 +258,8 @@ class LocalStage:
 
 
 def address(x: Tensor) -> int:
-    """The address of a tensor's storage, which its views share."""
-    return x.untyped_storage().data_ptr()
+    """The address of a tensor's storage, which its views share; of a sparse tensor, none."""
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else -1
 
 
 def _keep_out_of(received: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

@@ -208,7 +208,7 @@ def temporary_buffers(module: nn.Module) -> set[str]:
     """The names of a module's buffers that `state_dict` leaves out."""
     return {
         f"{owner}.{name}".removeprefix(".")
-        for owner, part in module.named_modules()
+        for owner, part in module.named_modules(remove_duplicate=False)
         for name in part._non_persistent_buffers_set
     }
 

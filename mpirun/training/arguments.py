@@ -187,6 +187,8 @@ def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log
     """The function that takes each step's numbers; a directory gets TensorBoard events. `ending` closes it."""
     if log is None or callable(log):
         return log
+    if not str(log):
+        raise UsageError("log='' is no directory")
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

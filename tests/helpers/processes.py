@@ -44,7 +44,7 @@ def processes(marker: str) -> dict[int, list[str]]:
 
 def kill(marker: str) -> None:
     """Kill the processes of one launch; its warm ranks first print on stderr where they are."""
-    ranks = [pid for pid, words in processes(marker).items() if "rank" in words]
+    ranks = [pid for pid, words in processes(marker).items() if words[4:5] == ["rank"]]
     _send(signal.SIGQUIT, ranks)
     time.sleep(1 if ranks else 0)
     _send(signal.SIGKILL, processes(marker))

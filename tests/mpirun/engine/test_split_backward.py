@@ -79,6 +79,13 @@ class WithGroupNorm(Layer):
         return self.norm(x.view(5, 3, 1, 2).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).reshape(5, 6)
 
 
+class WithGroupNormOfPixels(WithGroupNorm):
+    """The same of maps of one pixel, which are contiguous in either order."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.norm(x.view(15, 2, 1, 1).to(memory_format=torch.channels_last)).view(5, 6)
+
+
 class WithParameterHooks(Layer):
     """Hooks of two parameters: autograd reaches one through a transpose, the other directly."""
 
@@ -127,8 +134,8 @@ class Beside(Layer):
 
 
 CASES = [
-    WithFunction, WithFunctionOfConstant, WithHook, WithGroupNorm, WithParameterHooks, WithWeightNorm, WithBroadcast,
-    Twice, Beside,
+    WithFunction, WithFunctionOfConstant, WithHook, WithGroupNorm, WithGroupNormOfPixels, WithParameterHooks,
+    WithWeightNorm, WithBroadcast, Twice, Beside,
 ]  # fmt: skip
 
 
