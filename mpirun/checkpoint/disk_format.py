@@ -154,7 +154,7 @@ def prune(directory: Path, step: int, keep: int, damaged: Collection[Path] = ())
     Checkpoints of later steps stay: they are of an earlier run, and this run could not resume from them. Checkpoints
     that cannot be removed, or are `damaged`, stay, too, and do not count towards `keep`.
     """
-    folders = [folder for folder in step_folders(directory) if _step(folder) <= step and (folder / MANIFEST).exists()]
+    folders = [folder for folder in step_folders(directory) if step_of(folder) <= step and (folder / MANIFEST).exists()]
     for folder in [folder for folder in folders if folder.resolve() not in damaged][keep:]:
         with contextlib.suppress(OSError):
             _remove(folder)
@@ -183,8 +183,9 @@ def step_folders(directory: Path) -> list[Path]:
     with refusing(directory):
         if (directory / MANIFEST).exists():
             return [directory]
-        named = (path for path in directory.glob("*step-*") if _FOLDER_NAME.fullmatch(path.name))
-        return sorted((path for path in named if path.is_dir() and not _has_other(path)), key=_step, reverse=True)
+        inside = directory.iterdir() if directory.exists() else ()
+        named = (path for path in inside if _FOLDER_NAME.fullmatch(path.name))
+        return sorted((path for path in named if path.is_dir() and not _has_other(path)), key=step_of, reverse=True)
 
 
 def _has_other(folder: Path) -> bool:
@@ -193,7 +194,8 @@ def _has_other(folder: Path) -> bool:
     return name != folder.name and folder.with_name(name).exists()
 
 
-def _step(folder: Path) -> int:
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, by the name of its folder."""
     return int(folder.name.rpartition("-")[2])
 
 

@@ -36,7 +36,7 @@ class FolderLock:
     def _taken(self, folder: Path) -> bool:
         """Open and lock the file; returns whether the path still names it."""
         try:
-            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             if os.path.lexists(self.path):
                 raise RefusedFile(f"{self.path}: {error.strerror}") from None
@@ -55,13 +55,18 @@ class FolderLock:
                 raise RefusedFile(f"{self.path}: {error.strerror}") from None
             sentence = "its file system has no locks: let one run save there at a time"
             say(f"mpirun: note: {folder}: {sentence}", sys.stderr)
+        return self.is_there()
+
+    def is_there(self) -> bool:
+        """Whether the folder still has the lock: it, or the lock's file, may have been removed or replaced."""
         try:
             return os.path.samestat(os.fstat(self.file), self.path.stat())
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def release(self) -> None:
         """Let another run save there."""
         with contextlib.suppress(OSError):
-            self.path.unlink()
+            if self.is_there():  # else another run's file may be there
+                self.path.unlink()
         os.close(self.file)

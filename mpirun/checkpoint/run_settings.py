@@ -26,7 +26,7 @@ def run_settings(
     `optimizer`: its name and its settings; `groups`: the options of all parameter groups; `schedule`: its SHA-256.
     """
     name, settings = optimizer
-    versions, tensor = header.lowering.get("updates"), header.tensor_parallel.degree
+    versions = header.lowering.get("updates")
     options = {**settings, "autocast": "bf16" if setup.autocast_dtype else None, "weight versions": versions}
     return {
         "seed": setup.seed,
@@ -39,9 +39,23 @@ def run_settings(
         "options": {option: value for option, value in options.items() if value is not None},
         "groups": _set_in_groups(groups, settings),
         "threads": [torch.get_num_threads()] if setup.device.torch.type == "cpu" else [],  # by run, this one last
-        "sums": [f"{'' if setup.canonical else 'no '}canonical" + f" and {tensor} tensor shards" * (tensor > 1)],
+        "sums": [_sums(header, setup)],
         "changed": [],  # settings that changed across resumes, as text
     }
+
+
+def _sums(header: Header, setup: Setup) -> str:
+    """In which order gradients are summed, as far as the bits of a sum depend on it."""
+    graph, tensor = header.unsharded_graph, header.tensor_parallel.degree
+    tied = sum(map(len, header.unsharded_ties))
+    parts = [
+        f"{'' if setup.canonical else 'no '}canonical",
+        f"{tensor} tensor shards" * (tensor > 1),
+        f"{setup.passes} passes of {header.microbatches} microbatches" * (setup.passes > 1),
+        f"{tied} tied stages" * (tied > 0),  # a parameter's gradients add up in a stage, then over stages
+        f"{graph.stages} stages" * any(len(readers) > 2 for readers in graph.consumers),  # so do those of a value
+    ]
+    return " and ".join(filter(None, parts))
 
 
 def _set_in_groups(groups: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:

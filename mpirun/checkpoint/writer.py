@@ -127,14 +127,25 @@ class CheckpointWriter:
 
     def lock(self, directory: str) -> None:
         """Make a folder, and lock it until the run ends, unless this run has locked it before. Collective."""
-        path = Path(directory)
+        on_rank_0(self.comm, lambda: self._lock(Path(directory)))
 
-        def lock() -> None:
-            _prepare(path)
-            if path.resolve() not in self.locks:
-                self.locks[path.resolve()] = FolderLock(path, self.settings["runs"][-1])
+    def _lock(self, directory: Path) -> None:
+        _prepare(directory)
+        if (path := directory.resolve()) not in self.locks:
+            self.locks[path] = FolderLock(directory, self.settings["runs"][-1])
 
-        on_rank_0(self.comm, lock)
+    def _holds(self, directory: Path) -> bool:
+        lock = self.locks.get(directory.resolve())
+        return lock is not None and lock.is_there()
+
+    def _lock_again(self, directory: Path) -> None:
+        """Lock the folder that is there now, if it is not the one that was locked: another run may save to it."""
+        if not self._holds(directory):
+            if (lost := self.locks.pop(path := directory.resolve(), None)) is not None:
+                lost.release()
+            self.checked.discard(path)
+            self._lock(directory)
+            self._check_once(directory, None)
 
     def _check_once(self, directory: Path, resumed: str | None) -> None:
         """Check what a folder holds, unless this run has done so before and returns to it.
@@ -143,8 +154,7 @@ class CheckpointWriter:
         """
         if (path := directory.resolve()) not in self.checked:
             try:
-                if resumed is None or Path(resumed).resolve() != path:
-                    self._check_others(directory)
+                self._check_others(directory, resumed is not None and Path(resumed).resolve() == path)
             except (UsageError, RefusedFile):
                 self.locks.pop(path).release()
                 raise
@@ -152,16 +162,18 @@ class CheckpointWriter:
         with disk_format.refusing(directory):
             (directory / ".seen").write_bytes(b"")
 
-    def _check_others(self, directory: Path) -> None:
-        """UsageError if a folder has a checkpoint that is not `_is_of_this_run`; a note if one is of a later step."""
+    def _check_others(self, directory: Path, is_resumed: bool) -> None:
+        """A note if a folder has a checkpoint of a later step; UsageError if one is not `_is_of_this_run`.
+
+        `is_resumed`: this run continues what is there, and whatever comes later was saved meanwhile.
+        """
         newest = 0
         for folder in disk_format.step_folders(directory):
-            if (folder / disk_format.MANIFEST).exists():
-                manifest = disk_format.read_manifest(folder)
-                if not self._is_of_this_run(manifest.settings):
+            if (folder / disk_format.MANIFEST).exists() and folder.resolve() not in self.damaged:
+                if not (is_resumed or self._is_of_this_run(disk_format.read_manifest(folder).settings)):
                     what = "it has checkpoints of another run: resume from it, move it, or save elsewhere"
                     raise UsageError(f"saving to {directory}: {what}")
-                newest = max(newest, manifest.step)
+                newest = max(newest, disk_format.step_of(folder))
         if newest > self.last:
             ahead = f"has a checkpoint of step {newest}, but this run went on from step {self.last}"
             note(self.comm, f"{directory} {ahead}")
@@ -186,6 +198,7 @@ class CheckpointWriter:
         together(comm, self.optimizer.check_saved)
         begin = time.perf_counter()
         try:
+            on_rank_0(comm, lambda: self._lock_again(directory))
             on_rank_0(comm, lambda: disk_format.begin(directory, step))
             divided = self._gather_divided()
             of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, divided)))
@@ -195,7 +208,8 @@ class CheckpointWriter:
             on_rank_0(comm, lambda: disk_format.prune(directory, step, keep, self.damaged))
         except Stop as stop:
             if comm.rank == 0:
-                disk_format.remove_unfinished(directory)
+                if self._holds(directory):
+                    disk_format.remove_unfinished(directory)
                 last = f"the last one is that of step {self.last}" if self.last else "there is none"
                 say(f"mpirun: no checkpoint of step {step}: {stop}; {last}", sys.stderr)
             return False

@@ -171,6 +171,8 @@ def damaged(mistakes, several, schedules, compiled, saved, text, tmp_path_factor
     runs["changed on the way"] = [*command, *options, "--resume", folder / "changed", "--verify"]
     runs["threads"] = [*command, "--threads", 3, *resumed]
     runs["threads, to be verified"] = [*command, "--threads", 3, *resumed, "--verify", "--canonical"]
+    passes = [compiled("1f1b", stages=2, microbatches=2), *command[1:], "--accumulate", 2]
+    runs["passes, to be verified"] = [*passes, *resumed, "--verify"]
     plain = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--threads", 1]
     runs["flush"] = [schedules["1f1b on 2"], *plain, "--steps", 1, "--save", folder / "flush"]
     late = compiled("pipedream", stages=2, microbatches=4)
@@ -278,6 +280,7 @@ def test_other_threads_are_said_and_have_other_bits_than_one_process(damaged, sa
     {
         "versions": "no weight versions, not weight versions stash",
         "canonical": "no canonical, not canonical",
+        "passes": "canonical, not canonical and 2 passes of 2 microbatches",
     }.items(),
 )
 def test_steps_that_were_made_otherwise_are_not_verified(damaged, name, made):

@@ -19,6 +19,17 @@ def test_a_folder_that_was_moved_is_unlocked_too(tmp_path):
     FolderLock(tmp_path / "after", "b").release()
 
 
+def test_a_lock_of_another_run_in_a_folder_that_was_emptied_stays(tmp_path):
+    lock = FolderLock(tmp_path, "a")
+    (tmp_path / ".lock").unlink()
+    other = FolderLock(tmp_path, "b")
+    assert not lock.is_there() and other.is_there()
+    lock.release()
+    with pytest.raises(UsageError, match="run b on "):
+        FolderLock(tmp_path, "c")
+    other.release()
+
+
 def test_a_full_disk_has_a_lock_too(tmp_path, monkeypatch):
     """It has no room for the name of the run that holds it."""
 

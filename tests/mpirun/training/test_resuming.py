@@ -201,6 +201,11 @@ recorded = json.loads(manifest.read_text())
 assert recorded.pop("groups") == {"lr": 0.25, "weight_decay": [0.01, 0.3]}
 manifest.write_text(json.dumps(recorded))
 train(6, torch.tensor(0.125), weight_decay=0.4)
+for lr in (0.25, 0.5):
+    with engine(lr=lr) as run:
+        run.resume(folder / "rate")
+        run.step((x, x))
+        run.save(folder / "rate")
 """
     (done,) = scripts(1, [[SAVING + script, tmp_path]])
     notes = [
@@ -210,6 +215,7 @@ train(6, torch.tensor(0.125), weight_decay=0.4)
     ]
     refused = f"the optimizer has another amsgrad than that of {tmp_path / 'step-00000005'}, whose state does not fit"
     said = [*(f"note: the checkpoint was made with {words}" for words in notes), refused]
+    said.append("note: the checkpoint was made with lr 0.25, not lr 0.5")
     assert done.err.splitlines() == [f"mpirun: {words}" for words in said]
 
 

@@ -141,6 +141,48 @@ with engine() as third:
     assert lines[0].endswith(", which is this script: close its earlier Engine")
 
 
+def test_a_folder_that_is_replaced_during_a_run_is_locked_anew(tmp_path, scripts):
+    """Another run may save there by then, and the checkpoints are that run's."""
+    script = """
+from mpirun.checkpoint.lock import FolderLock
+run = engine()
+run.step((x, x))
+run.save(folder / "saved")
+(folder / "saved").rename(folder / "moved")
+(folder / "saved" / ".writing-step-00000009").mkdir(parents=True)
+other = FolderLock(folder / "saved", "other")
+run.step((x, x))
+assert not run.save(folder / "saved")
+assert sorted(path.name for path in (folder / "saved").iterdir()) == [".lock", ".writing-step-00000009"]
+other.release()
+assert run.save(folder / "saved") and steps("saved") == [2]
+run.close()
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    begin = f"mpirun: no checkpoint of step 2: saving to {tmp_path / 'saved'}: another run saves there: run other on "
+    assert (done.code, done.err.count("\n")) == (0, 1) and done.err.startswith(begin), done.err
+
+
+def test_checkpoints_that_were_saved_since_a_run_resumed_are_named(tmp_path, scripts):
+    script = """
+with engine() as first:
+    first.step((x, x))
+    first.save(folder)
+with engine() as run:
+    run.resume(folder)
+    with engine() as other:
+        other.resume(folder)
+        for _ in range(3):
+            other.step((x, x))
+        other.save(folder)
+    run.step((x, x))
+    run.save(folder)
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    said = "has a checkpoint of step 4, but this run went on from step 1"
+    assert (done.code, done.err) == (0, f"mpirun: note: {tmp_path} {said}\n")
+
+
 def test_names_are_those_of_the_working_directory_at_the_call_and_no_trace_overwrites_the_schedule(tmp_path, scripts):
     script = """
 import os
