@@ -25,6 +25,7 @@ from mpirun.model.contract import Model
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.load_model import check_model, join_stages
 from mpirun.model.loss import of_last_stage
+from mpirun.training.event_log import EventLog
 from schedgen.util.errors import UsageError
 
 Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
@@ -187,19 +188,6 @@ def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log
     """The function that takes each step's numbers; a directory gets TensorBoard events. `ending` closes it."""
     if log is None or callable(log):
         return log
-    if not str(log):
-        raise UsageError("log='' is no directory")
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UsageError(f"log={str(log)!r} needs the package tensorboard") from None
-    place = str(log)
-    writer = SummaryWriter(place if "://" in place else str(Path(place).absolute()))  # the script may change its folder
-    ending.callback(writer.close)
-
-    def write(step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return write
+    events = EventLog(str(log))
+    ending.callback(events.close)
+    return events

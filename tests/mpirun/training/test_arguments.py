@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpirun.engine.recipe import NamedParameter
 from mpirun.training.arguments import make_log, make_recipe, take_model
@@ -97,3 +98,26 @@ def test_events_stay_in_their_folder_wherever_the_script_goes(tmp_path, monkeypa
         monkeypatch.chdir("elsewhere")
         write(1, {"loss": 0.5})
     assert len(list((tmp_path / "events").iterdir())) == 1 and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_resumed_run_s_events_take_the_place_of_those_of_the_steps_it_does_again(tmp_path, capsys):
+    for steps in (range(1, 6), range(3, 8)):
+        with ExitStack() as ending:
+            write = make_log(tmp_path / "events", ending)
+            for step in steps:
+                write(step, {"loss": 0.5})
+    events = EventAccumulator(str(tmp_path / "events"))
+    assert [event.step for event in events.Reload().Scalars("loss")] == list(range(1, 8))
+
+
+def test_events_that_cannot_be_written_are_a_line_and_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
+    with ExitStack() as ending:
+        write = make_log(tmp_path / "events", ending)
+        (tmp_path / "events").rmdir()
+        (tmp_path / "events").touch()
+        for step in (1, 2):
+            write(step, {"loss": 0.5})
+        with pytest.raises(UsageError, match="events': File exists"):
+            make_log(tmp_path / "events", ending)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"mpirun: note: log {tmp_path / 'events'}: File exists: no more numbers are written there"
