@@ -7,7 +7,7 @@ depends on nothing else, so that any rank can make it. Out: a `Microbatch`, the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from numbers import Number
 from typing import Any, NamedTuple, TypeVar
@@ -30,17 +30,18 @@ Shape = tuple[tuple[int, ...] | None, ...]  # of an input's leaves; None: not a 
 class Minibatch(NamedTuple):
     """`Model.batch` of a model whose minibatch is made as a whole and then cut into microbatches.
 
-    make  (text, rng) -> (input, target) of a step, any pytrees; `rng` is seeded by the run's seed and the step.
-    dims  the dimension along which tensors are cut: a number for all, or a pair of pytrees of numbers; tensors with
-          None go to every microbatch uncut. A list of strings, one for each sample, is cut as a tensor is.
-          If samples do not divide evenly, the first microbatches have one more; all samples have the same weight in
-          the loss.
-    check raises UsageError if the model cannot take the leaves of a microbatch's input.
+    make    (text, rng) -> (input, target) of a step, any pytrees; `rng` is seeded by the run's seed and the step.
+    dims    the dimension along which tensors are cut: a number for all, or a pair of pytrees of numbers; tensors with
+            None go to every microbatch uncut. A list of strings, one for each sample, is cut as a tensor is.
+            If samples do not divide evenly, the first microbatches have one more; all samples have the same weight in
+            the loss.
+    leaves  the leaves of a microbatch's input in the order in which stages count them; None: as in the pytree.
+            UsageError if the model cannot take them.
     """
 
     make: MakeBatch
     dims: Dims = 0
-    check: Callable[[list[Any]], None] | None = None
+    leaves: Callable[[Any], Sequence[Any]] | None = None
 
 
 class Microbatch(NamedTuple):
@@ -160,16 +161,12 @@ class Microbatches(MicrobatchSource):
         pair = checked_pair(batch.make(self.text, np.random.default_rng([self.seed, step])), "the minibatch should be")
         samples = sample_count(pair, batch.dims)
         _, target_dims = cut_dims(pair, batch.dims, samples)
-        chunks = [
+        return [
             Microbatch(leaves, target, samples / size, size, 0, structure, target_dims)
             for number, (data, target) in enumerate(chunk(pair, self.count, batch.dims))
-            for leaves, structure in [pytree.tree_flatten(data)]
+            for leaves, structure in [pytree.tree_flatten(data if batch.leaves is None else batch.leaves(data))]
             for size in [samples // self.count + (number < samples % self.count)]
         ]
-        if batch.check is not None:
-            for microbatch in chunks:
-                batch.check(microbatch.leaves)
-        return chunks
 
     def examples(self) -> list[Microbatch]:
         """The microbatches of the first step, or its first if `batch` makes one at a time."""

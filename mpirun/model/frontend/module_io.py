@@ -22,10 +22,10 @@ class Example(NamedTuple):
     kwargs: dict[str, Any]  # tensors in args and kwargs have no data
     smaller: Call | None = None  # the input with one sample less; None: no microbatch is smaller
 
-    def leaves(self, data: Any, minibatch: bool = False) -> tuple[Any, ...]:
+    def leaves(self, data: Any) -> tuple[Any, ...]:
         """The leaves of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor.
 
-        UsageError if it is not like the example. A `minibatch`, from which microbatches are cut, has other shapes.
+        UsageError if it is not like the example.
         A list, to which a DataLoader collates tuples, stands for a tuple of args if there are several.
         """
         if isinstance(data, list) and len(self.args) > 1:
@@ -47,8 +47,7 @@ class Example(NamedTuple):
                 has, should = (clip(", ".join(path[3:] for path in paths)) for paths in (found, expected))
                 raise UsageError(f"the batch's input is nested as {has}, but that of the example as {should}")
             leaves = [found[path] for path in expected]
-        if not minibatch:
-            self.check(leaves)
+        self.check(leaves)
         return tuple(leaves)
 
     def pair(self, collated: Any) -> tuple[tuple[Any, ...], Any]:

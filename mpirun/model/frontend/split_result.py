@@ -59,9 +59,9 @@ class Cut(NamedTuple):
         """As Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace."""
         return self.origin.check_eval()
 
-    def leaves(self, data: Any, minibatch: bool = False) -> tuple[Any, ...]:
-        """The leaves of the input of a microbatch, or of a whole minibatch, in the order that Input counts."""
-        return tuple(pytree.tree_leaves(data)) if self.example is None else self.example.leaves(data, minibatch)
+    def leaves(self, data: Any) -> tuple[Any, ...]:
+        """The leaves of the input of a microbatch, in the order that Input counts."""
+        return tuple(pytree.tree_leaves(data)) if self.example is None else self.example.leaves(data)
 
     def loss(self, function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """A loss of the last stage's outputs, from a loss of the module's own output."""
@@ -78,7 +78,7 @@ class Cut(NamedTuple):
         """The `Model`. `loss` takes the module's own output; the input that `batch` returns is the module's own.
 
         This input is a tuple of args, a dict of kwargs, (args, kwargs) if the example had both, or the one tensor.
-        The `make` of a Minibatch returns the same for all microbatches together; its dims are one number, or by leaf.
+        The `make` of a Minibatch returns the same for all microbatches together.
         `batch`: None if a script gives the data. `weights` as Model.weights.
         """
         entries, cut_at = self._entries(), self.join
@@ -113,14 +113,14 @@ class Cut(NamedTuple):
 
     def _batch_of_leaves(self, batch: MakeBatch | Minibatch) -> MakeBatch | Minibatch:
         """The same batch, with the input as leaves in the order that stages count."""
-        make = batch.make if isinstance(batch, Minibatch) else batch
+        if isinstance(batch, Minibatch):
+            return batch._replace(leaves=self.leaves)
 
         def make_leaves(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
-            data, target = make(text, rng)
-            return self.leaves(data, isinstance(batch, Minibatch)), target
+            data, target = batch(text, rng)
+            return self.leaves(data), target
 
-        check = None if self.example is None else self.example.check
-        return batch._replace(make=make_leaves, check=check) if isinstance(batch, Minibatch) else make_leaves
+        return make_leaves
 
     def write_graph(self, path: str | os.PathLike[str]) -> None:
         """Write which stages read which others, and share parameters: a file for the option `--graph` of schedgen."""

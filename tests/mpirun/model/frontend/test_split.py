@@ -1042,6 +1042,25 @@ def test_microbatches_of_a_minibatch_have_the_shapes_that_were_traced() -> None:
         Microbatches(model.batch, TOKENS, 0, 4)(0, 0)
 
 
+def test_a_minibatch_is_cut_along_dims_that_are_nested_as_its_input() -> None:
+    """Though stages count its entries in the example's order."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(x) * scale
+
+    def make(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
+        return {"x": torch.arange(8.0).view(2, 4), "scale": torch.ones(3)}, torch.zeros(4, 3)
+
+    cut = split(Scaled(2, 3), {"scale": torch.ones(3), "x": torch.zeros(2, 2)}, stages=1)
+    model = cut.model(nnf.mse_loss, Minibatch(make, ({"x": 1, "scale": None}, 0)))
+    microbatches = Microbatches(model.batch, TOKENS, 0, 2)
+    assert [[x.tolist() for x in microbatches(0, number).leaves] for number in range(2)] == [
+        [[1.0] * 3, [[0.0, 1.0], [4.0, 5.0]]],
+        [[1.0] * 3, [[2.0, 3.0], [6.0, 7.0]]],
+    ]
+
+
 def test_what_is_no_module() -> None:
     with pytest.raises(UsageError, match=r"split takes an nn\.Module, not function"):
         split(lambda x: x, (TOKENS,), stages=2)  # type: ignore[arg-type]
