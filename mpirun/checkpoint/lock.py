@@ -55,18 +55,18 @@ class FolderLock:
                 raise RefusedFile(f"{self.path}: {error.strerror}") from None
             sentence = "its file system has no locks: let one run save there at a time"
             say(f"mpirun: note: {folder}: {sentence}", sys.stderr)
-        return self.is_there()
+        return self.is_in(folder)
 
-    def is_there(self) -> bool:
-        """Whether the folder still has the lock: it, or the lock's file, may have been removed or replaced."""
+    def is_in(self, folder: Path) -> bool:
+        """Whether a folder has this lock: the one that was locked, or the lock's file, may have been replaced."""
         try:
-            return os.path.samestat(os.fstat(self.file), self.path.stat())
+            return os.path.samestat(os.fstat(self.file), (folder / NAME).stat())
         except OSError:
             return False
 
     def release(self) -> None:
         """Let another run save there."""
         with contextlib.suppress(OSError):
-            if self.is_there():  # else another run's file may be there
+            if self.is_in(self.path.parent):  # else another run's file may be there
                 self.path.unlink()
         os.close(self.file)

@@ -53,7 +53,7 @@ def _sums(header: Header, setup: Setup) -> str:
         f"{tensor} tensor shards" * (tensor > 1),
         f"{setup.passes} passes of {header.microbatches} microbatches" * (setup.passes > 1),
         f"{tied} tied stages" * (tied > 0),  # a parameter's gradients add up in a stage, then over stages
-        f"{graph.stages} stages" * any(len(readers) > 2 for readers in graph.consumers),  # so do those of a value
+        f"{graph.stages} stages" * any(len(readers) > 1 for readers in graph.consumers),  # so do those of a value
     ]
     return " and ".join(filter(None, parts))
 

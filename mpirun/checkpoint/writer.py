@@ -121,6 +121,7 @@ class CheckpointWriter:
         self.lock(directory)
         path = Path(directory)
         on_rank_0(self.comm, lambda: self._check_once(path, resumed))
+        on_rank_0(self.comm, lambda: _make_seen(path))
         together(self.comm, lambda: _check_visible(path))
         on_rank_0(self.comm, lambda: _tidy(path))
         self.directory = path
@@ -131,36 +132,27 @@ class CheckpointWriter:
 
     def _lock(self, directory: Path) -> None:
         _prepare(directory)
-        if (path := directory.resolve()) not in self.locks:
-            self.locks[path] = FolderLock(directory, self.settings["runs"][-1])
-
-    def _holds(self, directory: Path) -> bool:
-        lock = self.locks.get(directory.resolve())
-        return lock is not None and lock.is_there()
-
-    def _lock_again(self, directory: Path) -> None:
-        """Lock the folder that is there now, if it is not the one that was locked: another run may save to it."""
-        if not self._holds(directory):
+        if not any(lock.is_in(directory) for lock in self.locks.values()):
             if (lost := self.locks.pop(path := directory.resolve(), None)) is not None:
                 lost.release()
             self.checked.discard(path)
-            self._lock(directory)
-            self._check_once(directory, None)
+            self.locks[path] = FolderLock(directory, self.settings["runs"][-1])
 
     def _check_once(self, directory: Path, resumed: str | None) -> None:
-        """Check what a folder holds, unless this run has done so before and returns to it.
-
-        A file in it, `.seen`, tells other ranks that they see the same folder.
-        """
+        """Check what a folder holds, unless this run has done so since it locked it."""
         if (path := directory.resolve()) not in self.checked:
             try:
                 self._check_others(directory, resumed is not None and Path(resumed).resolve() == path)
             except (UsageError, RefusedFile):
-                self.locks.pop(path).release()
+                if path in self.locks:
+                    self.locks.pop(path).release()
                 raise
             self.checked.add(path)
-        with disk_format.refusing(directory):
-            (directory / ".seen").write_bytes(b"")
+
+    def _hold(self, directory: Path) -> None:
+        """Lock the folder that is there now, if it is not the one that was locked: another run may save to it."""
+        self._lock(directory)
+        self._check_once(directory, None)
 
     def _check_others(self, directory: Path, is_resumed: bool) -> None:
         """A note if a folder has a checkpoint of a later step; UsageError if one is not `_is_of_this_run`.
@@ -180,10 +172,11 @@ class CheckpointWriter:
 
     def _is_of_this_run(self, saved: Mapping[str, Any]) -> bool:
         """Whether a checkpoint is of a run that this one continues, or of one with the same first run and settings."""
-        before, theirs = self.settings["runs"][:-1], saved["runs"]
-        if not before or not theirs:
-            return False
-        return theirs[-1] in before or (theirs[0] == before[0] and not differing_settings(saved, self.settings))
+        (*before, own), theirs = self.settings["runs"], saved["runs"]
+        if not theirs or not before:
+            return own in theirs
+        alike = theirs[0] == before[0] and not differing_settings(saved, self.settings)
+        return alike or theirs[-1] in (*before, own)
 
     def close(self) -> None:
         """Release the locks, so that other runs may save; this run saves no more."""
@@ -198,7 +191,7 @@ class CheckpointWriter:
         together(comm, self.optimizer.check_saved)
         begin = time.perf_counter()
         try:
-            on_rank_0(comm, lambda: self._lock_again(directory))
+            on_rank_0(comm, lambda: self._hold(directory))
             on_rank_0(comm, lambda: disk_format.begin(directory, step))
             divided = self._gather_divided()
             of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, divided)))
@@ -208,7 +201,7 @@ class CheckpointWriter:
             on_rank_0(comm, lambda: disk_format.prune(directory, step, keep, self.damaged))
         except Stop as stop:
             if comm.rank == 0:
-                if self._holds(directory):
+                if any(lock.is_in(directory) for lock in self.locks.values()):
                     disk_format.remove_unfinished(directory)
                 last = f"the last one is that of step {self.last}" if self.last else "there is none"
                 say(f"mpirun: no checkpoint of step {step}: {stop}; {last}", sys.stderr)
@@ -271,10 +264,17 @@ def _prepare(directory: Path) -> None:
     """Make the folder; UsageError if it cannot be made, or is a checkpoint."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        is_checkpoint = (directory / disk_format.MANIFEST).exists()
     except OSError as error:
         raise UsageError(f"saving to {directory}: {error.strerror}") from None
-    if (directory / disk_format.MANIFEST).exists():
+    if is_checkpoint:
         raise UsageError(f"saving to {directory}: it is a checkpoint itself: save to another folder")
+
+
+def _make_seen(directory: Path) -> None:
+    """Make a file by which other ranks tell that they see the same folder."""
+    with disk_format.refusing(directory):
+        (directory / ".seen").write_bytes(b"")
 
 
 def _check_visible(directory: Path) -> None:

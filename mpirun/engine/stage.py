@@ -222,6 +222,8 @@ class LocalStage:
                         f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
                         f"but on the first microbatch {spec.dtype} of shape {spec.shape}"
                     )
+            if not all(x.requires_grad for x in outputs):  # others may be buffers, which later forwards may change
+                taken.update(map(address, self.module.buffers()))
             for index, x in enumerate(outputs):  # later messages overwrite what it was given
                 if index in self.shape.aliased_outputs or address(x) in taken:
                     outputs[index] = x.clone()

@@ -120,7 +120,8 @@ def make_recipe(
     kind = made.func if isinstance(made, partial) else made
     of_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     factory: Factory = (lambda named: made([entry.parameter for entry in named])) if of_class else made
-    return Recipe(factory, rate, scheduler, clip, "", {"clip": clip, "lr": lr if is_number else None})
+    recorded = {"clip": None if clip is None else float(clip), "lr": float(lr) if is_number else None}  # type: ignore[arg-type]
+    return Recipe(factory, rate, scheduler, clip, "", recorded)
 
 
 def check_options(

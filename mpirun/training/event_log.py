@@ -36,6 +36,7 @@ class EventLog:
                 Path(directory).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(f"log={directory!r}: {error.strerror}") from None
+        self.before = self._files()
         self.writer: SummaryWriter | None = None
         self.failed = False
 
@@ -47,7 +48,8 @@ class EventLog:
 
         try:
             if self.writer is None:
-                self.writer = SummaryWriter(self.place, purge_step=step if step > 1 else None)
+                goes_on = step > 1 and self._files() == self.before  # else the script writes there, too
+                self.writer = SummaryWriter(self.place, purge_step=step if goes_on else None)
             for name, value in numbers.items():
                 self.writer.add_scalar(name, value, step)
             self.writer.flush()
@@ -55,6 +57,10 @@ class EventLog:
             self.failed = True
             why = error.strerror or error
             say(f"mpirun: note: log {self.place}: {why}: no more numbers are written there", sys.stderr)
+
+    def _files(self) -> set[str]:
+        place = Path(self.place)
+        return {path.name for path in place.iterdir()} if place.is_dir() else set()
 
     def close(self) -> None:
         """Close the files."""

@@ -213,15 +213,16 @@ def _differ(function: Function, job: tuple[int, ...], numbers: Sequence[Any]) ->
     with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit), np.errstate(all="ignore"):
         small = False  # whether a small type may be at work: its numbers take no large ints
         try:
-            if all(map(_same, _columns(function(*job)), numbers)):
-                return False
+            single = _columns(function(*job))
+            if len(single) != len(numbers) or all(map(_same, single, numbers)):
+                return len(single) != len(numbers)
         except OverflowError as error:
             small = error.args[0] != errno.ERANGE  # else a float is infinite in NumPy
         try:
             with np.errstate(over="raise"):  # else a small type may overflow, and become a Python int
-                returned = _columns(function(*(np.array(index, object) for index in job)))
-            exact = [one[()] if isinstance(one, np.ndarray) else one for one in returned]
-            if all(type(one) is int for one in exact):
+                returned = _columns(function(*(np.full((1,) * len(job), index, object) for index in job)))
+            exact = [one.item() if isinstance(one, np.ndarray | np.generic) else one for one in returned]
+            if all(isinstance(one, int | float) for one in exact):
                 return not all(map(_same, exact, numbers))
         except OverflowError as error:
             if not small and error.args[0] != errno.ERANGE:

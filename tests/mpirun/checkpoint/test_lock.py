@@ -23,7 +23,7 @@ def test_a_lock_of_another_run_in_a_folder_that_was_emptied_stays(tmp_path):
     lock = FolderLock(tmp_path, "a")
     (tmp_path / ".lock").unlink()
     other = FolderLock(tmp_path, "b")
-    assert not lock.is_there() and other.is_there()
+    assert not lock.is_in(tmp_path) and other.is_in(tmp_path)
     lock.release()
     with pytest.raises(UsageError, match="run b on "):
         FolderLock(tmp_path, "c")

@@ -149,14 +149,20 @@ run = engine()
 run.step((x, x))
 run.save(folder / "saved")
 (folder / "saved").rename(folder / "moved")
-(folder / "saved" / ".writing-step-00000009").mkdir(parents=True)
+(folder / "saved" / ".writing-00000009").mkdir(parents=True)
 other = FolderLock(folder / "saved", "other")
 run.step((x, x))
 assert not run.save(folder / "saved")
-assert sorted(path.name for path in (folder / "saved").iterdir()) == [".lock", ".writing-step-00000009"]
+assert sorted(path.name for path in (folder / "saved").iterdir()) == [".lock", ".writing-00000009"]
 other.release()
 assert run.save(folder / "saved") and steps("saved") == [2]
+(folder / "saved" / ".lock").unlink()
+assert run.save(folder / "saved")
+(folder / "saved").rename(folder / "elsewhere")
+(folder / "saved").symlink_to(folder / "elsewhere")
+assert run.save(folder / "saved")
 run.close()
+assert [path.name for path in (folder / "saved").iterdir()] == ["step-00000002"]
 """
     (done,) = scripts(1, [[SAVING + script, tmp_path]])
     begin = f"mpirun: no checkpoint of step 2: saving to {tmp_path / 'saved'}: another run saves there: run other on "

@@ -494,6 +494,12 @@ def test_the_papers_definitions_are_one_liners(scheme, compiled, golden):
         ("def n(s, b, d): return (1 << 60) + b * (1 if b in {} else -1)", None, "n"),
         ("def n(s, b, d): return 2**b + d", "def n(s, b, d): return 2 ** int(b) + d", "n"),
         ("def n(s, b, d): return 3**b % 7 * 999 + b", "def n(s, b, d): return pow(3, int(b), 7) * 999 + b", "n"),
+        ("def n(s, b, d): return 3**b % 7 / 2 + b", "def n(s, b, d): return pow(3, int(b), 7) / 2 + b", "n"),
+        (
+            "def n(s, b, d): return np.where(d == 0, 3**b % 7 * 999 + b, b)",
+            "def n(s, b, d): return pow(3, int(b), 7) * 999 + b if d == 0 else b",
+            "n",
+        ),
         ("split = True\ndef unsplit_backward(s, b): return (b in {}) | (s < 0)", None, "unsplit_backward"),
         ("def w(s, b, d): return s + 1 if np.ndim(s) else (s, s)", "def w(s, b, d): return s, s", "w"),
     ],
