@@ -23,11 +23,22 @@ from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
 from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, frozen_statistics
 from mpirun.model.loss import check_derivatives, loss_and_metrics, loss_input
-from mpirun.model.rng import LOSS, derived_seed
-from schedgen.ir.instructions import Instruction, Kind, Op
+from mpirun.model.rng import LOSS, default_generators, derived_seed
+from schedgen.ir.instructions import F, Instruction, Kind, Op
 
 # Computes the loss of a microbatch from the last stage's outputs, and puts its metrics into the dict.
 Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
+
+
+# Of what mpirun learns from the first microbatch of the run, or of its shape.
+UNSEEDED = (
+    "stage {} draws random numbers, but did not in the first microbatch, by which mpirun knows what to seed: let its "
+    "forward draw in every one, as by torch.rand(1)"
+)
+UNSHARED = (
+    "stage {} changes a buffer, but did not in the first microbatch, by which mpirun knows what to {}: let its forward "
+    "change it in every one, as by adding 0"
+)
 
 
 class PendingBackward:
@@ -59,12 +70,26 @@ class ForwardBackward:
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.redone = {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
         self.saves -= self.redone
+        forwards = [i for i in context.instructions if i.op in (Op.FWD, Op.RECOMPUTE)]
+        self.last_forward = forwards[-1] if forwards and graphs is None else None
+        self.drawn_before: list[bytes] = []
 
     def forget_pass(self) -> None:
         """Drop what an interrupted pass has kept: the next pass may have other data."""
         self.microbatches.forget()
         for kept in (self.losses, self.metrics, self.minibatch_loss.collected):
             kept.clear()
+        self.drawn_before = self._drawn()
+
+    def _drawn(self) -> list[bytes]:
+        """The states of the generators that models draw from: they differ as soon as something has drawn."""
+        return [generator.get_state().numpy().tobytes() for generator in default_generators(self.device)]
+
+    def _seeds(self) -> bool:
+        """Whether the rank seeds anything before it draws."""
+        loss = self.setup.shapes[-1].loss
+        layers = any(stage.layer_rng.layers for stage in self.context.stages.values())
+        return layers or (loss is not None and loss.draws)
 
     # Forward
 
@@ -114,10 +139,10 @@ class ForwardBackward:
         read = self.microbatches.reader(mb, save) if arguments.reads_input or has_loss else None
         score = self._score(i, save) if has_loss else None
         records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
-        wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
+        wait_value, position, seed, device = self.buffers.wait_value, self.position, self.setup.seed, self.device
         facts = stage.shape.loss if has_loss else None
-        has_flush, draws = header.has_flush, bool(stage.shape.random_layers) or (facts is not None and facts.draws)
-        losses, metrics, microbatches, device = self.losses, self.metrics, header.microbatches, self.device
+        has_flush, loss_draws, rng = header.has_flush, facts is not None and facts.draws, stage.layer_rng
+        losses, metrics, microbatches = self.losses, self.metrics, header.microbatches
 
         def compute(
             values: list[Tensor], leaves: Sequence[Any], batch: Microbatch | None
@@ -132,6 +157,7 @@ class ForwardBackward:
         statistics = stage.shape.overwrites_buffers
         keeps_buffers = statistics and (i.stage, mb) in self.redone
         run = self._with_buffers(i, compute) if keeps_buffers else self._job(i, compute)
+        run = self._as_foreseen(i, run, loss_draws)
 
         def forward() -> list[Tensor]:
             if weights is not None:
@@ -142,8 +168,8 @@ class ForwardBackward:
             batch = None if read is None else read()
             if statistics:
                 stage.take_counts()
-            if draws:
-                stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
+            if rng.layers or loss_draws:
+                rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
             leaves = batch.leaves if batch is not None and arguments.reads_input else ()
             # A captured job has no use for the divisor, which may be another in every step.
             scored = batch._replace(leaves=[], loss_divisor=1) if batch is not None and has_loss else None
@@ -158,6 +184,33 @@ class ForwardBackward:
             return outputs
 
         return forward
+
+    def _as_foreseen(self, i: Instruction, run: Callable[..., Any], loss_draws: bool) -> Callable[..., Any]:
+        """`run`; RuntimeError if a forward draws, or changes buffers that others need, and the first one did not.
+
+        Where nothing of a rank is seeded, draws of a whole pass of training show after its last forward.
+        """
+        stage, is_redone, ranks = self.stage_of(i), (i.stage, i.mb) in self.redone, set(self.header.compute[F, i.stage])
+        needed = i.op == Op.FWD and not stage.shape.overwrites_buffers and (is_redone or len(ranks) > 1)
+        parts = [part._buffers for part in stage.module.modules() if part._buffers] if needed else []
+        is_last, each = i is self.last_forward, self.graphs is None and (self.header.is_forward or self._seeds())
+        if not (parts or each or is_last):
+            return run
+
+        def buffers() -> list[tuple[int, int]]:
+            return [(id(x), x._version) for part in parts for x in part.values() if x is not None]
+
+        def watched(*inputs: Any) -> Any:
+            changed, drawn = buffers(), self._drawn() if each else self.drawn_before
+            found = run(*inputs)
+            seeded = stage.layer_rng.layers or loss_draws if each else not is_last or self._seeds()
+            if not seeded and self._drawn() != drawn:
+                raise RuntimeError(UNSEEDED.format(i.stage))
+            if buffers() != changed:
+                raise RuntimeError(UNSHARED.format(i.stage, "keep for its RECOMPUTE" if is_redone else "share"))
+            return found
+
+        return watched
 
     def _with_buffers(self, i: Instruction, compute: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
         """`compute` for a FWD that is recomputed later, or for its RECOMPUTE, if the stage's forwards change buffers.

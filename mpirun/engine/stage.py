@@ -148,6 +148,7 @@ class LocalStage:
         """
         stage = copy.copy(self)
         stage.shape = shape
+        self.layer_rng.add(self.module, shape.model_stage, shape.random_layers)
         if memory is not None:
             stage.weights = memory
         return stage
@@ -208,7 +209,7 @@ class LocalStage:
 
     def _outputs(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """The module's outputs, or their loss, with their autograd graph."""
-        taken = {address(self.weights), *(address(x) for x in arguments if isinstance(x, Tensor))}
+        given = [self.weights, *(x for x in arguments if isinstance(x, Tensor))]
         with autocast(self.device.kind, self.autocast_dtype):
             if self.shape.overwrites_inputs:  # other jobs may still read them, and a leaf may not be changed in place
                 arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
@@ -222,14 +223,18 @@ class LocalStage:
                         f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
                         f"but on the first microbatch {spec.dtype} of shape {spec.shape}"
                     )
-            if not all(x.requires_grad for x in outputs):  # others may be buffers, which later forwards may change
-                taken.update(map(address, self.module.buffers()))
-            for index, x in enumerate(outputs):  # later messages overwrite what it was given
-                if index in self.shape.aliased_outputs or address(x) in taken:
-                    outputs[index] = x.clone()
+            if self.shape.aliased_outputs or any(x.is_leaf or x._is_view() for x in outputs):  # else in new memory
+                self._keep_apart(outputs, given)
             if loss is not None:
                 return [loss(outputs)]
             return [spec.sent(x) for spec, x in zip(specs, outputs, strict=True)]
+
+    def _keep_apart(self, outputs: list[Tensor], given: Sequence[Tensor]) -> None:
+        """Copy outputs in the memory of what the forward was given, or of buffers: later jobs write there."""
+        taken = {address(x) for x in (*given, *self.module.buffers())}
+        for index, x in enumerate(outputs):
+            if index in self.shape.aliased_outputs or address(x) in taken:
+                outputs[index] = x.clone()
 
     def backward(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> None:
         """Run the backward: the inputs' gradients go to `saved`, the parameters' are added to their `grad`."""

@@ -44,6 +44,12 @@ def generator_states(device: torch.device) -> list[list[int]]:
     return [state.tolist() for state in states]
 
 
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """Torch's generators that a model on this device draws from."""
+    on_gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if device.type == "cuda" else []
+    return [torch.default_generator, *on_gpu]
+
+
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """On exit, restore torch's generators of the CPU and of the current GPU, whatever drew from them or seeded them.
@@ -78,9 +84,16 @@ class LayerRng:
         """`layers`: names of those that draw; `seed` seeds the generator that they draw from."""
         self.at: tuple[int, ...] = ()
         self.begin: Callable[[str], None] = lambda name: seed(self.seed(name))
-        for name in layers:
-            layer = module if name == WHOLE_STAGE else module.get_submodule(name)
-            layer.register_forward_pre_hook(self._hook(name or f"stage {stage}"))
+        self.layers: set[str] = set()
+        self.add(module, stage, layers)
+
+    def add(self, module: nn.Module, stage: int, layers: Sequence[str]) -> None:
+        """Seed before these layers, too, which draw in microbatches of another shape or in evaluations."""
+        for name in dict.fromkeys(layers):
+            if name not in self.layers:
+                layer = module if name == WHOLE_STAGE else module.get_submodule(name)
+                layer.register_forward_pre_hook(self._hook(name or f"stage {stage}"))
+        self.layers.update(layers)
 
     def seed(self, name: str) -> int:
         """The seed for a layer's forward in the job at `at`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from engine_scripts import SAVING
 
@@ -105,6 +107,57 @@ def test_a_forward_that_draws_from_other_generators_is_named_and_not_redone(scri
         refused = f"redoes forwards of stage 0, which draw from {sources[kind]}" in done.err
         by_itself = bool(sources[kind]) and schedule == "1f1b"
         assert (named, refused, done.code) == (by_itself, bool(sources[kind]) != by_itself, 2 * refused), done.err
+
+
+LATER = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import dropout, mse_loss
+class Later(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+    def forward(self, x):
+        x = self.linear(x)
+        if sys.argv[1] == "drops" and x.shape[1] > LENGTH:
+            x = dropout(x, 0.5, training=True)
+        if sys.argv[1] == "changes" and x.shape[1] > LENGTH:
+            self.mean.add_(x.detach().mean((0, 1)))
+        return dropout(x, 0.5, training=True) if sys.argv[1] == "evaluates" and not self.training else x
+LENGTH = 3 if "grows" in sys.argv else 2
+x = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
+torch.manual_seed(0)
+schedule, of_shape = sys.argv[2], LENGTH == 2
+with mpirun.Engine(schedule, [Later(), Later()], microbatches=2 if schedule in ("1f1b", "ddp") else None, loss=mse_loss,
+                   timeout=0, stages=2, buckets=(2, 5) if of_shape else ()) as run:
+    lengths = (2, 5, 5) if of_shape else (2, 2)
+    losses = [run.step((x[:, :length], x[:, :length])).loss for length in lengths]
+    if not of_shape:
+        LENGTH = 1
+        run.step((x[:, :2], x[:, :2]))
+    predicted = [run.predict([(x[:, :2], x[:, :2])]) for _ in range(2)]
+    if run.rank == 0:
+        assert torch.equal(*predicted)
+        print(losses)
+"""
+
+
+def test_what_forwards_do_in_other_microbatches_than_the_first_is_seeded_or_refused(scripts, launch, compiled):
+    """A trial of each shape, and of evaluations, tells what draws; else a step would use one mask for all steps."""
+    redone = compiled("1f1b", stages=2, microbatches=2, recompute="all")
+    runs = [[kind, schedule] for kind in ("drops", "evaluates") for schedule in ("1f1b", "ddp", redone)]
+    right = scripts(2, [[LATER, *run] for run in runs])
+    assert [done.code for done in right] == [0] * 6, [done.err for done in right]
+    losses = [json.loads(done.out) for done in right]
+    assert losses[:3] == [pytest.approx(losses[0], rel=1e-6)] * 3 and losses[3:] == [pytest.approx(losses[3])] * 3
+    for kind, schedule, said in (
+        ("drops", "1f1b", "stage 0 draws random numbers, but did not in the first microbatch, by which "),
+        ("changes", redone, "mpirun knows what to keep for its RECOMPUTE: "),
+        ("changes", "ddp", "mpirun knows what to share: "),
+    ):
+        done = launch(2, program=("-c", LATER, kind, schedule, "grows"))
+        assert done.code == 1 and said in done.err, done.err
 
 
 ASKING_FOR_VALUES = """
