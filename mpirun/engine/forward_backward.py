@@ -70,26 +70,12 @@ class ForwardBackward:
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.redone = {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
         self.saves -= self.redone
-        forwards = [i for i in context.instructions if i.op in (Op.FWD, Op.RECOMPUTE)]
-        self.last_forward = forwards[-1] if forwards and graphs is None else None
-        self.drawn_before: list[bytes] = []
 
     def forget_pass(self) -> None:
         """Drop what an interrupted pass has kept: the next pass may have other data."""
         self.microbatches.forget()
         for kept in (self.losses, self.metrics, self.minibatch_loss.collected):
             kept.clear()
-        self.drawn_before = self._drawn()
-
-    def _drawn(self) -> list[bytes]:
-        """The states of the generators that models draw from: they differ as soon as something has drawn."""
-        return [generator.get_state().numpy().tobytes() for generator in default_generators(self.device)]
-
-    def _seeds(self) -> bool:
-        """Whether the rank seeds anything before it draws."""
-        loss = self.setup.shapes[-1].loss
-        layers = any(stage.layer_rng.layers for stage in self.context.stages.values())
-        return layers or (loss is not None and loss.draws)
 
     # Forward
 
@@ -188,29 +174,29 @@ class ForwardBackward:
     def _as_foreseen(self, i: Instruction, run: Callable[..., Any], loss_draws: bool) -> Callable[..., Any]:
         """`run`; RuntimeError if a forward draws, or changes buffers that others need, and the first one did not.
 
-        Where nothing of a rank is seeded, draws of a whole pass of training show after its last forward.
+        Each step looks at another microbatch for draws, as looking takes as long as two small kernels.
         """
         stage, is_redone, ranks = self.stage_of(i), (i.stage, i.mb) in self.redone, set(self.header.compute[F, i.stage])
         needed = i.op == Op.FWD and not stage.shape.overwrites_buffers and (is_redone or len(ranks) > 1)
         parts = [part._buffers for part in stage.module.modules() if part._buffers] if needed else []
-        is_last, each = i is self.last_forward, self.graphs is None and (self.header.is_forward or self._seeds())
-        if not (parts or each or is_last):
-            return run
+        generators = default_generators(self.device) if self.graphs is None else []
+        rng, position, mb, microbatches = stage.layer_rng, self.position, i.mb, self.header.microbatches
 
         def buffers() -> list[tuple[int, int]]:
             return [(id(x), x._version) for part in parts for x in part.values() if x is not None]
 
         def watched(*inputs: Any) -> Any:
-            changed, drawn = buffers(), self._drawn() if each else self.drawn_before
+            looks = position.step % microbatches == mb and not (rng.layers or loss_draws)
+            drawn = [generator.get_state() for generator in generators] if looks else []
+            changed = buffers()
             found = run(*inputs)
-            seeded = stage.layer_rng.layers or loss_draws if each else not is_last or self._seeds()
-            if not seeded and self._drawn() != drawn:
+            if not all(torch.equal(x.get_state(), state) for x, state in zip(generators, drawn, strict=False)):
                 raise RuntimeError(UNSEEDED.format(i.stage))
             if buffers() != changed:
                 raise RuntimeError(UNSHARED.format(i.stage, "keep for its RECOMPUTE" if is_redone else "share"))
             return found
 
-        return watched
+        return watched if generators or parts else run
 
     def _with_buffers(self, i: Instruction, compute: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
         """`compute` for a FWD that is recomputed later, or for its RECOMPUTE, if the stage's forwards change buffers.
