@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from mpirun.model.rng import WHOLE_STAGE, RandomOp
+from mpirun.model.rng import layers_of
 
 BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in training, whatever the schema says
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"})  # without reading
@@ -53,8 +53,7 @@ class ForwardWatch(TorchDispatchMode):
         self.origins: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
         for name, x in module.named_buffers():
             self.origins[memory(x)] = self._origins_of(x) | {name}
-        operations = [name for name, part in module.named_modules() if isinstance(part, RandomOp)]
-        self.layers = layers or operations or [WHOLE_STAGE]
+        self.layers = layers_of(module, layers)
         for name in self.layers:
             layer = module.get_submodule(name) if name else module
             layer.register_forward_pre_hook(lambda *_: setattr(self, "drawn", False))

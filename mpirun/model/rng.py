@@ -73,6 +73,11 @@ class RandomOp(nn.Module):
         return self.operation(*args, **kwargs)
 
 
+def layers_of(module: nn.Module, layers: Sequence[str]) -> Sequence[str]:
+    """The names of a stage's layers; `layers`: of a mapping that it is given as, else none."""
+    return layers or [name for name, part in module.named_modules() if isinstance(part, RandomOp)] or [WHOLE_STAGE]
+
+
 class LayerRng:
     """Seeds the generator before each forward of the layers of a stage that draw.
 

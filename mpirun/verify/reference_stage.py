@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from mpirun.engine.recipe import NamedParameter, SteppedOptimizer
 from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import build_stage
-from mpirun.model.rng import LayerRng
+from mpirun.model.rng import LayerRng, layers_of
 from mpirun.verify.microbatch import gradient_of
 
 
@@ -18,9 +18,11 @@ class ReferenceStage:
 
     def __init__(self, setup: Setup, index: int) -> None:
         """`setup`: the run's, or that of the model without shards."""
-        self.index, shape = index, setup.shapes[index]
+        self.index, shape, entry = index, setup.shapes[index], setup.model.stages[index]
         self.module = build_stage(setup.model, index, setup.seed).to(setup.device.torch)
-        self.layer_rng = LayerRng(self.module, shape.model_stage, shape.random_layers, setup.device.seed)
+        # All layers: trials of other shapes may have found more that draw than that of the first.
+        layers = layers_of(self.module, list(entry) if isinstance(entry, Mapping) else [])
+        self.layer_rng = LayerRng(self.module, shape.model_stage, layers, setup.device.seed)
         self.parameters = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
 
     def take_gradients(self) -> dict[str, Tensor]:

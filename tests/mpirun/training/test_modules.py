@@ -130,13 +130,14 @@ x = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)
 schedule, of_shape = sys.argv[2], LENGTH == 2
 with mpirun.Engine(schedule, [Later(), Later()], microbatches=2 if schedule in ("1f1b", "ddp") else None, loss=mse_loss,
-                   timeout=0, stages=2, buckets=(2, 5) if of_shape else ()) as run:
+                   timeout=0, stages=2, buckets=(2, 5) if of_shape else (), verify=of_shape, canonical=of_shape) as run:
     lengths = (2, 5, 5) if of_shape else (2, 2)
     losses = [run.step((x[:, :length], x[:, :length])).loss for length in lengths]
     if not of_shape:
         LENGTH = 1
         run.step((x[:, :2], x[:, :2]))
     predicted = [run.predict([(x[:, :2], x[:, :2])]) for _ in range(2)]
+    assert not of_shape or run.verify()
     if run.rank == 0:
         assert torch.equal(*predicted)
         print(losses)
@@ -149,7 +150,7 @@ def test_what_forwards_do_in_other_microbatches_than_the_first_is_seeded_or_refu
     runs = [[kind, schedule] for kind in ("drops", "evaluates") for schedule in ("1f1b", "ddp", redone)]
     right = scripts(2, [[LATER, *run] for run in runs])
     assert [done.code for done in right] == [0] * 6, [done.err for done in right]
-    losses = [json.loads(done.out) for done in right]
+    losses = [json.loads(done.out.splitlines()[-1]) for done in right]
     assert losses[:3] == [pytest.approx(losses[0], rel=1e-6)] * 3 and losses[3:] == [pytest.approx(losses[3])] * 3
     for kind, schedule, said in (
         ("drops", "1f1b", "stage 0 draws random numbers, but did not in the first microbatch, by which "),
