@@ -111,23 +111,28 @@ def watched(look: bool) -> Iterator[Callable[[], bool]]:
     """Yields a function that says whether random numbers were drawn inside: by this thread from torch's generator, if
     `look` (at every operation), or by any thread from those of numpy and Python.
     """
-    begin, draws = _states(), _Draws()
+    begin, draws = _states(), DrawWatch()
     with draws if look else nullcontext():
         yield lambda: draws.drew or not _same((begin[0], *_states()[1:]), begin)
 
 
-class _Draws(TorchDispatchMode):
-    """Sees whether this thread draws from torch's global generator."""
+class DrawWatch(TorchDispatchMode):
+    """Sees in `drew` whether this thread draws from torch's global generator."""
 
     def __init__(self) -> None:
+        """Nothing has been drawn yet."""
         super().__init__()
         self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (*args, *(kwargs or {}).values())
-        if torch.Tag.nondeterministic_seeded in func.tags and not any(isinstance(x, torch.Generator) for x in given):
-            self.drew = True
-        return func(*args, **(kwargs or {}))
+        """Run an operation; attention is tagged as one that draws, but draws only with dropout."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            names = [parameter.name for parameter in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            dropout = given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0)
+            self.drew |= dropout != 0 and not any(isinstance(x, torch.Generator) for x in given.values())
+        return func(*args, **kwargs)
 
 
 def _states() -> tuple[Any, Any, Any]:

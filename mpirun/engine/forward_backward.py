@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpirun.data.load_ahead import DrawWatch
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
@@ -70,6 +71,7 @@ class ForwardBackward:
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.redone = {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
         self.saves -= self.redone
+        self.suspected: dict[int, int] = {}  # by stage that may draw unseeded: how many more forwards are watched
 
     def forget_pass(self) -> None:
         """Drop what an interrupted pass has kept: the next pass may have other data."""
@@ -174,7 +176,8 @@ class ForwardBackward:
     def _as_foreseen(self, i: Instruction, run: Callable[..., Any], loss_draws: bool) -> Callable[..., Any]:
         """`run`; RuntimeError if a forward draws, or changes buffers that others need, and the first one did not.
 
-        Each step looks at another microbatch for draws, as looking takes as long as two small kernels.
+        Each step looks at one microbatch: whether the generators' states change, which takes as long as two small
+        kernels. As another thread may have drawn, a watch of this one's operations in later microbatches decides.
         """
         stage, is_redone, ranks = self.stage_of(i), (i.stage, i.mb) in self.redone, set(self.header.compute[F, i.stage])
         needed = i.op == Op.FWD and not stage.shape.overwrites_buffers and (is_redone or len(ranks) > 1)
@@ -186,12 +189,20 @@ class ForwardBackward:
             return [(id(x), x._version) for part in parts for x in part.values() if x is not None]
 
         def watched(*inputs: Any) -> Any:
-            looks = position.step % microbatches == mb and not (rng.layers or loss_draws)
-            drawn = [generator.get_state() for generator in generators] if looks else []
-            changed = buffers()
-            found = run(*inputs)
-            if not all(torch.equal(x.get_state(), state) for x, state in zip(generators, drawn, strict=False)):
-                raise RuntimeError(UNSEEDED.format(i.stage))
+            seeded, changed = rng.layers or loss_draws, buffers()
+            if not seeded and self.suspected.get(i.stage):
+                self.suspected[i.stage] -= 1
+                with DrawWatch() as draws:
+                    found = run(*inputs)
+                if draws.drew:
+                    raise RuntimeError(UNSEEDED.format(i.stage))
+            elif seeded or position.step % microbatches != mb:
+                found = run(*inputs)
+            else:
+                states = [generator.get_state() for generator in generators]
+                found = run(*inputs)
+                if not all(torch.equal(x.get_state(), state) for x, state in zip(generators, states, strict=True)):
+                    self.suspected[i.stage] = 2 * microbatches
             if buffers() != changed:
                 raise RuntimeError(UNSHARED.format(i.stage, "keep for its RECOMPUTE" if is_redone else "share"))
             return found
