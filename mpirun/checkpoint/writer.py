@@ -132,11 +132,14 @@ class CheckpointWriter:
 
     def _lock(self, directory: Path) -> None:
         _prepare(directory)
-        if not any(lock.is_in(directory) for lock in self.locks.values()):
+        if not self._holds(directory):
             if (lost := self.locks.pop(path := directory.resolve(), None)) is not None:
                 lost.release()
             self.checked.discard(path)
             self.locks[path] = FolderLock(directory, self.settings["runs"][-1])
+
+    def _holds(self, directory: Path) -> bool:
+        return any(lock.is_in(directory) for lock in self.locks.values())
 
     def _check_once(self, directory: Path, resumed: str | None) -> None:
         """Check what a folder holds, unless this run has done so since it locked it."""
@@ -201,7 +204,7 @@ class CheckpointWriter:
             on_rank_0(comm, lambda: disk_format.prune(directory, step, keep, self.damaged))
         except Stop as stop:
             if comm.rank == 0:
-                if any(lock.is_in(directory) for lock in self.locks.values()):
+                if self._holds(directory):
                     disk_format.remove_unfinished(directory)
                 last = f"the last one is that of step {self.last}" if self.last else "there is none"
                 say(f"mpirun: no checkpoint of step {step}: {stop}; {last}", sys.stderr)
