@@ -11,7 +11,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
@@ -125,14 +125,24 @@ class DrawWatch(TorchDispatchMode):
         self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; attention is tagged as one that draws, but draws only with dropout."""
+        """Run an operation; record whether it draws."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            names = [parameter.name for parameter in func._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | kwargs
-            dropout = given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0)
-            self.drew |= dropout != 0 and not any(isinstance(x, torch.Generator) for x in given.values())
+            values = arguments_of(func, args, kwargs)
+            self.drew |= draws(func, values) and not any(isinstance(x, torch.Generator) for x in values.values())
         return func(*args, **kwargs)
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by name, also those that have their defaults."""
+    parameters = func._schema.arguments
+    values = {parameter.name: parameter.default_value for parameter in parameters}
+    return values | {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | dict(kwargs)
+
+
+def draws(func: Any, values: Mapping[str, Any]) -> bool:
+    """Whether an operation with these arguments draws; attention is tagged so, but draws only with dropout."""
+    return torch.Tag.nondeterministic_seeded in func.tags and values.get("dropout_p", 1.0) != 0.0
 
 
 def _states() -> tuple[Any, Any, Any]:

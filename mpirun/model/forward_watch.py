@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from mpirun.data.load_ahead import arguments_of, draws
 from mpirun.model.rng import layers_of
 
 BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in training, whatever the schema says
@@ -75,18 +76,11 @@ class ForwardWatch(TorchDispatchMode):
         self.draws |= {name: state for name, state in self.after.items() if state != self.before[name]}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; record whether it draws, and where it writes.
-
-        Attention is tagged as an operation that draws, but draws only with dropout.
-        """
-        kwargs = kwargs or {}
-        draws, written = torch.Tag.nondeterministic_seeded in func.tags, _may_write_to(func)
-        if draws or written:
-            parameters = func._schema.arguments
-            values = {parameter.name: parameter.default_value for parameter in parameters}
-            values |= {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
-            values |= kwargs
-            self.drawn |= draws and values.get("dropout_p", 1.0) != 0.0
+        """Run an operation; record whether it draws, and where it writes."""
+        kwargs, written = kwargs or {}, _may_write_to(func)
+        if written or torch.Tag.nondeterministic_seeded in func.tags:
+            values = arguments_of(func, args, kwargs)
+            self.drawn |= draws(func, values)
             generator = values.get("generator")
             if generator is not None and generator._cdata not in _default_generators():
                 self._draw(generator)
