@@ -30,7 +30,7 @@ from mpirun.comm.output import note, say
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
-from mpirun.model.module_copy import temporary_buffers
+from mpirun.model.module_tensors import temporary_buffers
 from schedgen.ir.header import Header
 from schedgen.util.errors import RefusedFile, UsageError, listed
 

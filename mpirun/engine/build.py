@@ -108,16 +108,22 @@ def _local_stages(
     rank: int, header: Header, instructions: Sequence[Instruction], slots: MemorySlots, setup: Setup
 ) -> tuple[dict[int, LocalStage], dict[Values, str]]:
     """The stages, by number, that a rank owns or computes or whose gradients it adds or forwards; digests of values."""
-    owned_units = header.units_of(rank)
+    owned_parts: dict[int, list[int]] = {}
+    for index, part in header.units_of(rank):
+        owned_parts.setdefault(index, []).append(part)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
-    stages, digests = {}, dict[Values, str]()
-    for index in range(header.stages):
-        parts = header.parts_of(index)
-        owned = [part for stage, part in owned_units if stage == index]
-        if not owned and index not in named:
-            continue
-        module = build_stage(setup.model, index, setup.seed, values=bool(owned), mapped=True)
-        digests |= value_digests(setup.model, index, module, bool(owned))
+    versions = {i.stage for i in instructions if i.op == Op.STEP and i.version >= 0 and slots.version(i) is not None}
+    modules, stages, digests = {}, dict[int, LocalStage](), dict[Values, str]()
+    for index in sorted(named | owned_parts.keys()):  # a tie reads the value of its first before stages move weights
+        owned = index in owned_parts
+        modules[index] = build_stage(setup.model, index, setup.seed, values=owned, mapped=True)
+        digests |= value_digests(setup.model, index, modules[index], owned)
+    for index, module in modules.items():
+        if index in versions and (referred := setup.shapes[index].referred):
+            raise UsageError(
+                f"stage {index} reads {referred[0]} by a reference that its module keeps, as in a tuple, but the "
+                "schedule has several versions of its weights: read it as an attribute in forward"
+            )
         stages[index] = LocalStage(
             module,
             index,
@@ -125,8 +131,9 @@ def _local_stages(
             setup.device,
             slots.weights(index),
             setup.autocast_dtype,
-            parts,
-            owned,
+            header.parts_of(index),
+            owned_parts.get(index, []),
+            stages.values(),
         )
         stages[index].tied_to_earlier = setup.model.tied_to_earlier(index, stages[index].names)
     return stages, digests

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from mpirun.model.build_stage import fake_mode, stage_without_values
 from mpirun.model.contract import Model, StageEntry
 from mpirun.model.dataflow import Source, Value, how_to_compile
-from mpirun.model.module_copy import own_tensors
+from mpirun.model.module_tensors import own_tensors
 from mpirun.model.parallel_layers import Shard, sharded_dims
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
@@ -90,7 +91,8 @@ def _of_shard(source: Source, t: int, count: int) -> Source:
 def _ties_of_shards(expanded: Model, stage: int, count: int) -> list[list[tuple[int, str]]]:
     """Ties for the parameters that every shard of a stage holds in full."""
     fake = fake_mode()
-    shards = [stage_without_values(expanded, stage * count + t, fake) for t in range(count)]
+    with ExitStack() as stack:
+        shards = [stack.enter_context(stage_without_values(expanded, stage * count + t, fake))[0] for t in range(count)]
     names = [{name for name, parameter in shard.named_parameters() if parameter.requires_grad} for shard in shards]
     shared = set.intersection(*names) - set(sharded_dims(shards[0]))
     return [

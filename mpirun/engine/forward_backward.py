@@ -154,8 +154,6 @@ class ForwardBackward:
             if packed:
                 values = [x for message, bundle in zip(values, bundles, strict=True) for x in bundle.unpack(message)]
             batch = None if read is None else read()
-            if statistics:
-                stage.take_counts()
             if rng.layers or loss_draws:
                 rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
             leaves = batch.leaves if batch is not None and arguments.reads_input else ()

@@ -28,7 +28,6 @@ from mpirun.engine.recipe import (
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
-from mpirun.model.module_copy import given_modules
 from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError, clip
 
@@ -55,23 +54,26 @@ class Optimizer:
             (index, part): stage.new_parameters(part) for index, stage in stages.items() for part in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
-        # By name in the model: a parameter, or piece of one, and the weights that its `data` is, except within a step.
-        self.views: list[tuple[str, nn.Parameter, Tensor]] = []
+        # By name in the model: a parameter of a module, and the weights that its `data` is, except within a step.
+        self.views: list[tuple[str, nn.Parameter, Tensor]] = [
+            (model.entry_name(index, name), parameter, view)
+            for index, stage in stages.items()
+            if not stage.owns_separate_parts
+            for name, parameter, view in zip(stage.names, stage.parameters, stage.views(stage.weights), strict=True)
+        ]
         tried: set[str] = set()
         for unit, parameters in self.parameters.items():
             named = _named(model, stages[unit[0]], unit[1], parameters)
-            views = stages[unit[0]].views_of_part(unit[1], stages[unit[0]].owned[unit[1]])
-            self.views += [(entry.name, entry.parameter, view) for entry, view in zip(named, views, strict=True)]
             for entry, dim in zip(named, _divided_along(model, stages[unit[0]], unit[1], len(named)), strict=True):
                 if not recipe.name and not entry.whole:
                     check_steps_pieces(recipe, entry, dim, tried)
             if parameters:
                 self.by_unit[unit] = recipe.make(named, seed, unit[1])
-        # What a script may reach: these parameters, those of its modules, or of a stage that is no copy of its modules.
-        reached = [(name, parameter) for name, parameter, _ in self.views]
-        for index, stage in stages.items():
-            for prefix, module in given_modules(model.stages[index]) or [("", stage.module)]:
-                reached += [(model.entry_name(index, name), x) for name, x in module.named_parameters(prefix)]
+        reached = [
+            (model.entry_name(index, name), x)
+            for index, stage in stages.items()
+            for name, x in stage.module.named_parameters()
+        ]
         self.reached_names, self.reached = [name for name, _ in reached], [parameter for _, parameter in reached]
         self.trained = list(map(_requires_grad, self.reached))
         self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # hashes when just made
@@ -218,12 +220,6 @@ class Optimizer:
             "give it back before the next step, or freeze another module that has loaded the weights of state_dict(); "
             "to train it otherwise, save before, and resume with a new Engine; a scheduler may set a group's rate to 0"
         )
-
-    def leave_versions(self) -> None:
-        """Point the parameters to the weights at the start of a pass, which scripts may change between two steps."""
-        self.points_to.clear()
-        for _, parameter, view in self.views:
-            parameter.data = view
 
     def rate(self, step: int) -> float:
         """The learning rate of `step` on this rank: that of its first unit's first parameter group."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.engine.options import SetupOptions
-from mpirun.model.module_copy import like_parameter
+from mpirun.model.meta_values import like_parameter
 from mpirun.model.parallel_layers import Shard, ShardedDim
 from mpirun.model.parameter_checks import hooked_by
 from mpirun.model.rng import derived_seed, seed_generators

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
-from mpirun.model.module_copy import shared_buffers
+from mpirun.model.module_tensors import shared_buffers
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F

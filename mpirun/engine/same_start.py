@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mpirun.comm.fail_together import Stop, first_difference
 from mpirun.data.values import digest_of, raw_bytes
 from mpirun.model.contract import Model
-from mpirun.model.module_copy import given_modules, own_tensors
+from mpirun.model.module_tensors import given_modules, own_tensors
 from schedgen.ir.header import Header
 
 

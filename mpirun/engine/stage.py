@@ -20,10 +20,8 @@ from mpirun.comm.device import Device
 from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.weight_shards import part_slices, pieces, sections
 from mpirun.model.autocast import autocast
-from mpirun.model.build_stage import replace_tensors
 from mpirun.model.dataflow import TensorSpec
-from mpirun.model.frozen_statistics import counts, set_counts
-from mpirun.model.module_copy import like_parameter
+from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import LayerRng
 from mpirun.model.stage_shape import StageShape, flat_layout
 from mpirun.model.trial import ASK_FOR_GRADIENTS, NEEDS_GRADIENTS
@@ -62,13 +60,15 @@ class LocalStage:
         autocast_dtype: torch.dtype | None = None,
         parts: Sequence[int] = (-1,),
         owned_parts: Collection[int] = (),
+        earlier: Iterable[LocalStage] = (),
     ) -> None:
-        """Move a module's parameters into flat weights.
+        """Move the memory of a module's parameters into flat weights; they stay the objects that they are.
 
         memory          where weights fetched from other ranks will be, shape (bytes,); None: it fetches none
         autocast_dtype  the type that torch's autocast computes in; None: the parameters' own
         parts           of the weights; (-1,) where they are not divided
         owned_parts     the parts that the rank owns; if it does not own all, they lie outside of `weights`
+        earlier         stages of this rank, whose parameters may be some of the module's: it gets others for these
         """
         self.module, self.index, self.shape, self.device = module, index, shape, device
         self.autocast_dtype = autocast_dtype
@@ -85,24 +85,36 @@ class LocalStage:
             part: self._copy_of_part(part, named) for part in owned_parts
         }  # fmt: skip
         self.owns_separate_parts = not owns_all and bool(self.owned)
-        self.parameters = []
+        # Parameters that the module gets before a job of this stage, since jobs of others give it their own.
+        self.places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self.parameters: list[nn.Parameter] = []
+        holders = {id(parameter): stage for stage in earlier for parameter in stage.parameters}
         if owns_all or memory is not None:
-            for number, view in enumerate(self.views(self.weights)):
-                name, parameter = named[number]
+            for (_, parameter), view in zip(named, self.views(self.weights), strict=True):
                 if owns_all:
                     view.copy_(parameter.detach())
-                new = like_parameter(parameter, view)
-                replace_tensors(module, {id(parameter): new})
-                self.parameters.append(new)
-                named[number] = name, new  # frees the memory of the old one
+                self.parameters.append(self._own(parameter, view, holders.get(id(parameter))))
         elif self.owns_separate_parts:  # it never computes the stage, so the module needs no values
             for _, parameter in named:
-                no_memory = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
-                replace_tensors(module, {id(parameter): like_parameter(parameter, no_memory)})
+                parameter.data = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
         module.to(device.torch)
-        self.latest = [module]  # the module of the latest forward, among those of all versions
         self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
         self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
+
+    def _own(self, parameter: nn.Parameter, view: Tensor, holder: LocalStage | None) -> nn.Parameter:
+        """The module's parameter with its memory at `view`, or another one there if stage `holder` has it already."""
+        if holder is None:
+            parameter.data, parameter.grad = view, None
+            return parameter
+        own = like_parameter(parameter, view)
+        holder.places += _places(holder.module, parameter, parameter)
+        self.places += _places(self.module, parameter, own)
+        return own
+
+    def bind(self) -> None:
+        """Give the module this stage's parameters where other stages, or other versions of its weights, have theirs."""
+        for parameters, name, parameter in self.places:
+            parameters[name] = parameter
 
     def _copy_of_part(self, part: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         """A part of the weights in memory of its own, flat."""
@@ -122,24 +134,18 @@ class LocalStage:
 
         return copy
 
-    def with_other_weights(self, module: nn.Module, memory: Tensor) -> LocalStage:
-        """The same stage with weights in `memory`, shape (bytes,).
-
-        `module`: another module of the stage, which gets the buffers and frozen parameters of this one.
-        """
-        stage = LocalStage(module, self.index, self.shape, self.device, memory, self.autocast_dtype)
-        for source, target in zip(self.module.modules(), module.modules(), strict=True):
-            frozen = {name: x for name, x in source._parameters.items() if x is not None and not x.requires_grad}
-            target._buffers = source._buffers  # shared: every version sees what a forward assigns
-            target._parameters.update(frozen)
-        stage.latest, stage.tied_to_earlier = self.latest, self.tied_to_earlier
+    def version(self, memory: Tensor) -> LocalStage:
+        """The same stage, and module, with a version of its weights in `memory`, shape (bytes,)."""
+        stage = copy.copy(self)
+        stage.weights = memory
+        self.bind()
+        self.places = [place for x in self.parameters for place in _places(self.module, x, x)]
+        stage.parameters = [
+            like_parameter(x, view) for x, view in zip(self.parameters, self.views(memory), strict=True)
+        ]
+        own = {id(x): new for x, new in zip(self.parameters, stage.parameters, strict=True)}
+        stage.places = [(parameters, name, own[id(x)]) for parameters, name, x in self.places]
         return stage
-
-    def take_counts(self) -> None:
-        """Before a forward, take over the counts of the module of the latest forward, if it is another version's."""
-        if self.latest[0] is not self.module:
-            set_counts(self.module, counts(self.latest[0]))
-            self.latest[0] = self.module
 
     def elsewhere(self, memory: Tensor | None, shape: StageShape) -> LocalStage:
         """The same stage for microbatches of another shape.
@@ -192,6 +198,7 @@ class LocalStage:
         specs      shapes and types of the outputs; None: those of the first microbatch
         """
         specs = specs or self.shape.outputs
+        self.bind()
         if not save:
             try:
                 with torch.no_grad():
@@ -239,6 +246,7 @@ class LocalStage:
     def backward(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> None:
         """Run the backward: the inputs' gradients go to `saved`, the parameters' are added to their `grad`."""
         roots, root_gradients = _differentiable_outputs(saved, gradients)
+        self.bind()  # a checkpoint inside the stage runs its forward again
         if roots:
             # What Tensor.backward calls in the end, without its checks: they take as long as three small kernels. On a
             # CPU the backward runs in this thread, so torch need not pass the caller's context on to another one.
@@ -251,6 +259,7 @@ class LocalStage:
         roots, root_gradients = _differentiable_outputs(saved, gradients)
         if not roots:
             return None
+        self.bind()
         leaves = [x for x in saved.inputs if x.requires_grad]
         grads, half = input_half(roots, root_gradients, leaves, self.parameters)
         for leaf, grad in zip(leaves, grads, strict=True):
@@ -260,8 +269,21 @@ class LocalStage:
 
     def backward_weight(self, half: WeightHalf | None) -> None:
         """Run the backward's second half: add the parameters' gradients to their `grad`."""
+        self.bind()
         if half is not None:
             weight_half(half, self.parameters)
+
+
+def _places(
+    module: nn.Module, parameter: nn.Parameter, own: nn.Parameter
+) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
+    """Where a module has a parameter: the submodule's parameters, the name there, and what belongs there instead."""
+    return [
+        (part._parameters, name, own)
+        for part in module.modules()
+        for name, x in part._parameters.items()
+        if x is parameter
+    ]
 
 
 def address(x: Tensor) -> int:

@@ -3,8 +3,8 @@
 1. Version 0 is the owner's weights when a pass through the list begins. STEP to version v makes v from v - 1.
 2. If jobs still use v - 1, v has a memory slot of its own (`planned_memory`): the STEP copies v - 1 there and steps the
    copy. Otherwise both have one slot, and the STEP changes it in place.
-3. Every slot has a module whose parameters lie there. The graph that a forward saves points to the slot of its
-   version, so its backward uses the same version.
+3. Every slot has parameters that lie there, which the module gets before each job. The graph that a forward saves
+   points to the slot of its version, so its backward uses the same version.
 4. At NORM the last version is copied to where the next pass expects version 0.
 5. NORM sees the gradients of the last update only. It learns from `unsound` if those of an earlier one are not finite.
 """
@@ -18,12 +18,11 @@ from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.grad_norm import norms_on_device
 from mpirun.engine.stage import LocalStage
-from mpirun.model.build_stage import build_stage
 from schedgen.ir.instructions import Instruction, Op
 
 
 class StageVersions:
-    """The versions of the stages that a rank owns, each with a module whose parameters lie in its memory."""
+    """The versions of the stages that a rank owns, each with parameters that lie in its memory."""
 
     def __init__(self, context: Context) -> None:
         """The stages of the context have version 0 of their weights."""
@@ -38,8 +37,7 @@ class StageVersions:
                 if memory is not None:
                     key = i.stage, context.slots.number[i]
                     if key not in in_slot:
-                        module = build_stage(context.setup.model, i.stage, context.setup.seed)
-                        in_slot[key] = stage.with_other_weights(module, memory)
+                        in_slot[key] = stage.version(memory)
                     stage = in_slot[key]
                 self.by_version[i.stage, i.version] = self.last[i.stage] = stage
                 self.unsound[i.stage] = torch.zeros(len(stage.names), device=stage.device.torch)
@@ -75,5 +73,4 @@ class StageVersions:
         for stage, last in self.last.items():
             if last is not self.version_0[stage]:
                 self.version_0[stage].weights.copy_(last.weights)
-        if self.last:
-            self.context.optimizer.leave_versions()
+                self.version_0[stage].bind()

@@ -1,6 +1,7 @@
-"""A stage's module, built from its entry in `Model.stages`: with the same weights on every rank, for every cut.
+"""A stage's module, from its entry in `Model.stages`: with the same weights on every rank, for every cut.
 
-Parameters and buffers get their values from `Model.weights` if it has them, else from the code that builds the stage.
+A module that is given is the stage itself, no copy of it. Parameters and buffers get their values from `Model.weights`
+if it has them, else from the module, or the code that builds it.
 """
 
 from __future__ import annotations
@@ -8,17 +9,18 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mpirun.model.contract import Model
-from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
+from mpirun.model.meta_values import MetaStage, initial_values, like
+from mpirun.model.module_tensors import given_modules, kept, own_tensors, replace_tensors
 from mpirun.model.parallel_layers import Shard, ShardedDim, sharded_dims
 from mpirun.model.parameter_checks import check_parameters
 from mpirun.model.rng import derived_seed, seed_generators
@@ -26,8 +28,7 @@ from mpirun.model.weight_names import lack, weight_names
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 NeedsValues = Callable[[str, Tensor], bool]  # takes a name in the stage, and its parameter or buffer
-# Modules with tensors of their own that a stage's function has returned, each with those that became fake.
-_RETURNED: MutableMapping[nn.Module, dict[int, Tensor]] = WeakIdKeyDictionary()
+_RETURNED: WeakSet[nn.Module] = WeakSet()  # modules with tensors of their own that a stage's function has returned
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
@@ -56,24 +57,68 @@ def fake_mode() -> FakeTensorMode:
     return fake
 
 
-def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.Module:
-    """The module of a stage, with fake parameters and buffers, of the mode `fake`: no weights are read.
+@contextmanager
+def stage_without_values(
+    model: Model, stage: int, fake: FakeTensorMode
+) -> Iterator[tuple[nn.Module, Mapping[int, str]]]:
+    """Inside, the module of a stage has fake parameters and buffers, of the mode `fake`: no weights are read.
 
-    Functions that build it run in `fake`, so that nothing is initialised; copies of existing modules, which cannot be
-    made in `fake`, are made outside. If that fails, as when a constructor asks for values, the functions run as usual.
+    Yields the module, and the names of the tensors that it has outside, by their ids. Functions that build it run in
+    `fake`, so that nothing is initialised. If that fails, as when a constructor asks for values, they run as usual.
     """
     try:
-        module = _Builder(model, stage, 0, lambda *_: False, making=fake).build()
+        module = _Builder(model, stage, 0, None, making=fake).build()
     except UsageError:
-        module = _Builder(model, stage, 0, lambda *_: False).build()
-    real = [tensor for tensor in own_tensors(module).values() if not fake.is_our_fake(tensor)]
-    fakes = {id(tensor): like(tensor, fake.from_tensor(tensor.detach())) for tensor in real}
-    replace_tensors(module, fakes)
-    before = {id(fakes[id(tensor)]): tensor for tensor in real}
-    for part in module.modules():
-        if part in _RETURNED:
-            _RETURNED[part] = before
+        module = _Builder(model, stage, 0, None).build()
+    with kept([module]):
+        own = own_tensors(module)
+        replace_tensors(module, {id(x): like(x, _fake_of(x, fake)) for x in own.values()})
+        yield module, {id(x): name for name, x in own.items()}
+
+
+def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+    """A fake tensor on the CPU with the strides that a run's has, in which trained parameters are contiguous."""
+    detached = tensor.detach()
+    if not fake.is_our_fake(tensor):
+        detached = fake.from_tensor(torch.empty_like(detached, device="cpu") if tensor.is_meta else detached)
+    return detached.contiguous() if tensor.requires_grad else detached
+
+
+@contextmanager
+def stage_apart(model: Model, stage: int, seed: int = 0) -> Iterator[tuple[nn.Module, Mapping[int, str]]]:
+    """Inside, a stage's module has tensors of its own, with the values that it has now, or begins with if it has none.
+
+    The module that was given, if there is one, has its own tensors again in the end. Yields as `stage_without_values`.
+    """
+    given = given_modules(model.stages[stage])
+    names = {id(x): f"{prefix}.{name}".removeprefix(".") for prefix, m in given for name, x in own_tensors(m).items()}
+    with _given_apart(model, stage, copied=True):
+        yield build_stage(model, stage, seed), names
+
+
+def stage_with(model: Model, stage: int, values: Mapping[str, Tensor]) -> nn.Module:
+    """The module of a stage, with these values, by name. The caller keeps what the modules that were given had."""
+    module = _Builder(model, stage, 0, None).build()
+    for name, tensor in own_tensors(module).items():
+        if tensor.is_meta:
+            replace_tensors(module, {id(tensor): like(tensor, values[name])})
+        else:
+            tensor.data = values[name]
     return module
+
+
+@contextmanager
+def _given_apart(model: Model, stage: int, copied: bool) -> Iterator[None]:
+    """Inside, the modules that a stage was given as may get values: in the end they have those from before.
+
+    `copied`: tensors that have values are copied, too, so that what changes them in place does not change the module's.
+    """
+    given = [module for _, module in given_modules(model.stages[stage])]
+    with kept(given):
+        for module in given:
+            own = [x for x in own_tensors(module).values() if copied or x.is_meta]
+            replace_tensors(module, {id(x): like(x, x.detach().clone()) for x in own})
+        yield
 
 
 def whole_shape(tensor: Tensor, dim: ShardedDim | None, shard: Shard) -> tuple[int, ...]:
@@ -81,26 +126,16 @@ def whole_shape(tensor: Tensor, dim: ShardedDim | None, shard: Shard) -> tuple[i
     return tuple(tensor.shape) if dim is None or shard.count == 1 else dim.full_shape(tensor.shape, shard)
 
 
-def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
-    """Replace parameters and buffers of a module; `new`: the new tensors, by the id of the old one."""
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, old in tensors.items():
-                if id(old) in new:
-                    tensors[name] = new[id(old)]  # type: ignore[assignment]
-
-
 def _check_new(module: nn.Module) -> None:
-    """UsageError if a part of a module that a function returns was returned before; it gets its own tensors back."""
-    parts = [part for part in module.modules() if part._parameters or part._buffers]
-    for part in parts:
-        if part in _RETURNED:
-            replace_tensors(module, _RETURNED[part])
-            raise UsageError(
-                f"its function returns the same {type(part).__name__} every time: let it make a new one, or give the "
-                "module itself in place of the function"
-            )
-    _RETURNED.update({part: {} for part in parts})
+    """UsageError if a part of a module that a function returns was returned before."""
+    for part in module.modules():
+        if part._parameters or part._buffers:
+            if part in _RETURNED:
+                raise UsageError(
+                    f"its function returns the same {type(part).__name__} every time: let it make a new one, or give "
+                    "the module itself in place of the function"
+                )
+            _RETURNED.add(part)
 
 
 class _Builder:
@@ -111,11 +146,11 @@ class _Builder:
         model: Model,
         stage: int,
         seed: int,
-        needs_values: NeedsValues,
+        needs_values: NeedsValues | None,
         mapped: bool = False,
         making: AbstractContextManager[object] | None = None,
     ) -> None:
-        """`making`: the context in which functions of the model's author run."""
+        """`needs_values`: None: no tensor gets a value; `making`: the context in which the author's functions run."""
         self.model, self.stage, self.seed, self.needs_values, self.mapped = model, stage, seed, needs_values, mapped
         self.making = nullcontext() if making is None else making
         self.loaded: set[str] = set()  # names of the values that `weights` gave
@@ -138,17 +173,29 @@ class _Builder:
         first_stage, first_name = tie[0]
         names = [name for place, name in tie if place == self.stage]
         copies = [_parameter(module, self.stage, name) for name in names]
-        kept = copies[0]
-        copied = self.needs_values(names[0], kept) and names[0] not in self.loaded
-        first_module = module
-        if first_stage != self.stage:
+        of_stage = dict(zip(names, copies, strict=True))
+        copied = self._needs_value(names[0], copies[0]) and names[0] not in self.loaded
+        if first_stage == self.stage:
+            self._make_alike(of_stage, tie[0], _parameter(module, *tie[0]), copied)
+        else:
 
             def needs_values(name: str, _: Tensor) -> bool:
                 return copied and name == first_name
 
-            first_module = _Builder(self.model, first_stage, self.seed, needs_values, self.mapped, self.making).untied()
-        first = _parameter(first_module, first_stage, first_name)
-        for name, parameter in zip(names, copies, strict=True):
+            wanted = needs_values if self.needs_values else None
+            builder = _Builder(self.model, first_stage, self.seed, wanted, self.mapped, self.making)
+            with _given_apart(self.model, first_stage, copied=False):
+                self._make_alike(of_stage, tie[0], _parameter(builder.untied(), *tie[0]), copied)
+        for name in names[1:]:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, copies[0])
+
+    def _make_alike(
+        self, of_stage: Mapping[str, nn.Parameter], place: tuple[int, str], first: nn.Parameter, copied: bool
+    ) -> None:
+        """Check that this stage's parameters of a tie, by name, are like its first; if `copied`, give one its value."""
+        first_stage, first_name = place
+        for name, parameter in of_stage.items():
             if (parameter.shape, parameter.dtype) != (first.shape, first.dtype):
                 raise UsageError(
                     f"the model ties {first_name} of stage {first_stage}, {first.dtype} of shape "
@@ -161,53 +208,41 @@ class _Builder:
                     f"the model ties {first_name} of stage {first_stage}, which is {one}, to {name} of stage "
                     f"{self.stage}, which is {other}"
                 )
+        kept = next(iter(of_stage.values()))
         if copied and kept is not first:
             kept.data.copy_(first.data)
-        for name in names[1:]:
-            owner, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(owner), attribute, kept)
 
     def untied(self) -> nn.Module:
         """The module as its entry builds it. An attribute `seeded` of the entry replaces the stage in its seed."""
         entry = self.model.stages[self.stage]
         if isinstance(entry, nn.Module):
-            return self._layer(ModuleCopy(entry), "", "")
+            return self._layer(entry, "", "")
         if isinstance(entry, Mapping):
             layers = OrderedDict((name, self._layer(make, name, f"{name}.")) for name, make in entry.items())
             return nn.Sequential(layers)
         return self._layer(entry, getattr(entry, "seeded", f"stage {self.model.model_stage(self.stage)}"), "")
 
-    def _layer(self, make: Callable[[], nn.Module], seeded: str, prefix: str) -> nn.Module:
-        """Build a layer, or the whole stage; `prefix`: what its names in the stage begin with."""
+    def _needs_value(self, name: str, tensor: Tensor) -> bool:
+        return self.needs_values is not None and self.needs_values(name, tensor)
+
+    def _layer(self, make: Callable[[], nn.Module] | nn.Module, seeded: str, prefix: str) -> nn.Module:
+        """A layer, or the whole stage; `prefix`: what its names in the stage begin with."""
         stage = self.model.model_stage(self.stage)
         seed_generators(derived_seed(self.seed, seeded))
-
-        def needs_values(name: str, tensor: Tensor) -> bool:
-            return self.needs_values(f"{prefix}{name}", tensor)
-
         try:
             with self.making:
-                module = make.module if isinstance(make, ModuleCopy) else make()
+                module = make if isinstance(make, nn.Module) else make()
             if isinstance(module, nn.Module):
-                if not isinstance(make, ModuleCopy):
+                if not isinstance(make, nn.Module | MetaStage):
                     _check_new(module)
                 check_parameters(module, type(module).__name__)
-                if isinstance(make, ModuleCopy) and compiled_in_place(module):
-                    lost = f"stage {stage}: Module.compile is lost where a stage is copied: use torch.compile(module)"
-                    warnings.warn(lost, MpirunWarning, stacklevel=4)
-                values = self._load(module, prefix)
-                if isinstance(make, ModuleCopy):
-                    module = make.build(values, needs_values)
-                else:
-                    module = _with_values(module, values, needs_values)
+                if self.needs_values is not None:
+                    self._give_values(module, make, prefix)
                 for part in module.modules():
                     if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
                         part.sparse = False  # gradients are added up in dense buffers
                     elif isinstance(part, nn.RNNBase):
                         vars(part)["flatten_parameters"] = _stay  # it would move them out of flat weights
-                for parameter in module.parameters():
-                    if parameter.requires_grad:  # as in the flat weights of a run
-                        parameter.data = parameter.data.contiguous()
                 return module
         except UsageError as error:
             raise UsageError(f"stage {stage} of the model cannot be built: {error}") from None
@@ -215,12 +250,32 @@ class _Builder:
             raise UsageError(f"stage {stage} of the model cannot be built: {raised(error)}") from None
         raise UsageError(f"stage {stage} of the model should be an nn.Module, not {type(module).__name__}")
 
+    def _give_values(self, module: nn.Module, make: object, prefix: str) -> None:
+        """Give a module the values that `weights` has for it, and values to those on the meta device that need some."""
+        values, seed, tensors = self._load(module, prefix), torch.initial_seed(), own_tensors(module)
+        on_meta = {name: x for name, x in tensors.items() if x.is_meta}
+        unset = {name: x for name, x in on_meta.items() if name not in values and self._needs_value(prefix + name, x)}
+        if unset and not isinstance(make, MetaStage):
+            raise UsageError(f"{next(iter(unset))} is on the meta device, and no weights give it values")
+        if isinstance(make, MetaStage):
+            values |= initial_values(make.source, unset, seed)
+        for name, value in values.items():
+            if name not in on_meta:
+                tensors[name].data = value
+        empty = {name: torch.empty_like(x, device="cpu") for name, x in on_meta.items() if name not in values}
+        new = {id(x): like(x, (values | empty)[name]) for name, x in on_meta.items()}
+        for part in (module, make.source.module) if isinstance(make, MetaStage) else (module,):
+            replace_tensors(part, new)
+        for parameter in module.parameters():
+            if parameter.requires_grad:  # as in the flat weights of a run
+                parameter.data = parameter.data.contiguous()
+
     def _load(self, module: nn.Module, prefix: str) -> dict[str, Tensor]:
         """The values that `weights` has for a layer, by name in the layer."""
         if self.model.weights is None:
             return {}
         tensors = {
-            name: tensor for name, tensor in own_tensors(module).items() if self.needs_values(f"{prefix}{name}", tensor)
+            name: tensor for name, tensor in own_tensors(module).items() if self._needs_value(f"{prefix}{name}", tensor)
         }
         names = {n: c for n, c in weight_names(self.model, self.stage, module, prefix).items() if n in tensors}
         given = dict(self.model.weights([candidate for candidates in names.values() for candidate in candidates]))
@@ -268,20 +323,6 @@ def _take_as_given(stage: nn.Module) -> None:
         return arguments
 
     hook = stage.register_forward_pre_hook(before)
-
-
-def _with_values(module: nn.Module, values: Mapping[str, Tensor], needs_values: NeedsValues) -> nn.Module:
-    """The module with these values, by name; UsageError if another tensor needs values and is on the meta device."""
-    new: dict[int, Tensor] = {}
-    for name, tensor in own_tensors(module).items():
-        if name in values:
-            new[id(tensor)] = like(tensor, values[name])
-        elif tensor.is_meta and needs_values(name, tensor):
-            raise UsageError(f"{name} is on the meta device, and no weights give it values")
-        elif tensor.is_meta:
-            new[id(tensor)] = like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
-    replace_tensors(module, new)
-    return module
 
 
 def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:

@@ -157,6 +157,20 @@ class ForwardWatch(TorchDispatchMode):
         return [n for n, (x, place) in self.parameters.items() if after.get(n) is not x or _place(x) != place]
 
 
+def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors whose `grad` a backward from these outputs would add to."""
+    nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen, leaves = set(nodes), []
+    while nodes:
+        node: Any = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        new = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= new
+        nodes += new
+    return leaves
+
+
 class ReadWatch(TorchDispatchMode):
     """While it is active, records in `read` whether an operation has one of these tensors, or a view of one.
 

@@ -18,7 +18,7 @@ from torch.jit import ScriptModule
 from mpirun.data.microbatches import Minibatch
 from mpirun.model.contract import Layers, Model
 from mpirun.model.loss import check_loss
-from mpirun.model.module_copy import shared_parameters
+from mpirun.model.module_tensors import shared_parameters
 from schedgen.util.errors import UsageError, raised
 
 

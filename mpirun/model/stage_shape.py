@@ -49,6 +49,7 @@ class StageShape(NamedTuple):
     changed_buffers: tuple[str, ...] = ()  # the buffers that it changed in the trial
     carried_buffers: tuple[str, ...] = ()  # those of them on whose values before a forward its outputs depend
     changed_parameters: tuple[str, ...] = ()  # the parameters that it changed in the trial
+    referred: tuple[str, ...] = ()  # trained parameters that it reads by a reference, such as one in a tuple
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might in other microbatches
     other_draws: tuple[str, ...] = ()  # generators other than torch's default one that it drew from in the trial

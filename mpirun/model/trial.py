@@ -12,7 +12,7 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.values import copy_of, to_device
 from mpirun.model.autocast import autocast
-from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
+from mpirun.model.build_stage import fake_mode, stage_apart, stage_without_values
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
-from mpirun.model.forward_watch import ForwardWatch, memory
+from mpirun.model.forward_watch import ForwardWatch, leaves_of_graph, memory
 from mpirun.model.frozen_statistics import counts
 from mpirun.model.loss import check_graph, check_real, loss_and_metrics, loss_input, try_loss, watched
 from mpirun.model.parallel_layers import sharded_dims
@@ -178,8 +178,26 @@ class Trial:
     def _forward_on(
         self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None, copies: bool
     ) -> tuple[Sequence[Tensor], StageShape]:
+        with ExitStack() as stack:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", MpirunWarning)  # building it for training warns of the same
+                apart = (
+                    stage_apart(self.model, stage) if fake is None else stage_without_values(self.model, stage, fake)
+                )
+                module, own = stack.enter_context(apart)
+            return self._run(module, own, stage, outputs, fake, copies)
+
+    def _run(
+        self,
+        module: nn.Module,
+        own: Mapping[int, str],
+        stage: int,
+        outputs: Sequence[Sequence[Tensor]],
+        fake: FakeTensorMode | None,
+        copies: bool,
+    ) -> tuple[Sequence[Tensor], StageShape]:
+        """`own`: names of the tensors that the module has elsewhere than in the trial, by id."""
         model, device, entry = self.model, self.device, self.model.stages[stage]
-        module = _real_stage(model, stage) if fake is None else stage_without_values(model, stage, fake)
         parameters = _parameter_shape(module)
         if self.prepare is not None:
             self.prepare(stage, module)
@@ -193,6 +211,7 @@ class Trial:
             ]
             if device != CPU:
                 module.to(device)
+            leaves = inputs
             if copies:
                 inputs = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
             watch, numbers = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else []), counts(module)
@@ -221,18 +240,36 @@ class Trial:
             aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
             random_layers=tuple(watch.layers) if fake is None and is_whole else random_layers,
             other_draws=other_draws,
+            referred=self._referred(stage, made, [*leaves, *module.parameters()], own),
             model_stage=model.model_stage(stage),
         )
+
+    def _referred(
+        self, stage: int, outputs: Sequence[Tensor], known: Sequence[Any], own: Mapping[int, str]
+    ) -> tuple[str, ...]:
+        """The stage's trained parameters that its forward read by references; UsageError if it read another's.
+
+        A lambda, a tuple or a partial refers to what the module has elsewhere, not to what it has in the trial.
+        """
+        tied = {name for tie in self.model.tied for place, name in tie[1:] if place == stage}
+        known_ids, found = set(map(id, known)), []
+        for leaf in leaves_of_graph(outputs):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in known_ids:
+                name = own.get(id(leaf))
+                if name is None or name in tied or leaf.is_meta:
+                    what = name or f"a trained parameter of shape {tuple(leaf.shape)}"
+                    whose = "which an earlier stage has, too" if name in tied else "which it does not own"
+                    whose = "which is on the meta device" if leaf.is_meta else whose
+                    raise UsageError(
+                        f"stage {stage} reads {what}, {whose}, by a reference that its module keeps: register the "
+                        "parameter in the stage's module, and read it as an attribute in forward"
+                    )
+                found.append(name)
+        return tuple(found)
 
 
 class _Failed(UsageError):
     """A stage's forward has failed."""
-
-
-def _real_stage(model: Model, stage: int) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MpirunWarning)  # building it for training warns of the same
-        return build_stage(model, stage, seed=0)
 
 
 def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Any], stage: int) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from mpirun.model.contract import Model
-from mpirun.model.module_copy import own_tensors, temporary_buffers, tensor_aliases
+from mpirun.model.module_tensors import own_tensors, temporary_buffers, tensor_aliases
 from schedgen.util.errors import listed
 
 

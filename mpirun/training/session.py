@@ -36,6 +36,7 @@ from mpirun.engine.step_trace import StepTrace
 from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, set_buffers, set_counts
 from mpirun.training.notes import note_odd_model, note_other_names, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
+from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import ASKED, BEAT, ENDING, PHASE, ROW, SAVING, TRYING, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
@@ -101,6 +102,8 @@ class Session:
         `verify`: record the steps for the method `verify`; `resumes`: a checkpoint will replace all values.
         """
         self.setup = setup
+        given = {} if resumes else given_digests(setup.model, self.header)
+        start = first_values(setup.unsharded_model, setup.seed) if verify and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: Interpreter = build_interpreter(
@@ -108,9 +111,9 @@ class Session:
         )
         self.interpreters.append(self.interpreter)
         if not resumes:
-            check_same_start(self.comm, given_digests(setup.model, self.header))
+            check_same_start(self.comm, given)
         if verify:
-            self.verification = Verification(self.comm, self.program, setup, self.interpreter)
+            self.verification = Verification(self.comm, self.program, setup, self.interpreter, start)
         if self.comm.rank == 0 and self.setup.device.description:
             say(self.setup.device.description, sys.stdout)
         note_odd_model(self.comm, setup, self.header)

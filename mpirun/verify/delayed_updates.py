@@ -6,7 +6,7 @@ gradients of an update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from mpi4py import MPI
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from mpirun.engine.setup import Setup
 from mpirun.verify.microbatch import forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
-from mpirun.verify.reference_stage import ReferenceStage, optimizer_of
+from mpirun.verify.reference_stage import ReferenceStage, Start, optimizer_of
 from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
@@ -36,15 +36,18 @@ def run_with_delayed_updates(
     setup: Setup,
     header: Header,
     used: UsedVersions,
+    start: Start,
     statistics: Statistics,
     begun: int,
     steps: int,
     beat: Callable[[], None],
 ) -> Record:
     """All steps from the first, recorded from step `begun` on; gradients are those of each stage's last update."""
-    stages = [_Versions(setup, stage) for stage in range(header.stages)]
+    stages: list[_Versions] = []
+    for index in range(header.stages):
+        stages.append(_Versions(setup, index, stages, start))
     modules = [stage.module for stage in stages]
-    start = _by_key({stage.index: stage.kept[0] for stage in stages})
+    begin = _by_key({stage.index: stage.kept[0] for stage in stages})
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
@@ -58,7 +61,7 @@ def run_with_delayed_updates(
         for stage in stages:
             stage.kept = stage.kept[-1:]
     parameters = _by_key({stage.index: stage.kept[-1] for stage in stages})
-    return Record(losses[begun:], gradients[begun:], parameters, start, on_host(statistics.of(modules)))
+    return Record(losses[begun:], gradients[begun:], parameters, begin, on_host(statistics.of(modules)))
 
 
 def _microbatch(
@@ -74,8 +77,7 @@ def _microbatch(
     for stage in stages:
         stage.use(used[stage.index, mb])
         stage.layer_rng.at = (setup.seed, step, mb)
-    modules = [stage.module for stage in stages]
-    loss = forward_backward(setup, header, statistics.of_microbatch(modules, mb), step, mb, divisor=1)
+    loss = forward_backward(setup, header, statistics.of_microbatch(stages, mb), step, mb, divisor=1)
     for stage in stages:
         stage.gradients.append((int(header.compute[F, stage.index, mb]), stage.take_gradients()))
         if len(stage.gradients) == header.weight_versions.round(stage.index) or mb + 1 == header.microbatches:
@@ -86,8 +88,8 @@ def _microbatch(
 class _Versions(ReferenceStage):
     """A stage with every version of its weights that a step makes."""
 
-    def __init__(self, setup: Setup, index: int) -> None:
-        super().__init__(setup, index)
+    def __init__(self, setup: Setup, index: int, earlier: Iterable[ReferenceStage], start: Start) -> None:
+        super().__init__(setup, index, earlier, start)
         self.setup, self.optimizer = setup, optimizer_of(setup, [self])
         self.kept = [{name: weight.detach() for name, weight in self.parameters.items()}]  # the versions of this step
         self.gradients: list[tuple[int, Weights]] = []  # of the next update so far: a rank, and what it computed

@@ -17,17 +17,23 @@ from mpirun.engine.setup import Setup
 from mpirun.model.frozen_statistics import counts, set_counts
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
-from mpirun.verify.reference_stage import ReferenceStage, optimizer_of
+from mpirun.verify.reference_stage import ReferenceStage, Start, optimizer_of
 from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 
 
 def run_in_one_process(
-    setup: Setup, header: Header, statistics: Statistics, begun: int, steps: int, beat: Callable[[], None]
+    setup: Setup,
+    header: Header,
+    start: Start,
+    statistics: Statistics,
+    begun: int,
+    steps: int,
+    beat: Callable[[], None],
 ) -> Record:
     """All steps from the first, recorded from step `begun` on. `beat` is called after each microbatch."""
-    model = _Model(setup, header, statistics, beat)
-    start = on_host(model.parameters)
+    model = _Model(setup, header, start, statistics, beat)
+    begin = on_host(model.parameters)
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
@@ -46,15 +52,19 @@ def run_in_one_process(
         if step >= begun:
             gradients.append(on_host(total))
         model.update(step, total, total_norm(once))
-    return Record(losses[begun:], gradients, on_host(model.parameters), start, on_host(statistics.of(model.modules)))
+    return Record(losses[begun:], gradients, on_host(model.parameters), begin, on_host(statistics.of(model.modules)))
 
 
 class _Model:
     """All stages of the model and their optimizer."""
 
-    def __init__(self, setup: Setup, header: Header, statistics: Statistics, beat: Callable[[], None]) -> None:
+    def __init__(
+        self, setup: Setup, header: Header, start: Start, statistics: Statistics, beat: Callable[[], None]
+    ) -> None:
         self.setup, self.header, self.statistics, self.beat = setup, header, statistics, beat
-        self.stages = [ReferenceStage(setup, stage) for stage in range(header.stages)]
+        self.stages: list[ReferenceStage] = []
+        for stage in range(header.stages):
+            self.stages.append(ReferenceStage(setup, stage, self.stages, start))
         self.modules = [stage.module for stage in self.stages]
         self.parameters = {(stage.index, name): x for stage in self.stages for name, x in stage.parameters.items()}
         self.optimizer = optimizer_of(setup, self.stages)
@@ -76,7 +86,7 @@ class _Model:
         for number in numbers:
             for stage in self.stages:
                 stage.layer_rng.at = (self.setup.seed, step, number)
-            modules = self.statistics.of_microbatch(self.modules, number % self.header.microbatches)
+            modules = self.statistics.of_microbatch(self.stages, number % self.header.microbatches)
             if self.setup.model.loss_of == "minibatch":
                 forwards.append(forward(self.setup, self.header, modules, step, number))
             else:

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from mpirun.engine.recipe import NamedParameter, SteppedOptimizer
 from mpirun.engine.setup import Setup
-from mpirun.model.build_stage import build_stage
-from mpirun.model.rng import LayerRng, layers_of
+from mpirun.engine.stage import LocalStage
+from mpirun.model.build_stage import build_stage, stage_apart, stage_with
+from mpirun.model.contract import Model
+from mpirun.model.module_tensors import given_modules, own_tensors
+from mpirun.model.rng import layers_of
 from mpirun.verify.microbatch import gradient_of
+
+Start = Mapping[int, Mapping[str, Tensor]]  # by stage of the model, the values that a run's first step begins with
+
+
+def first_values(model: Model, seed: int) -> Start:
+    """Copies of the values of the modules that a script gave, by stage and name: a run changes these modules."""
+    start: dict[int, Mapping[str, Tensor]] = {}
+    for stage, entry in enumerate(model.stages):
+        if given_modules(entry):
+            with stage_apart(model, stage, seed) as (module, _):
+                start[stage] = own_tensors(module)
+    return start
 
 
 class ReferenceStage:
     """A stage's module with all its weights, and its trained parameters by name."""
 
-    def __init__(self, setup: Setup, index: int) -> None:
-        """`setup`: the run's, or that of the model without shards."""
-        self.index, shape, entry = index, setup.shapes[index], setup.model.stages[index]
-        self.module = build_stage(setup.model, index, setup.seed).to(setup.device.torch)
+    def __init__(self, setup: Setup, index: int, earlier: Iterable[ReferenceStage], start: Start) -> None:
+        """`setup`: the run's, or that of the model without shards; `earlier`: stages that were built before."""
+        self.index, shape, model = index, setup.shapes[index], setup.model
+        if (values := start.get(model.model_stage(index))) is None:
+            self.module = build_stage(model, index, setup.seed)
+        else:
+            self.module = stage_with(
+                model, index, {name: x.detach() if x.requires_grad else x.clone() for name, x in values.items()}
+            )
+        before = [stage.local for stage in earlier]
+        self.local: LocalStage = LocalStage(self.module, index, shape, setup.device, owned_parts=(-1,), earlier=before)
         # All layers: trials of other shapes may have found more that draw than that of the first.
+        entry, self.layer_rng = model.stages[index], self.local.layer_rng
         layers = layers_of(self.module, list(entry) if isinstance(entry, Mapping) else [])
-        self.layer_rng = LayerRng(self.module, shape.model_stage, layers, setup.device.seed)
-        self.parameters = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+        self.layer_rng.add(self.module, shape.model_stage, layers)
+        self.parameters = dict(zip(self.local.names, self.local.parameters, strict=True))
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The forward."""
+        self.local.bind()
+        return self.module(*arguments)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Remove and return the parameters' gradients; zeros where there is none."""

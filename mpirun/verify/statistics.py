@@ -18,6 +18,7 @@ from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics, set_buffers
 from mpirun.verify.record import Parameters
+from mpirun.verify.reference_stage import ReferenceStage
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 
@@ -36,11 +37,11 @@ class Statistics(NamedTuple):
     names: Mapping[int, Sequence[str]]
     left_out: Mapping[int, str]
 
-    def of_microbatch(self, modules: Sequence[nn.Module], mb: int) -> list[Callable[..., Any]]:
-        """The modules to compute microbatch `mb` with; they change no buffers if the run's buffers did not see it."""
+    def of_microbatch(self, stages: Sequence[ReferenceStage], mb: int) -> list[Callable[..., Any]]:
+        """The stages to compute microbatch `mb` with; they change no buffers if the run's buffers did not see it."""
         return [
-            partial(_frozen, module) if mb not in self.seen.get(stage, (mb,)) else module
-            for stage, module in enumerate(modules)
+            partial(_frozen, stage) if mb not in self.seen.get(index, (mb,)) else stage
+            for index, stage in enumerate(stages)
         ]
 
     def of(self, modules: Sequence[nn.Module]) -> Parameters:
@@ -84,6 +85,6 @@ def _merged(of_ranks: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
     return {key: value for of_rank in of_ranks for key, value in of_rank.items()}
 
 
-def _frozen(module: nn.Module, *arguments: Any) -> Any:
-    with frozen_statistics(module):
-        return module(*arguments)
+def _frozen(stage: ReferenceStage, *arguments: Any) -> Any:
+    with frozen_statistics(stage.module):
+        return stage(*arguments)

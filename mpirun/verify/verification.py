@@ -13,10 +13,12 @@ from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Setup
 from mpirun.engine.weight_shards import Unit
+from mpirun.model.module_tensors import given_modules, kept
 from mpirun.verify.compare import compare, default_tolerance, directionless, same_bits
 from mpirun.verify.delayed_updates import run_with_delayed_updates, used_versions
 from mpirun.verify.one_process import run_in_one_process
 from mpirun.verify.record import Parameters, RankRecord, Record, copy_pieces, gather_record
+from mpirun.verify.reference_stage import Start
 from mpirun.verify.statistics import Statistics, gather_statistics, own_buffers
 from mpirun.verify.tensor_shards import without_shards
 from schedgen.ir.program import Program
@@ -26,8 +28,11 @@ from schedgen.util.errors import UsageError, clip, one_line
 class Verification:
     """One rank's part of --verify: records what the interpreter does from now on, then compares."""
 
-    def __init__(self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter) -> None:
-        """`program`: this rank's rows."""
+    def __init__(
+        self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter, start: Start
+    ) -> None:
+        """`program`: this rank's rows; `start`: on rank 0, `first_values` of the model without shards."""
+        self.start = start
         self.comm, self.program, self.header, self.setup = comm, program, program.header, setup
         self.interpreter = interpreter
         self.record = RankRecord([], [], {}, {})
@@ -74,10 +79,11 @@ class Verification:
             _say(f"failed: {ours}")
             code = 1
         elif ours is not None:
-            if used is None:
-                theirs = run_in_one_process(setup, header, statistics, begun, steps, beat)
-            else:
-                theirs = run_with_delayed_updates(setup, header, used, statistics, begun, steps, beat)
+            with kept(module for entry in setup.model.stages for _, module in given_modules(entry)):
+                if used is None:
+                    theirs = run_in_one_process(setup, header, self.start, statistics, begun, steps, beat)
+                else:
+                    theirs = run_with_delayed_updates(setup, header, used, self.start, statistics, begun, steps, beat)
             code = self._report(ours, theirs, statistics, tolerance)
         sleeping_barrier(self.comm)  # meanwhile rank 0 has repeated all steps
         return int(self.comm.bcast(code))

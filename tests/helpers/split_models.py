@@ -22,6 +22,7 @@ Make = Callable[
     [Tensor], tuple[Any, Any]
 ]  # pieces of text, shape (samples, 2 * LENGTH), below WORDS -> (input, target)
 SAMPLES = 4
+FIRST: dict[int, list[Tensor]] = {}  # by the id of cached stages
 MASK = (torch.arange(LENGTH) < LENGTH - 1).long().repeat(SAMPLES, 1)
 
 
@@ -62,7 +63,18 @@ def named(
     """
     for suffix, shared in (("", "transmit"), ("_replicated", "replicate")):
         made = functools.partial(_model, module, loss, data, points, init, shared=shared)
-        globals()[name + suffix] = functools.cache(lambda stages, made=made: made(stages=stages))
+        globals()[name + suffix] = made if init else functools.partial(_with_first_values, functools.cache(made))
+
+
+def _with_first_values(make: Callable[..., Model], stages: int) -> Model:
+    """What `make` made for this number of stages, with the values that it had then: a run trains the module."""
+    model = make(stages=stages)
+    tensors = [x for stage in model.stages for x in (*stage.parameters(), *stage.buffers())]
+    for x, value in zip(
+        tensors, FIRST.setdefault(id(model.stages), [x.detach().clone() for x in tensors]), strict=True
+    ):
+        x.data, x.grad = value.clone(), None
+    return model
 
 
 def words(scores: Tensor, target: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ from mpirun.model.frontend.errors import (
 )
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.frontend.subgraphs import attributes, subgraphs
-from mpirun.model.module_copy import is_on_meta
+from mpirun.model.meta_values import is_on_meta
+from mpirun.model.module_tensors import place
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
@@ -178,16 +179,28 @@ def _set_region_lines(part: fx.GraphModule) -> None:
 
 
 def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
-    """By name, what get_attr nodes refer to; changes the graph so that each parameter has one node and one name."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    """By name, what get_attr nodes refer to; changes the graph so that each parameter has one node and one name.
+
+    What a module keeps in a tuple or a partial is a constant of the trace, unless it is a parameter of the module.
+    """
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    own = {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
+    names = {place(x): name for name, x in reversed(parameters.items())}  # the first of several
+    trained = {place(x)[0]: name for name, x in parameters.items() if x.requires_grad}
     state: dict[str, Any] = {}
     first: dict[str, fx.Node] = {}
     for node in list(graph.find_nodes(op="get_attr")):
-        value = parameters.get(node.target)
+        value = own.get(node.target)
         if value is None:
             value = attrgetter(str(node.target))(exported)
-        node.target = names.get(id(value), node.target)
+        if isinstance(value, Tensor) and place(value) in names:
+            node.target = names[place(value)]
+            value = parameters[node.target]
+        elif isinstance(value, Tensor) and (name := trained.get(place(value)[0])):
+            raise UsageError(
+                f"{line_of_node(next(iter(node.users), node))}: reads a view of the parameter {name} that the module "
+                "keeps, which would be a constant: take the view in forward"
+            )
         state[node.target] = value
         if first.setdefault(node.target, node) is not node:
             node.replace_all_uses_with(first[node.target])

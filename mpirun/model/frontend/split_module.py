@@ -31,14 +31,8 @@ from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.frontend.stage_modules import StageBuilder
 from mpirun.model.frontend.train_eval_ops import keep_eval_mode
-from mpirun.model.module_copy import (
-    Init,
-    compiled_in_place,
-    meta_module,
-    own_tensors,
-    temporary_buffers,
-    tensor_aliases,
-)
+from mpirun.model.meta_values import Init, is_on_meta, meta_module, without_values
+from mpirun.model.module_tensors import own_tensors, temporary_buffers, tensor_aliases
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")
@@ -138,6 +132,7 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
 
 def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckEval:
     """A function for `Origin.check_eval`: it compares eval mode with the mode that the module is in now."""
+    module = without_values(module) if is_on_meta(module) else module  # a run gives values to the stages it builds
     traced = [(part, part.training) for part in module.modules()]
 
     def exported(modes: Sequence[tuple[nn.Module, bool]]) -> ExportedGraph:
@@ -177,7 +172,7 @@ def _warn_of_what_is_lost(module: nn.Module) -> None:
     """Warn of what stages lack: dropout if the module is in eval mode, and the effect of torch.compile."""
     if not module.training:
         warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
-    if compiled_in_place(module) or any(hasattr(part, "_orig_mod") for part in module.modules()):
+    if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules()):
         warn_user(f"torch.compile of {type(module).__name__} is lost: stages run the operations that are traced")
 
 

@@ -16,7 +16,7 @@ from mpirun.model.contract import Model, Origin, StageEntry, Weights
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import of_last_stage
-from mpirun.model.module_copy import MetaModule, ModuleCopy
+from mpirun.model.meta_values import MetaModule, MetaStage
 from schedgen.util.errors import UsageError
 
 
@@ -153,8 +153,8 @@ def _entry(stage: nn.Module, meta: MetaModule | None) -> StageEntry:
     Dropout and checkpoints then do not depend on the cut.
     """
     if type(stage) is not nn.Sequential or len({*map(id, stage)}) < len(stage):
-        return stage if meta is None else ModuleCopy(stage, meta)
+        return stage if meta is None else MetaStage(stage, meta)
     return {
-        name: ModuleCopy(child, meta and MetaModule(child, meta.init, f"{name}."))
+        name: child if meta is None else MetaStage(child, MetaModule(child, meta.init, f"{name}."))
         for name, child in stage.named_children()
     }

@@ -15,14 +15,8 @@ from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name, warn_user
 from mpirun.model.frontend.linear_partition import balanced_starts, even_starts
 from mpirun.model.frontend.split_result import Cut
-from mpirun.model.module_copy import (
-    Init,
-    compiled_in_place,
-    meta_module,
-    shared_parameters,
-    temporary_buffers,
-    tensor_aliases,
-)
+from mpirun.model.meta_values import Init, meta_module
+from mpirun.model.module_tensors import shared_parameters, temporary_buffers, tensor_aliases
 from schedgen.util.errors import UsageError, raised
 from schedgen.util.parse_json import parse_json
 
@@ -57,7 +51,7 @@ def split_sequential(
     if own := [name for name, x in saved.items() if id(x) not in of_children]:
         raise UsageError(f"{own[0]} is the Sequential's own, and none of its children saves it; split takes any module")
     check_hooks(module)
-    if "" in compiled_in_place(module):
+    if module._compiled_call_impl is not None:
         warn_user("Module.compile of the Sequential is lost: compile its children")
     if not isinstance(stages, int | Sequence) or isinstance(stages, str):
         raise UsageError(f"stages should be a whole number, or a list of children, not {stages!r}")

@@ -23,7 +23,7 @@ from mpirun.model.frontend.node_dependencies import (
 from mpirun.model.frontend.size_and_device_lookup import depends_on_size, insert_lookups
 from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
 from mpirun.model.frontend.train_eval_ops import MODE_OPS, TRACED, counters_of, follow_mode_inside, mode_op
-from mpirun.model.module_copy import like_parameter
+from mpirun.model.meta_values import like
 from mpirun.model.rng import RandomOp
 from schedgen.util.errors import UsageError
 
@@ -55,7 +55,7 @@ class StageBuilder:
         self.count = max(stage_of.values()) + 1
         self.counters = counters_of(self.exported.graph)
         self.sent: list[set[fx.Node]] = [set() for _ in range(self.count)]  # by stage
-        self.placed: set[str] = set()  # parameters that a stage has already
+        self.placed: set[str] = set()  # parameters and buffers that a stage has already
 
     def build(self) -> StageModules:
         """All stages: from the last to the first, since a stage sends what later ones need."""
@@ -170,18 +170,20 @@ class StageBuilder:
         return graph.create_node("call_module", f"{where}.{node.name}", args, kwargs, node.name)
 
     def _put(self, root: nn.Module, name: str) -> None:
-        """Give a stage what `name` refers to: a parameter itself if no stage has it yet, else a copy."""
+        """Give a stage what `name` refers to: a parameter or buffer itself if no stage has it yet, else a copy."""
         value = self.exported.state[name]
         owner, _, attribute = name.rpartition(".")
         for part in owner.split(".") if owner else ():
             if not hasattr(root, part):
                 root.add_module(part, nn.Module())
             root = getattr(root, part)
-        if isinstance(value, nn.Parameter):
-            setattr(root, attribute, like_parameter(value, value.detach().clone()) if name in self.placed else value)
+        if isinstance(value, Tensor):
+            own = like(value, value.detach().clone()) if name in self.placed else value
             self.placed.add(name)
-        elif isinstance(value, Tensor):
-            root.register_buffer(attribute, value.detach().clone())
+            if isinstance(own, nn.Parameter):
+                setattr(root, attribute, own)
+            else:
+                root.register_buffer(attribute, own)
         else:
             setattr(root, attribute, copy.deepcopy(value))
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from mpirun.model.module_copy import own_tensors, tensor_aliases
 from plain_models import LENGTH, Tied
 from safetensors.torch import save_file
 from split_models import scores_of, set_values
@@ -23,7 +24,6 @@ from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.engine.expand_shards import expand_model
 from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
 from mpirun.model.check_weights import check_weights
-from mpirun.model.module_copy import own_tensors, tensor_aliases
 from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard
 from schedgen.util.errors import UsageError
 

@@ -1,19 +1,18 @@
-"""Stages as copies of an existing module.
+"""Values for modules on the meta device, which have none: a rank gives them to the stages that it builds.
 
-A module on the meta device has no values: a rank gives values to the stages that it builds, and no others.
+Each submodule's values are seeded by its name, for every cut.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.weight_norm import WeightNorm
 
 from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError
@@ -46,53 +45,33 @@ def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
     return None
 
 
-class ModuleCopy:
-    """Builds a stage, or a layer of one, as a copy of an existing module, which stays as it is.
+@dataclass(frozen=True)
+class MetaStage:
+    """A stage, or a layer of one, whose tensors are on the meta device.
 
-    In a module on the meta device each submodule's values are seeded by its name, for every cut.
+    `source`: the module that has the tensors of `module` under the same names, and what gives it values.
     """
 
-    seeded = "module"  # modules are seeded by this word and the run's seed: the same for all stages
-
-    def __init__(self, module: nn.Module, source: MetaModule | None = None) -> None:
-        """`source`: if `module` is on the meta device, the module that has its tensors, under the same names."""
-        self.module, self.source = module, source
+    module: nn.Module
+    source: MetaModule
+    seeded: ClassVar[str] = "module"  # modules are seeded by this word and the run's seed: the same for all stages
 
     def __call__(self) -> nn.Module:
-        """A copy with values on the CPU; UsageError if nothing gives values to one of its tensors."""
-        return self.build({}, lambda name, tensor: True)
+        """The module."""
+        return self.module
 
-    def build(self, values: Mapping[str, Tensor], needs_values: Callable[[str, Tensor], bool]) -> nn.Module:
-        """A copy with these values, by name; other tensors that need no values get uninitialised memory."""
-        for name, part in self.module.named_modules():
-            hooks = [hook for hook in part._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
-            if any(not getattr(part, hook.name).is_leaf for hook in hooks):
-                raise UsageError(
-                    f"{name or 'the module'}, {type(part).__name__}: has torch.nn.utils.weight_norm, which cannot be "
-                    "copied: use torch.nn.utils.parametrizations.weight_norm"
-                )
-        seed = torch.initial_seed()
-        tensors = own_tensors(self.module)
-        copies: dict[int, Tensor] = {}
-        unset: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            if name in values:
-                copies[id(tensor)] = like(tensor, values[name])
-            elif not needs_values(name, tensor):
-                copies[id(tensor)] = like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
-            elif tensor.is_meta:
-                unset[name] = tensor
-            elif type(tensor) is nn.Parameter and vars(tensor):  # torch's deepcopy loses attributes
-                copies[id(tensor)] = like_parameter(tensor, tensor.detach().clone())
-        by_owner: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in unset.items():
-            owner, _, attribute = name.rpartition(".")
-            by_owner.setdefault(owner, {})[attribute] = tensor
-        initialiser = _Initialiser(self.source or MetaModule(self.module, None))
-        for owner, needed in by_owner.items():
-            made = initialiser.values(owner, needed, derived_seed(seed, owner))
-            copies |= {id(tensor): made[attribute] for attribute, tensor in needed.items()}
-        return copy.deepcopy(self.module, copies)
+
+def initial_values(source: MetaModule, unset: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Values for tensors on the meta device, by name; UsageError if nothing gives a value to one of them."""
+    by_owner: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in unset.items():
+        owner, _, attribute = name.rpartition(".")
+        by_owner.setdefault(owner, {})[attribute] = tensor
+    initialiser, values = _Initialiser(source), dict[str, Tensor]()
+    for owner, needed in by_owner.items():
+        made = initialiser.values(owner, needed, derived_seed(seed, owner))
+        values |= {f"{owner}.{attribute}".removeprefix("."): made[attribute] for attribute in needed}
+    return values
 
 
 class _Initialiser:
@@ -109,7 +88,7 @@ class _Initialiser:
     @cached_property
     def module(self) -> nn.Module:
         """A copy of the source, without values, for inits to change."""
-        return _without_values(self.source.module, {})
+        return without_values(self.source.module)
 
     def values(self, owner: str, needed: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
         """Values for the tensors `needed` of submodule `owner` itself, by name there; UsageError if one gets none."""
@@ -186,8 +165,9 @@ class _Initialiser:
             module._parameters, module._buffers = before
 
 
-def _without_values(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Module:
+def without_values(module: nn.Module, copied: dict[int, nn.Module] | None = None) -> nn.Module:
     """A copy of a module and its submodules whose parameters and buffers are all on the meta device."""
+    copied = {} if copied is None else copied
     if id(module) not in copied:
         part = copied[id(module)] = object.__new__(type(module))  # copy.copy refuses parametrized modules
         vars(part).update(vars(module))
@@ -195,69 +175,8 @@ def _without_values(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Modul
             n: p if p is None else like_parameter(p, p.detach().to("meta")) for n, p in part._parameters.items()
         }
         part._buffers = {n: b if b is None else b.detach().to("meta") for n, b in part._buffers.items()}
-        part._modules = {n: m if m is None else _without_values(m, copied) for n, m in part._modules.items()}
+        part._modules = {n: m if m is None else without_values(m, copied) for n, m in part._modules.items()}
     return copied[id(module)]
-
-
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module by name, each once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def temporary_buffers(module: nn.Module) -> set[str]:
-    """The names of a module's buffers that `state_dict` leaves out."""
-    return {
-        f"{owner}.{name}".removeprefix(".")
-        for owner, part in module.named_modules(remove_duplicate=False)
-        for name in part._non_persistent_buffers_set
-    }
-
-
-def compiled_in_place(module: nn.Module) -> list[str]:
-    """The names of submodules on which `Module.compile` was called; "" is the module itself."""
-    return [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
-
-
-def tensor_aliases(module: nn.Module) -> dict[str, list[str]]:
-    """The other names of each parameter or saved buffer that has several names in a module, by each of its names."""
-    names: dict[int, list[str]] = {}  # by identity
-    temporary = temporary_buffers(module)
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
-        if name not in temporary:
-            names.setdefault(id(tensor), []).append(name)
-    several = [known for known in names.values() if len(known) > 1]
-    return {name: [other for other in known if other != name] for known in several for name in known}
-
-
-def shared_parameters(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
-    """The trained parameters with more than one name in stages that are modules, each as a tie of (stage, name)."""
-    places: dict[int, list[tuple[int, str]]] = {}
-    for stage, module in enumerate(stages):
-        if isinstance(module, nn.Module):
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if parameter.requires_grad:
-                    places.setdefault(id(parameter), []).append((stage, name))
-    return [tie for tie in places.values() if len(tie) > 1]
-
-
-def given_modules(entry: object) -> list[tuple[str, nn.Module]]:
-    """The existing modules that a stage's entry copies, each with the prefix of its names in the stage."""
-    layers = entry.items() if isinstance(entry, Mapping) else [("", entry)]
-    modules = [(prefix, layer.module if isinstance(layer, ModuleCopy) else layer) for prefix, layer in layers]
-    return [(prefix, module) for prefix, module in modules if isinstance(module, nn.Module)]
-
-
-def shared_buffers(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
-    """The buffers that the modules of several stages, or of layers of one, share: each as a list of (stage, name)."""
-    places: dict[int, list[tuple[int, str]]] = {}
-    for stage, entry in enumerate(stages):
-        for prefix, module in given_modules(entry):
-            for name, buffer in module.named_buffers(prefix):
-                places.setdefault(id(buffer), []).append((stage, name))
-    return [shared for shared in places.values() if len(shared) > 1]
 
 
 def like(tensor: Tensor, value: Tensor) -> Tensor:

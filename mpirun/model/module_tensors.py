@@ -1,0 +1,112 @@
+"""The parameters and buffers of a module: their names, those that several names or stages share, and exchanges of them.
+
+A run trains the modules that it is given: a parameter stays the object that it is, and its `data` lies where the run
+has planned it. What runs a module for another purpose, as the trial does, runs it inside `kept`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpirun.model.meta_values import MetaStage
+
+
+@contextlib.contextmanager
+def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, modules may get other tensors, hooks, modes and attributes: in the end they have those from before."""
+    parts = [part for module in modules for part in module.modules()]
+    before = [
+        (part, dict(vars(part)), {name: dict(x) for name, x in vars(part).items() if isinstance(x, dict)})
+        for part in parts
+    ]
+    data = [
+        (x, x.data) for part in parts for x in (*part._parameters.values(), *part._buffers.values()) if x is not None
+    ]
+    try:
+        yield
+    finally:
+        for part, attributes, entries in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+            for name, content in entries.items():
+                attributes[name].clear()
+                attributes[name].update(content)
+        for x, memory in data:
+            x.data = memory
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by name, each once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def temporary_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's buffers that `state_dict` leaves out."""
+    return {
+        f"{owner}.{name}".removeprefix(".")
+        for owner, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+
+
+def place(x: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's elements lie: tensors with one place are one value, whatever objects they are."""
+    if x.layout != torch.strided or x.is_nested:
+        return (id(x),)
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+
+
+def tensor_aliases(module: nn.Module) -> dict[str, list[str]]:
+    """The other names of each parameter or saved buffer that has several names in a module, by each of its names."""
+    names: dict[Any, list[str]] = {}
+    temporary = temporary_buffers(module)
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        if name not in temporary:
+            names.setdefault(place(tensor), []).append(name)
+    several = [known for known in names.values() if len(known) > 1]
+    return {name: [other for other in known if other != name] for known in several for name in known}
+
+
+def shared_parameters(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
+    """The trained parameters with more than one name in stages that are modules, each as a tie of (stage, name)."""
+    places: dict[Any, list[tuple[int, str]]] = {}
+    for stage, module in enumerate(stages):
+        if isinstance(module, nn.Module):
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if parameter.requires_grad:
+                    places.setdefault(place(parameter), []).append((stage, name))
+    return [tie for tie in places.values() if len(tie) > 1]
+
+
+def given_modules(entry: object) -> list[tuple[str, nn.Module]]:
+    """The existing modules in a stage's entry, each with the prefix of its names in the stage."""
+    layers = entry.items() if isinstance(entry, Mapping) else [("", entry)]
+    modules = [(prefix, layer.module if isinstance(layer, MetaStage) else layer) for prefix, layer in layers]
+    return [(prefix, module) for prefix, module in modules if isinstance(module, nn.Module)]
+
+
+def shared_buffers(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
+    """The buffers that the modules of several stages, or of layers of one, share: each as a list of (stage, name)."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for stage, entry in enumerate(stages):
+        for prefix, module in given_modules(entry):
+            for name, buffer in module.named_buffers(prefix):
+                places.setdefault(id(buffer), []).append((stage, name))
+    return [shared for shared in places.values() if len(shared) > 1]
+
+
+def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
+    """Replace parameters and buffers of a module; `new`: the new tensors, by the id of the old one."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, old in tensors.items():
+                if id(old) in new:
+                    tensors[name] = new[id(old)]  # type: ignore[assignment]
