@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 from mpi4py import MPI
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpirun.comm.fail_together import Stop, first_difference
 from mpirun.data.values import digest_of, raw_bytes
 from mpirun.model.contract import Model
 from mpirun.model.module_tensors import given_modules, own_tensors
 from schedgen.ir.header import Header
+
+
+_GIVEN: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()  # modules that runs of this process were given
 
 
 class Values(NamedTuple):
@@ -47,12 +51,16 @@ def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> d
 def given_digests(model: Model, header: Header) -> dict[Values, str]:
     """Digests of the trained parameters of the modules that a script gave, also of stages that this rank does not hold.
 
-    A run does not change these modules. Those whose values weights may replace, stages that functions build, and stages
-    that all ranks own, whose built values are compared, have none; nor has a stage's stand-in without parameters.
+    Those whose values weights may replace, stages that functions build, and stages that all ranks own, whose built
+    values are compared, have none; nor have modules of an earlier run of this process, whose ranks trained their own.
     """
     digests = dict[Values, str]()
     for index, entry in enumerate(model.stages):
-        if model.weights is None and model.is_first_shard(index) and len(header.owners[index]) < header.workers:
+        modules = [module for _, module in given_modules(entry)]
+        is_new = not any(module in _GIVEN for module in modules)
+        _GIVEN.update(dict.fromkeys(modules))
+        several = model.weights is None and model.is_first_shard(index) and len(header.owners[index]) < header.workers
+        if several and is_new:
             named = [item for prefix, module in given_modules(entry) for item in module.named_parameters(prefix)]
             trained = {name: tensor for name, tensor in named if tensor.requires_grad and not tensor.is_meta}
             if trained:

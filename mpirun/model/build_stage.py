@@ -9,17 +9,17 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpirun.model.contract import Model
-from mpirun.model.meta_values import MetaStage, initial_values, like
+from mpirun.model.meta_values import MetaModule, MetaStage, initial_values, like
 from mpirun.model.module_tensors import given_modules, kept, own_tensors, replace_tensors
 from mpirun.model.parallel_layers import Shard, ShardedDim, sharded_dims
 from mpirun.model.parameter_checks import check_parameters
@@ -28,7 +28,9 @@ from mpirun.model.weight_names import lack, weight_names
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 NeedsValues = Callable[[str, Tensor], bool]  # takes a name in the stage, and its parameter or buffer
-_RETURNED: WeakSet[nn.Module] = WeakSet()  # modules with tensors of their own that a stage's function has returned
+_RETURNED: MutableMapping[nn.Module, None] = (
+    WeakIdKeyDictionary()
+)  # modules with tensors of their own that a stage's function has returned
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
@@ -135,7 +137,7 @@ def _check_new(module: nn.Module) -> None:
                     f"its function returns the same {type(part).__name__} every time: let it make a new one, or give "
                     "the module itself in place of the function"
                 )
-            _RETURNED.add(part)
+            _RETURNED[part] = None
 
 
 class _Builder:
@@ -255,16 +257,16 @@ class _Builder:
         values, seed, tensors = self._load(module, prefix), torch.initial_seed(), own_tensors(module)
         on_meta = {name: x for name, x in tensors.items() if x.is_meta}
         unset = {name: x for name, x in on_meta.items() if name not in values and self._needs_value(prefix + name, x)}
-        if unset and not isinstance(make, MetaStage):
+        source = make.source if isinstance(make, MetaStage) else MetaModule(module, None)
+        if unset and not isinstance(make, nn.Module | MetaStage):
             raise UsageError(f"{next(iter(unset))} is on the meta device, and no weights give it values")
-        if isinstance(make, MetaStage):
-            values |= initial_values(make.source, unset, seed)
+        values |= initial_values(source, unset, seed)
         for name, value in values.items():
             if name not in on_meta:
                 tensors[name].data = value
         empty = {name: torch.empty_like(x, device="cpu") for name, x in on_meta.items() if name not in values}
         new = {id(x): like(x, (values | empty)[name]) for name, x in on_meta.items()}
-        for part in (module, make.source.module) if isinstance(make, MetaStage) else (module,):
+        for part in (module, source.module):
             replace_tensors(part, new)
         for parameter in module.parameters():
             if parameter.requires_grad:  # as in the flat weights of a run

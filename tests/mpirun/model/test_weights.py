@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from mpirun.model.module_copy import own_tensors, tensor_aliases
 from plain_models import LENGTH, Tied
 from safetensors.torch import save_file
 from split_models import scores_of, set_values
@@ -24,6 +23,7 @@ from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.engine.expand_shards import expand_model
 from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
 from mpirun.model.check_weights import check_weights
+from mpirun.model.module_tensors import own_tensors, tensor_aliases
 from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard
 from schedgen.util.errors import UsageError
 
@@ -355,8 +355,8 @@ def test_nothing_is_initialised_for_shapes() -> None:
         net = Tied()
     model = split(net, EXAMPLE, stages=2, init=never).model(scores_of, weights=Recorded({}))
     for stage in range(2):
-        module = stage_without_values(model, stage, fake_mode())
-        assert not any(value.is_meta for value in (*module.parameters(), *module.buffers()))
+        with stage_without_values(model, stage, fake_mode()) as (module, _):
+            assert not any(value.is_meta for value in (*module.parameters(), *module.buffers()))
 
 
 @pytest.mark.parametrize(
@@ -407,16 +407,6 @@ def test_hooks_of_parameters_are_refused_by_name(method: str) -> None:
             refused()
 
 
-def test_the_weight_norm_that_cannot_be_copied_is_named() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        old = nn.Sequential(nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)))
-    with pytest.raises(UsageError, match=r"1, Linear: has torch\.nn\.utils\.weight_norm, which cannot be copied: use"):
-        build_stage(Model([old], nn.functional.mse_loss), 0, 0)
-    new = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
-    build_stage(Model([new], nn.functional.mse_loss), 0, 0)
-
-
 def test_trained_parameters_of_a_class_of_their_own_are_refused_by_name() -> None:
     class Own(nn.Parameter):
         pass
@@ -464,11 +454,15 @@ def test_parameters_keep_their_attributes(how: str) -> None:
         "meta": lambda: split_sequential(nn.Sequential(net), 1, init=set_marked).model(scores_of),
         "meta with weights": lambda: Model([net], scores_of, weights=lambda names: {n: values[n] for n in names}),
     }[how]()
-    fake = stage_without_values(made, 0, fake_mode())
+
+    def marked(module: nn.Module) -> set[str]:
+        names = {name for name, x in module.named_parameters() if getattr(x, "value", None) == 3.0}
+        return {name.removeprefix("0.") for name in names}
+
+    with stage_without_values(made, 0, fake_mode()) as (fake, _):
+        assert marked(fake) == {"linear.bias", "scale"}
     stage = build_stage(made, 0, 0)
-    for module in (fake, stage):
-        marked = {name for name, x in module.named_parameters() if getattr(x, "value", None) == 3.0}
-        assert {name.removeprefix("0.") for name in marked} == {"linear.bias", "scale"}
+    assert marked(stage) == {"linear.bias", "scale"}
     if how == "meta":
         assert {x.mean().item() for x in stage.parameters()} == {0.0, 3.0}
 
@@ -494,8 +488,9 @@ def test_compiled_modules_stay_compiled_or_it_is_said() -> None:
         assert cut.model(loss).entry_name(0, next(iter(dict(cut.stages[0].named_parameters())))) == "0.weight"
     build_stage(Model([compiled(False)], loss), 0, 0)(X)
     assert traced
-    with pytest.warns(MpirunWarning, match=r"^stage 0: Module.compile is lost where a stage is copied: use torch.comp"):
-        build_stage(Model([compiled(True)], loss), 0, 0)
+    net = compiled(True)
+    assert build_stage(Model([net], loss), 0, 0) is net
+    assert net._compiled_call_impl is not None
     with pytest.warns(MpirunWarning, match=r"^Module.compile of the Sequential is lost: compile its children$"):
         split_sequential(compiled(True), 2)
     torch._dynamo.reset()

@@ -8,20 +8,6 @@ import pytest
 from engine_scripts import SAVING
 
 
-def test_what_is_lost_of_a_module_is_said_in_notes_only_even_if_the_run_evaluates(scripts):
-    script = """
-layer = torch.nn.Linear(4, 4)
-layer.compile()
-x = torch.zeros(8, 4)
-with mpirun.Engine("gpipe", [layer], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
-    run.step((x, x))
-    run.evaluate([(x, x)])
-"""
-    (done,) = scripts(1, [[SAVING + script, "none"]])
-    lost = "stage 0: Module.compile is lost where a stage is copied: use torch.compile(module)"
-    assert (done.code, {*done.err.splitlines()}) == (0, {f"mpirun: note: {lost}"})
-
-
 def test_autocast_casts_a_value_from_another_stage_for_each_of_its_readers(tmp_path, scripts):
     """As it does without the cut: one cast for all of them would add their gradients in bfloat16."""
     script = """

@@ -9,16 +9,13 @@ from engine_scripts import SAVING
 def test_values_that_a_script_gives_its_parameters_count_at_once(tmp_path, scripts):
     """Written in place or assigned to `data`, for an evaluation, which restores them, or for good.
 
-    Of pieces of weights, and with weight versions, too, where the last STEP has left others than the next step begins
-    with.
+    With weight versions, too, where the last STEP has left others than the next step begins with.
     """
     script = """
 from safetensors.torch import load_file
 def trained(scheme, assigns):
-    owned = []
-    def optimizer(named):
-        owned.extend(entry.parameter for entry in named)
-        return torch.optim.SGD(owned[-len(named):], 0.5)
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    owned = [parameter for layer in layers for parameter in layer.parameters()]
     def put(values):
         for parameter, value in zip(owned, values, strict=True):
             if assigns:
@@ -31,8 +28,8 @@ def trained(scheme, assigns):
         for name, value in run.state_dict().items():
             yield name, value.tolist()
     name = f"{scheme} {assigns}"
-    run = mpirun.Engine(scheme, [torch.nn.Linear(4, 4) for _ in range(2)], stages=2, microbatches=2, loss=mse_loss,
-                        optimizer=optimizer, timeout=60)
+    run = mpirun.Engine(scheme, layers, stages=2, microbatches=2, loss=mse_loss,
+                        optimizer=torch.optim.SGD, lr=0.5, timeout=60)
     with run:
         for step in range(2):
             yield run.step((x, x)).loss
@@ -50,7 +47,7 @@ def trained(scheme, assigns):
         files = [*folder.glob(f"{name}*/*.safetensors"), *folder.glob(f"{name}/step*/weights*")]
         assert len({file.parent for file in files}) == 2, files
         assert all((value == 0.25).all() for file in files for value in load_file(file).values())
-for scheme in ("gpipe", "fsdp", "pipedream"):
+for scheme in ("gpipe", "ddp", "pipedream"):
     torch.manual_seed(0)
     written = list(trained(scheme, assigns=False))
     torch.manual_seed(0)

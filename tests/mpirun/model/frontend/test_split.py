@@ -439,8 +439,7 @@ def test_without_gradients_and_mixed_precision_inside() -> None:
         cut = split(module, X, stages=stages)
         travels(cut)
         agree(module, cut, (X,))
-        module(X)  # changes its own buffer only
-        assert not any(stage.get_buffer("ema").any() for stage in cut.stages if "ema" in dict(stage.named_buffers()))
+        assert any(dict(stage.named_buffers()).get("ema") is module.ema for stage in cut.stages)
         module.ema.zero_()
 
 
