@@ -34,7 +34,7 @@ class StageGraph:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that read each stage's output; empty: it is the last stage, or a shard of it: the loss reads it."""
+        """The stages that read each stage's output; empty: the last stage or a shard of it."""
         return self._ends(at=0, give=1)
 
     def _ends(self, at: int, give: int) -> tuple[tuple[int, ...], ...]:
