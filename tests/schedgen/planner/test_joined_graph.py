@@ -6,7 +6,6 @@ import json
 import random
 
 import numpy as np
-import pytest
 from examples import ASKED
 
 from schedgen.ir.graph_file import ModelGraph
@@ -101,7 +100,7 @@ def test_a_plan_is_cut_where_it_fits(run, tmp_path):
 
 def test_a_plan_of_a_graph_takes_what_plan_says_with_that_graph(run, refused, tmp_path):
     profile, graph, path = (tmp_path / name for name in ("profile.json", "graph.json", "plan.json"))
-    profile.write_text(json.dumps(COSTS | {"activation": [6, 5, 4, 3, 2, 1], "apart": [1, 2, 3, 4, 5, 6, 7], "tied": 8}))
+    profile.write_text(json.dumps(COSTS | {"activation": [6, 5, 4, 3, 2, 1], "apart": [*range(1, 8)], "tied": 8}))
     graph.write_text(json.dumps({"stages": 6, "edges": SKIPS, "apart": [0, 2], "tied": [[0, 5]]}))
     options = ("--workers", 2, "--microbatches", 4, "--schemes", "looped-bfs", "--graph", graph)
     best = json.loads(run("plan", profile, *options, "--json", "-o", path).out)["schedules"][0]
