@@ -22,7 +22,7 @@ from mpirun.engine.options import SetupOptions
 from mpirun.engine.recipe import Recipe, command_line_recipe
 from mpirun.engine.running_statistics import check_shared_buffers
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Dataflow, Reads, TensorSpec, all_outputs, check_reads
+from mpirun.model.dataflow import Dataflow, Reads, TensorSpec, all_outputs, check_graph
 from mpirun.model.load_model import load_model
 from mpirun.model.loss import on_copies
 from mpirun.model.stage_shape import StageShape
@@ -144,7 +144,7 @@ def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Read
     except (Exception, SystemExit) as error:
         raise UsageError(f"the model's batch fails: {raised(error)}{raised_at(error)}") from None
     reads = model.resolved_reads(header.graph.producers, leaves)
-    check_reads(reads, header)
+    check_graph(reads, header)
     return reads
 
 

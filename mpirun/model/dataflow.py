@@ -19,6 +19,7 @@ from torch import Tensor
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Kind
+from schedgen.ir.stage_graph import check_edges
 from schedgen.util.errors import UsageError
 
 # Bytes: the alignment of each tensor in a message of several, and of each parameter in a stage's flat weights. For
@@ -238,10 +239,10 @@ def how_to_compile(header: Header) -> str:
     return f"{made} it with --graph FILE, which python -m mpirun graph --model ... --stages {stages} -o FILE writes"
 
 
-def check_reads(reads: Reads, header: Header) -> None:
-    """UsageError if `reads` is malformed, or the schedule's edges are not the model's."""
-    if len(reads) != header.stages:
-        raise UsageError(f"the model says what {len(reads)} stages read, but there are {header.stages}")
+def check_reads(reads: Reads, stages: int) -> None:
+    """UsageError if `reads` is malformed, or no stage reads a stage before the last."""
+    if len(reads) != stages:
+        raise UsageError(f"the model says what {len(reads)} stages read, but there are {stages}")
     for stage, sources in enumerate(reads):
         for source in sources:
             if not isinstance(source, Input | Value) or any(type(n) is not int for n in source) or source[-1] < 0:
@@ -250,6 +251,11 @@ def check_reads(reads: Reads, header: Header) -> None:
                 raise UsageError(
                     f"stage {stage} of the model reads an output of stage {source.stage}, which is not before it"
                 )
+    check_edges(outputs_read(reads), stages)
+
+
+def check_graph(reads: Reads, header: Header) -> None:
+    """UsageError if the schedule's edges are not the model's."""
     difference = _difference(model_graph(reads), header)
     if difference is not None:
         raise UsageError(f"{difference}: {how_to_compile(header)}")

@@ -17,6 +17,7 @@ from torch.jit import ScriptModule
 
 from mpirun.data.microbatches import Minibatch
 from mpirun.model.contract import Layers, Model
+from mpirun.model.dataflow import check_reads
 from mpirun.model.loss import check_loss
 from mpirun.model.module_tensors import shared_parameters
 from schedgen.util.errors import UsageError, raised
@@ -111,6 +112,7 @@ def check_model(model: Model, stages: int) -> Model:
         _check_list("reads", model.reads)
         for sources in model.reads:
             _check_list("what a stage reads", sources)
+        check_reads(model.reads, stages)
     return model._replace(
         length=int(model.length),
         sharded=sorted({int(stage) for stage in model.sharded}),

@@ -18,7 +18,7 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both, without_redo
 from schedgen.ir.file import write
-from schedgen.ir.graph_file import ModelGraph, read_graph
+from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.planner import plan_output
@@ -49,7 +49,7 @@ _LOSES_B = "the file keeps the costs of I and W, not that of B: commands that ar
 
 def run_compile(options: CompileOptions) -> int:
     """Write the schedule of a scheme, once it is proved; a note on stderr says if w or n was slow."""
-    graph = _graph(options.graph)
+    graph = read_graph_file(options.graph)
     scheme, sizes = _scheme(options, None if graph is None else graph.stages)
     substages = 1
     if graph is not None:
@@ -96,11 +96,6 @@ def _slow_schemes_noted() -> Iterator[None]:
     for each in caught:
         if not issubclass(each.category, SlowScheme):
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-
-
-def _graph(name: str | None) -> ModelGraph | None:
-    """The model's graph in the file `name`; None if no file is given."""
-    return None if name is None else read_graph(read_text(name), display_name(name))
 
 
 def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]:
@@ -182,7 +177,7 @@ def run_plan(options: PlanOptions) -> int:
     if options.schemes and options.partition_only:
         raise UsageError("plan --partition-only compiles PipeDream's scheme alone: leave --schemes out")
     check_writable("-o", options.output)
-    layers = read_layers(options.profile, _graph(options.graph))
+    layers = read_layers(options.profile, read_graph_file(options.graph))
     levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
     numbers, lines = _partition(options, layers, levels)
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made
@@ -219,7 +214,7 @@ def _partition(options: PlanOptions, layers: Layers, levels: Hierarchy) -> tuple
 def run_search(options: SearchOptions) -> int:
     """Print the best order's value and the bound; write its schedule; a note on stderr says if w or n was slow."""
     check_writable("-o", options.output)
-    graph = _graph(options.graph)
+    graph = read_graph_file(options.graph)
     _check_search(options, graph)
     stages = graph.stages if graph else options.stages or 0
     sizes = Sizes(stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)

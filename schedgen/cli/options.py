@@ -22,6 +22,7 @@ from schedgen.util.errors import UsageError
 from schedgen.util.option_fields import READ, WRITTEN, argument, option, switch
 
 NOT_FILES = (*SCHEMES, FREE)  # what may be given where a FILE is read
+LAYERS_GRAPH = "that of the layers in P, if the schedule was planned with one; - is standard input"
 _MACHINE_FIELDS = ("alpha", "beta", "activation", "weight", "saved")  # those that are options
 
 
@@ -82,6 +83,7 @@ class CostOptions:
     profile: str | None = option(
         "--profile P", "JSON with all of these and more by name; times and bytes may be lists by stage", file=READ
     )
+    graph: str | None = option("--graph FILE", LAYERS_GRAPH, file=READ)
 
     def __post_init__(self) -> None:
         """UsageError if a profile would silently override another option."""
@@ -180,6 +182,7 @@ class StatsOptions(Form, InputFile):
     profile: str | None = option(
         "--profile P", "JSON with durations and bytes; also gives the memory a worker needs", group="costs", file=READ
     )
+    graph: str | None = option("--graph FILE", LAYERS_GRAPH, file=READ)
     measured: str | None = option(
         "--measured TRACE", "an mpirun --trace file: print the seconds of that run", group="costs", file=READ
     )

@@ -23,7 +23,9 @@ from schedgen.cli.options import (
 )
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
+from schedgen.ir.graph_file import read_graph_file
 from schedgen.ir.program import Program
+from schedgen.planner.stage_costs import read_stage_profile
 from schedgen.report.chakra import chakra_traces, file_endings, jobs_rounded_to_zero
 from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
 from schedgen.report.diff import coloured, diff
@@ -34,7 +36,7 @@ from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.stats_table import cycle_line, named_numbers, stats_table
 from schedgen.report.torch_csv import as_torch_csv, lost_in_csv, refused_by_torch
-from schedgen.simulator.machine import Machine, read_profile
+from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
 from schedgen.simulator.stats import clock_cycles, stats
@@ -76,12 +78,12 @@ def run_stats(options: StatsOptions) -> int:
     program = checked(options.file)
     if options.cycles and options.measured:
         raise UsageError("--cycles are those of a simulation: leave --measured out")
+    cost, machine = _read_profile(options, program) or (options.cost, None)
     if options.measured:
         numbers = run_numbers(program, _read_trace(options.measured, program))
         shown = {key: value for key, value in numbers.items() if key != "profile"}
         print(json.dumps(numbers, indent=1) if options.json else named_numbers(shown))
         return 0
-    cost, machine = _read_profile(options.profile, program) if options.profile else (options.cost, None)
     if options.cycles:
         cycles = clock_cycles(program, cost)
         text = json.dumps([cycle._asdict() for cycle in cycles]) if options.json else "\n".join(map(cycle_line, cycles))
@@ -144,16 +146,18 @@ def run_simulate(options: SimulateOptions) -> int:
 
 def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
     """Durations of jobs by direction, and the machine, as given by the options."""
-    if options.profile:
-        return _read_profile(options.profile, program)
-    return options.cost or program.header.cost, options.machine
+    return _read_profile(options, program) or (options.cost or program.header.cost, options.machine)
 
 
-def _read_profile(name: str, program: Program) -> tuple[dict[str, Amount], Machine]:
-    """Durations of jobs by direction, and the machine, as given by a profile."""
-    header = program.header
+def _read_profile(options: CostOptions | StatsOptions, program: Program) -> tuple[dict[str, Amount], Machine] | None:
+    """Durations of jobs by direction, and the machine, as given by a profile; None if there is none."""
+    header, name = program.header, options.profile
+    if name is None:
+        if options.graph:
+            raise UsageError("--graph is that of a profile's layers: give --profile, too")
+        return None
     shown = display_name(name)
-    cost, machine = read_profile(read_text(name), shown, header.stages, header.graph.edges, header)
+    cost, machine = read_stage_profile(read_text(name), shown, header, read_graph_file(options.graph))
     durations(cost, len(header.directions), shown)  # UsageError if they do not fit the schedule
     return cost, machine
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from schedgen.compiler.forward_only import forwards
 from schedgen.compiler.lower import lower
-from schedgen.compiler.options import Options, check_options
+from schedgen.compiler.options import Options, check_options, whole_options
 from schedgen.compiler.order import order
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
@@ -24,6 +24,7 @@ def compile(scheme: Scheme, sizes: Sizes, options: Options = Options()) -> Progr
 
     The checker's `check_compiled` checks the rest, such as deadlocks, which are possible if weights have versions.
     """
+    sizes, options = sizes.checked(), whole_options(options)
     check_options(scheme, sizes, options)
     placed = refine(place(scheme, sizes, options))
     if options.forward:

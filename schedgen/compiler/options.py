@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -46,12 +46,18 @@ def part_counts(sizes: Sizes, options: Options) -> list[int]:
     return counts * stages if len(counts) == 1 else counts
 
 
+def whole_options(options: Options) -> Options:
+    """The options with their whole numbers as Python ints; UsageError if one is none, or too small."""
+    checked: dict[str, Any] = {
+        name: check_whole(name, getattr(options, name), least)
+        for name, least in LEAST.items()
+        if name != "memory_limit" or options.memory_limit is not None
+    }
+    return replace(options, **checked)
+
+
 def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     """Raise UsageError if options name something that does not exist, or do not fit the scheme or one another."""
-    sizes.check()
-    for name, least in LEAST.items():
-        if name != "memory_limit" or options.memory_limit is not None:
-            check_whole(name, getattr(options, name), least)
     mode = options.mode or scheme.mode
     if mode not in ("greedy", "strict"):
         raise UsageError(f"there is no mode '{mode}': it is greedy or strict")

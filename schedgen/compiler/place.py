@@ -17,7 +17,7 @@ from schedgen.ir.cost import own_costs, whole_numbers
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.job_graph import JobGraph, job_graph
 from schedgen.ir.limits import check_jobs, check_workers
-from schedgen.ir.stage_graph import StageGraph, chain
+from schedgen.ir.stage_graph import StageGraph, chain, check_edges
 from schedgen.ir.tensor_parallel import TensorParallel
 from schedgen.schemes.scheme import Scheme, Sizes, fourth_argument
 from schedgen.util.arrays import Flags, Ints, Numbers
@@ -73,7 +73,7 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
     counts = part_counts(sizes, options)[:: options.substages]
     placement = place_jobs(scheme, stages, batches, directions, counts, options.tensor)
     check_workers(placement.workers, stages * options.substages * options.tensor)
-    edges = chain(stages) if scheme.edges is None else tuple(sorted(scheme.edges))
+    edges = chain(stages) if scheme.edges is None else check_edges(scheme.edges, stages)
     return PlacedScheme(
         scheme=scheme,
         options=options,

@@ -48,13 +48,19 @@ def durations(cost: Mapping[str, Any] | None, directions: int, given: str = "--c
 
     With an unsplit backward, B is I + W unless it is given; with a split one, B is left out; in a list of forwards
     alone, everything but F is left out. R is always left out.
-    UsageError if durations differ too much, or one is missing; `given`: where the error says they were given.
+    UsageError if one is no time or missing, or they differ too much; `given`: where the error says they were given.
     """
     if cost is None:
         return dict(DEFAULT_COST[directions])
+    for name, time in cost.items():
+        amounts = np.ravel(time)
+        good = np.isfinite(amounts) & (amounts >= 0 if name == REDO else amounts > 0)
+        if not good.all():
+            more = "of at least 0" if name == REDO else "above 0"
+            raise UsageError(f"costs: {name} should be a time {more}, not {amounts[~good][0]}")
     cost = {name: np.array(time) if isinstance(time, Sequence) else time for name, time in cost.items() if name != REDO}
     shortest, longest = (f([f(time) for time in cost.values()]) for f in (np.min, np.max))
-    if not 0 < longest <= MOST_RATIO * shortest:
+    if longest > MOST_RATIO * shortest:
         raise UsageError("costs: the longest job may take a million times as long as the shortest, not more")
     if directions == 1:
         return {"F": cost["F"]}

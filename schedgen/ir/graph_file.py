@@ -12,6 +12,7 @@ from typing import Any
 from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
+from schedgen.util.files import display_name, read_text
 from schedgen.util.parse_json import read_json
 
 
@@ -34,6 +35,11 @@ class ModelGraph:
         }  # fmt: skip
         lines = (f' "{key}": {json.dumps(value)}' for key, value in values.items() if value not in (None, ()))
         return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def read_graph_file(name: str | None) -> ModelGraph | None:
+    """The graph in the file `name`, as `read_graph`; None if no file is given."""
+    return None if name is None else read_graph(read_text(name), display_name(name))
 
 
 def read_graph(text: str, name: str) -> ModelGraph:

@@ -34,7 +34,7 @@ class StageGraph:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that read each stage's output; empty: its output is the loss."""
+        """The stages that read each stage's output; empty: the last stage or a shard of it."""
         return self._ends(at=0, give=1)
 
     def _ends(self, at: int, give: int) -> tuple[tuple[int, ...], ...]:
@@ -78,7 +78,7 @@ def expand_shards(edges: tuple[tuple[int, int], ...], tensor: int) -> tuple[tupl
 
 
 def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int, int], ...]:
-    """The user's edges, sorted; UsageError unless they are a DAG that ends in one loss.
+    """The user's edges, sorted; UsageError unless they are a DAG whose one end is the last stage.
 
     `tensor`: how many shards each stage has; the shards have edges of their own.
     """
@@ -96,13 +96,14 @@ def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int,
         if list(expand_shards(found, tensor)) != pairs:
             raise UsageError("each shard of a stage must read the same shard of each producer, and no other")
         return tuple(pairs)
-    ends = sorted(set(range(stages - 1)) - {producer for producer, _ in pairs})
-    if ends:
-        others = clip(str(ends))
-        raise UsageError(
-            f"the last stage, {stages - 1}, alone must end in the loss, but no stage reads the output of {others}"
-        )
+    for stage in sorted(set(range(stages - 1)) - {producer for producer, _ in pairs})[:1]:
+        raise UsageError(unread(stage, stages - 1))
     return tuple(pairs)
+
+
+def unread(stage: int, last: int) -> str:
+    """Why a stage before the last that no stage reads is refused."""
+    return f"no stage reads stage {stage}, and the loss reads the last, {last}, alone: join it with stage {stage + 1}"
 
 
 def check_per_consumer(stages: Sequence[object], edges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:

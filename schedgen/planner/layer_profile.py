@@ -94,7 +94,7 @@ def read_layers(name: str, graph: ModelGraph | None = None) -> Layers:
     text = read_text(name, MOST_BYTES)
     name = display_name(name)
     if text.lstrip()[:1] in ("{", "["):
-        layers = _parse_json(text, name, graph)
+        layers = parse_json(text, name, graph)
     elif graph is None:
         layers = _parse_pipedream(text, name)
     else:
@@ -104,11 +104,16 @@ def read_layers(name: str, graph: ModelGraph | None = None) -> Layers:
     return layers
 
 
-def _parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
-    values = read_json(text, name)
+def listed(values: object) -> int:
+    """How many layers a profile, which was JSON, has numbers for: those in its first list; 1 if it has none."""
     given = values.items() if isinstance(values, dict) else ()
-    lists = [value for key, value in given if isinstance(value, list) and key not in ("apart", "tied")]
-    count = len(lists[0]) if lists else 1
+    return next((len(value) for key, value in given if isinstance(value, list) and key not in ("apart", "tied")), 1)
+
+
+def parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
+    """The layers in the JSON of a profile; as `read_layers`."""
+    values = read_json(text, name)
+    count = listed(values)
     if not 1 <= count <= MOST_PROFILED:
         raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_PROFILED}")
     if graph is None and isinstance(values, dict) and "apart" in values:

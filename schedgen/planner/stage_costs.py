@@ -1,22 +1,29 @@
-"""Layers gathered into stages: what each stage costs in the simulator, and the cuts that balance S stages."""
+"""Layers gathered into stages: what each stage costs in the simulator, and the cuts that balance S stages.
+
+Whatever simulates a schedule with a profile reads it by `read_stage_profile`, so that a plan's file has its costs.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from schedgen.ir.cost import REDO, Amount, by_stage, own_costs
 from schedgen.ir.graph_file import ModelGraph
-from schedgen.ir.stage_graph import StageGraph
-from schedgen.planner.layer_downsets import Downsets
-from schedgen.planner.layer_profile import Edge, Layers
+from schedgen.ir.header import Header
+from schedgen.ir.stage_graph import StageGraph, chain
+from schedgen.planner.layer_downsets import Downsets, prefixes
+from schedgen.planner.layer_profile import Edge, Layers, listed, parse_json
 from schedgen.planner.partition import unreplicated
-from schedgen.simulator.machine import Machine, by_direction, workspaces
+from schedgen.simulator.machine import Machine, by_direction, read_profile, workspaces
 from schedgen.util.arrays import Floats
+from schedgen.util.errors import UsageError
+from schedgen.util.parse_json import read_json
 
 SHORTEST = 1e-5  # the least time of a stage's job, as a share of the longest job's
 
@@ -42,9 +49,45 @@ class StageCosts(NamedTuple):
     @property
     def with_halves(self) -> dict[str, Floats]:
         """All seconds by stage; halves that were not measured each take half of B."""
-        if "I" in self.times:
-            return dict(self.times)
-        return {**self.times, "I": self.times["B"] / 2, "W": self.times["B"] / 2}
+        return _with_halves(self.times)
+
+
+def read_stage_profile(
+    text: str, name: str, header: Header, graph: ModelGraph | None = None
+) -> tuple[dict[str, Amount], Machine]:
+    """The durations of a schedule's jobs and the machine, from the JSON of a profile, as `plan` takes them.
+
+    Where the schedule's stages join layers and the profile is of these, they are joined as `plan` joins them; `graph`:
+    that of the layers. RefusedFile as `read_profile` and `read_layers`; UsageError if `graph` does not fit.
+    """
+    counts = header.scheme.get("layers", ())
+    if len(counts) < sum(counts) == listed(read_json(text, name)) and not header.tensor_parallel:
+        layers = parse_json(text, name, graph)
+        beta = layers.machine.beta
+        costs = stage_costs(layers, prefixes(layers), list(accumulate(counts)), 1 / beta if beta else math.inf)
+        made = costs.graph or ModelGraph(header.stages, chain(header.stages))
+        in_file = header.graph.edges, header.graph.per_consumer, () if header.is_forward else header.tied
+        if (made.edges, made.per_consumer, () if header.is_forward else made.tied) != in_file:
+            raise UsageError(f"the schedule's stages have other edges or ties than those of {name}: give its --graph")
+        return dict(costs.with_halves), costs.machine
+    if graph is not None:
+        raise UsageError(f"--graph is of layers, but the schedule does not join those of {name}: leave it out")
+    times, machine = read_profile(text, name, header.stages, header.graph.edges, header)
+    if counts and "B" in times:
+        by_stage_times = {name: by_stage(seconds, header.stages) for name, seconds in times.items()}
+        return dict(_with_halves(_not_too_short(by_stage_times))), machine
+    return times, machine
+
+
+def _with_halves(times: Mapping[str, Floats]) -> dict[str, Floats]:
+    if "I" in times:
+        return dict(times)
+    return {**times, "I": times["B"] / 2, "W": times["B"] / 2}
+
+
+def _not_too_short(times: Mapping[str, Floats]) -> dict[str, Floats]:
+    shortest = SHORTEST * max(float(seconds.max()) for seconds in times.values())
+    return {name: seconds if name == REDO else np.maximum(seconds, shortest) for name, seconds in times.items()}
 
 
 def balanced(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[list[StageCosts]]:
@@ -103,10 +146,9 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
         once = by_stage(overhead.get("F" if direction == REDO else direction, 0), count)
         once = np.minimum(once, seconds)  # R may be less than F's overhead
         times[direction] = total(seconds - once) + np.maximum.reduceat(once, begins)
-    shortest = SHORTEST * max(float(seconds.max()) for seconds in times.values())
     return StageCosts(
         tuple(j - i for i, j in spans),
-        {name: seconds if name == REDO else np.maximum(seconds, shortest) for name, seconds in times.items()},
+        _not_too_short(times),
         Machine(
             alpha=machine.alpha,
             beta=1 / bandwidth,

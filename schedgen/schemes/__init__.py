@@ -106,8 +106,7 @@ def load(name: str | os.PathLike[str], sizes: Sizes, tensor: int = 1) -> Scheme:
     `tensor`: shards of each stage. `sizes.workers` counts all workers; schemes that do not place shards see 1/T of it.
     """
     name = os.fspath(name)
-    sizes.check()
-    check_whole("tensor", tensor, 1)
+    sizes, tensor = sizes.checked(), check_whole("tensor", tensor, 1)
     if name in SCHEMES:
         built_in, sizes = SCHEMES[name], sizes.per_shard(tensor)
         check_jobs(sizes.stages, sizes.microbatches, per_pair=2)  # some make lists of all jobs

@@ -1,8 +1,9 @@
 """A scheme read from CSV as torch's pipelining writes it: one row per rank, one compute action per cell, as in 2F0.
 
-An action is stage, type and microbatch; the types are F forward, B unsplit backward, and I and W its halves. A cell may
-be empty (a bubble) or hold several actions at once, as in (0F1;3B0)OVERLAP_F_B. These run one after another here, and
-the forward's output leaves after the next of them, as in torch's own lowering.
+An action is stage, type and microbatch; the types are F forward, B unsplit backward, and I and W its halves. In a file
+with W and without I, as torch 2.4 writes, B is the half I. A cell may be empty (a bubble) or hold several actions at
+once, as in (0F1;3B0)OVERLAP_F_B. These run one after another here, and the forward's output leaves after the next of
+them, as in torch's own lowering.
 Actions of lowered schedules that concern messages and sharding (SEND_F, UNSHARD, ...) are left out, because torch and
 schedgen each have a lowering of their own.
 """
@@ -36,6 +37,7 @@ class _Action(NamedTuple):
     letter: str  # F, B, I or W
     mb: int
     rank: int
+    column: int
     delayed: bool = False  # whether it is a forward whose output leaves only after the next action of its cell
 
 
@@ -45,7 +47,13 @@ def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
     Raises RefusedFile, with line and cell, for anything that is not an action, and for missing or repeated jobs.
     """
     actions, ranks = _parse(text, name)
-    split = any(action.letter in "IW" for action in actions)
+    columns, rows = {(a.stage, a.column) for a in actions}, {(a.stage, a.rank) for a in actions}
+    if len({a.stage for a in actions}) == len(columns) < len(rows):
+        raise RefusedFile(f"{name}: each stage is in one column and in several rows: transpose it, a row is a rank")
+    letters = {action.letter for action in actions}
+    if letters.isdisjoint("I") and "W" in letters:
+        actions = [action._replace(letter=action.letter.replace("B", "I")) for action in actions]
+    split = not letters.isdisjoint("IW")
     direction, stage, mb, rank = _jobs(actions, split)
     S, batches, directions = int(stage.max()) + 1, int(mb.max()) + 1, 3 if split else 2
     _check_complete((direction * S + stage) * batches + mb, S, batches, directions, name)
@@ -85,7 +93,7 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
                 if match[2]:
                     if len(actions) > first and actions[-1].letter == "F":
                         actions[-1] = actions[-1]._replace(delayed=True)
-                    actions.append(_Action(int(match[1]), match[2], int(match[3]), rank))
+                    actions.append(_Action(int(match[1]), match[2], int(match[3]), rank, column))
     if not actions:
         raise RefusedFile(f"{name}: it has no action of the form 2F0")
     return actions, len(lines)
@@ -94,7 +102,7 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
 def _jobs(actions: list[_Action], split: bool) -> Numbers:
     """Direction, stage, microbatch and rank of all jobs, shape (4, n); in a split schedule a B becomes an I and a W."""
     jobs = []
-    for stage, letter, mb, rank, _ in actions:
+    for stage, letter, mb, rank, *_ in actions:
         jobs.append((_DIRECTION[letter], stage, mb, rank))
         if split and letter == "B":
             jobs.append((W, stage, mb, rank))

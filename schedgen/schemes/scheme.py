@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from schedgen.ir.weight_versions import FLUSH
@@ -40,12 +41,15 @@ class Sizes(NamedTuple):
             raise UsageError(f"{name} gives every worker at least one {one}: {workers} workers do not fit {few}")
         return workers
 
-    def check(self) -> None:
-        """Raise UsageError if a size is no whole number, or below 1."""
+    def checked(self) -> Sizes:
+        """The sizes as Python ints; UsageError if one is no whole number, or below 1."""
+        whole: dict[str, Any] = {}
         for name, value in self._asdict().items():
-            for each in value if isinstance(value, (list, tuple)) else (value,):
-                if value is not None or name in ("stages", "microbatches"):
-                    check_whole(name, each, 1)
+            if isinstance(value, (list, tuple)):
+                whole[name] = tuple(check_whole(name, each, 1) for each in value)
+            elif value is not None or name in ("stages", "microbatches"):
+                whole[name] = check_whole(name, value, 1)
+        return self._replace(**whole)
 
     def per_shard(self, tensor: int) -> Sizes:
         """The sizes for one of `tensor` shards: workers divided by it; UsageError if that is not a whole number."""
@@ -82,10 +86,11 @@ class Scheme(NamedTuple):
     by_shard: bool = False  # w takes the shard t of a stage
 
 
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise UsageError if a value is no whole number of at least `least`."""
-    if type(value) is not int or value < least:
+def check_whole(name: str, value: object, least: int) -> int:
+    """The value, an int or NumPy's, as an int; UsageError if it is no whole number of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name} {value!r} is not a whole number of at least {least}")
+    return int(value)
 
 
 def no_order(s: Any, b: Any, d: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -67,12 +68,14 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
     """The sizes for this many stages and edges, from the machine's amounts, rounded up to whole numbers.
 
     Unless `owned` is given, it is the weights without optimizer state.
-    UsageError if an amount does not fit into 64 bits.
+    UsageError if an amount is below 0, unless it is `half`, or does not fit into 64 bits.
     """
 
-    def count(amount: Amount, length: int = stages) -> Numbers:
+    def count(amount: Amount, length: int = stages, least: float = 0) -> Numbers:
         if not (amounts := np.ceil(by_stage(amount, length))).max(initial=0) < 2**63:
             raise UsageError(f"sizes of {amounts.max():g} bytes are too large")
+        if amounts.min(initial=0) < least:
+            raise UsageError(f"sizes of {amounts.min():g} bytes are below 0")
         return amounts.astype(np.int64)
 
     weight, by_edge = count(machine.weight), machine.edge_activation
@@ -81,7 +84,7 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
         weight=weight,
         partial=weight,
         saved=count(machine.saved),
-        half=count(machine.half),
+        half=count(machine.half, least=-math.inf),
         workspace={direction: count(amount) for direction, amount in workspaces(machine).items()},
         owned=weight if machine.owned is None else count(machine.owned),
         edge_activation=None if by_edge is None else count(by_edge, edges),

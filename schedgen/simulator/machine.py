@@ -17,7 +17,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.util.arrays import Floats, Times
-from schedgen.util.errors import RefusedFile, clip, number_of
+from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
 from schedgen.util.parse_json import read_json
 
 
@@ -41,6 +41,12 @@ class Machine(NamedTuple):
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
     tied: Floats | None = None  # bytes of the parameters that a tie's stages share, by tie; None: not known
+
+    def check_times(self) -> None:
+        """UsageError if a time is below 0 or not finite."""
+        for name, time in (("alpha", self.alpha), ("beta", self.beta), ("step", self.step)):
+            if not ((amounts := np.ravel(time)) >= 0).all() or np.isinf(amounts).any():
+                raise UsageError(f"Machine: {name} should be a time of at least 0, not {time}")
 
     def edge_bytes(self, graph: StageGraph) -> Floats:
         """Bytes of the x, and of the g, that goes along each edge, shape (edges,)."""

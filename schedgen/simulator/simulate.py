@@ -109,11 +109,13 @@ class Simulation:
 
 
 def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | None = None) -> Simulation:
-    """Execute a checked, projected program. `cost`: the duration of each direction, for all stages or by stage.
+    """Execute a projected program. `cost`: the duration of each direction, for all stages or by stage.
 
-    Raises UsageError if the machine's sizes are too large to be added up.
+    `check` must accept the program, which is not proved here: numbers of any other, as of a deadlock, mean nothing.
+    UsageError if costs, or the machine's times or sizes, are below 0 or too large to be added up.
     """
     machine, header, table = machine or Machine(), program.header, program.rows
+    machine.check_times()
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
     _check_sizes(program, sizes)
     with counted("simulate", 3, "step") as done:

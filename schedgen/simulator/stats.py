@@ -25,7 +25,7 @@ from schedgen.util.arrays import Numbers, Times
 
 
 def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None) -> dict[str, Any]:
-    """All numbers of a checked, projected program by name, in the units of `cost` (default: the file's).
+    """All numbers of a projected program that `check` accepts, by name, in the units of `cost` (default: the file's).
 
     With a `machine` the numbers include bytes; its links are ignored.
     """

@@ -766,6 +766,10 @@ def reads_too_few(stages: int) -> Model:
     return mlp.tiny(stages)._replace(reads=[[Input(0)], [Value(0, 0)], [Value(1, 0)]])
 
 
+def stage_2_unread(stages: int) -> Model:
+    return mlp.tiny(stages)._replace(reads=[[Input(0)], [Value(0, 0)], [Value(1, 0)], [Value(1, 0)]])
+
+
 def _reading(stages: int, first: object, second: object) -> Model:
     return mlp.tiny(stages)._replace(reads=[first, second, *([Value(s, 0)] for s in range(1, stages - 1))])
 

@@ -3,10 +3,13 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from edited_programs import written
 
 import schedgen
 from schedgen import UsageError
+from schedgen.simulator.machine import Machine
 
 SIZES = schedgen.Sizes(stages=2, microbatches=2)
 
@@ -67,6 +70,46 @@ def test_sizes_out_of_range_are_refused(sizes):
         schedgen.load("1f1b", sizes)
     with pytest.raises(UsageError, match="is not a whole number of at least 1"):
         schedgen.compile(schedgen.load("1f1b", SIZES), sizes)
+
+
+def test_numpys_whole_numbers_are_whole_numbers():
+    sizes, options = {"stages": 4, "microbatches": 8, "replicas": (2, 1, 1, 1)}, {"weight_slots": 3, "fan_out": 1}
+    files = []
+    for whole in (int, np.int64, np.uint8):
+        given = schedgen.Sizes(**{k: tuple(map(whole, v)) if k == "replicas" else whole(v) for k, v in sizes.items()})
+        chosen = schedgen.Options(**{name: whole(value) for name, value in options.items()})
+        files.append(written(schedgen.compile(schedgen.load("1f1b-rr", given), given, chosen)))
+    assert files[0] == files[1] == files[2]
+
+
+@pytest.mark.parametrize("cost", [0, -1, float("nan"), float("inf"), [1, 0]], ids=str)
+def test_a_cost_that_is_no_time_is_refused_as_such(cost):
+    program = schedgen.compile(schedgen.load("gpipe", SIZES), SIZES)
+    wrong = cost[1] if isinstance(cost, list) else float(cost)
+    for call in (
+        lambda: schedgen.simulate(program, {"F": 1, "B": cost}),
+        lambda: schedgen.stats(program, {"F": 1, "B": cost}),
+        lambda: schedgen.compile(schedgen.load("gpipe", SIZES), SIZES, schedgen.Options(cost={"F": 1, "B": cost})),
+    ):
+        with pytest.raises(UsageError, match=rf"^costs: B should be a time above 0, not {wrong:g}(\.0)?$"):
+            call()
+    with pytest.raises(UsageError, match=r"^costs: R should be a time of at least 0, not -1$"):
+        schedgen.simulate(program, {"F": 1, "B": 2, "R": -1})
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ({"alpha": -1}, "alpha should be a time of at least 0, not -1"),
+        ({"beta": float("nan")}, "beta should be a time of at least 0, not nan"),
+        ({"step": [0, -1]}, r"step should be a time of at least 0, not \[0, -1\]"),
+        ({"weight": -1}, "sizes of -1 bytes are below 0"),
+    ],
+)
+def test_a_machine_below_0_is_refused(machine, words):
+    program = schedgen.compile(schedgen.load("gpipe", SIZES), SIZES)
+    with pytest.raises(UsageError, match=words):
+        schedgen.simulate(program, {"F": 1, "B": 2}, Machine(**machine))
 
 
 def test_a_file_may_be_a_path(tmp_path):

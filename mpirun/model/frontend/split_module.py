@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from mpirun.data.chunks import Dims
 from mpirun.model.contract import CheckEval, Origin
+from mpirun.model.dataflow import check_reads
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.compare_train_eval import compare_with_eval, follow_eval
 from mpirun.model.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
@@ -100,6 +101,7 @@ def _build_stages(dependencies: Dependencies, starts: Sequence[fx.Node], shared:
     results, output = dependencies.exported.output()
     senders = {name: users[0] for name, users in used_by.items() if treatment[name] == "transmit"}
     built = StageBuilder(dependencies, stage_of, results, senders).build()
+    check_reads(built.reads, len(built.modules))
     bodies: list[list[fx.Node]] = [[] for _ in built.modules]
     for node in dependencies.body:
         bodies[stage_of[node]].append(node)

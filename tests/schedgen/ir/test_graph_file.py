@@ -38,7 +38,7 @@ def test_an_output_apart_or_not_is_said_by_its_name(run, judge, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"edges": [[0, 1]]}, "the last stage, 3, alone must end in the loss"),
+        ({"edges": [[0, 1]]}, "no stage reads stage 1, and the loss reads the last, 3, alone: join it with stage 2"),
         ({"edges": [[1, 0]]}, "edge (1, 0) does not go from a smaller to a larger stage"),
         ({"edges": 3}, "edges and tied should be lists"),
         ({"edges": None}, "edges and tied should be lists"),

@@ -98,6 +98,26 @@ def test_a_plan_is_cut_where_it_fits(run, tmp_path):
     assert sorted(json.loads(done.out)["schedules"][0]["layers"]) == [1, 1, 2, 2]
 
 
+def test_a_plan_of_a_graph_takes_what_plan_says_with_that_graph(run, refused, tmp_path):
+    profile, graph, path = (tmp_path / name for name in ("profile.json", "graph.json", "plan.json"))
+    profile.write_text(json.dumps(COSTS | {"activation": [6, 5, 4, 3, 2, 1], "apart": [*range(1, 8)], "tied": 8}))
+    graph.write_text(json.dumps({"stages": 6, "edges": SKIPS, "apart": [0, 2], "tied": [[0, 5]]}))
+    options = ("--workers", 2, "--microbatches", 4, "--schemes", "looped-bfs", "--graph", graph)
+    best = json.loads(run("plan", profile, *options, "--json", "-o", path).out)["schedules"][0]
+    for command, name in (("simulate", "makespan"), ("stats", "peak_bytes")):
+        numbers = json.loads(run(command, path, "--profile", profile, "--graph", graph, "--json").out)
+        assert numbers[name] == best.get(name, best["step_time"])
+        assert "give the stages' --graph, too" in refused(run(command, path, "--profile", profile), 1)
+        assert "give --profile, too" in refused(run(command, path, "--graph", graph), 2)
+    graph.write_text(json.dumps({"stages": 6}))
+    profile.write_text(json.dumps(COSTS))
+    for given in ((), ("--graph", graph)):
+        said = refused(run("simulate", path, "--profile", profile, *given), 2)
+        assert "the schedule's stages have other edges or ties than those of" in said
+    assert run("compile", "1f1b", "--stages", 6, "--microbatches", 2, "-o", path).code == 0
+    assert "leave it out" in refused(run("simulate", path, "--profile", profile, "--graph", graph), 2)
+
+
 def test_a_graph_that_does_not_fit_is_refused(run, refused, tmp_path):
     profile, graph, other = (tmp_path / name for name in ("profile.json", "graph.json", "pipedream.txt"))
     profile.write_text(json.dumps(COSTS))

@@ -197,6 +197,28 @@ def test_the_schedule_in_the_file_takes_what_the_table_says(run, tmp_path):
     assert run("plan", profile, *options, "-o", "-").out.encode() == path.read_bytes()
 
 
+@pytest.mark.parametrize("scheme", ["1f1b", "dualpipe-v", "looped-bfs"])
+def test_a_plan_read_with_the_profile_it_was_made_from_takes_what_plan_says(run, tmp_path, scheme):
+    """Stages join layers, one of them or several, and where a schedule splits backwards plan has halved those of B."""
+    growth, path, profile = np.linspace(1, 2, 8), tmp_path / "plan.json", tmp_path / "profile.json"
+    values = {
+        "F": 1e-3 * growth, "B": 2e-3 * growth, "activation": 1e6 * growth[::-1], "weight": 4e6 * growth,
+        "saved": 3e6 * growth, "step": 1e-4 * growth,
+    }  # fmt: skip
+    values = {name: amounts.tolist() for name, amounts in values.items()} | {"overhead": 1e-4, "beta": 1.1e-9}
+    profile.write_text(json.dumps(values))
+    options = ("--workers", 4, "--microbatches", 8, "--schemes", scheme, "--json", "-o", path)
+    best = json.loads(run("plan", profile, *options).out)["schedules"][0]
+    with_profile = (path, "--profile", profile)
+    simulated = json.loads(run("simulate", *with_profile, "--json").out)
+    assert (simulated["makespan"], simulated["peak_bytes"]) == (best["step_time"], best["peak_bytes"])
+    assert json.loads(run("stats", *with_profile, "--json").out)["peak_bytes"] == best["peak_bytes"]
+    assert run("export", *with_profile, "--to", "chrome", "-o", tmp_path / "chrome.json").code == 0
+    events = json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
+    assert max(e["ts"] + e["dur"] for e in events if "dur" in e) == pytest.approx(1e6 * best["step_time"])
+    assert run("draw", *with_profile, "-o", tmp_path / "drawn.html").code == 0
+
+
 def test_a_schedule_takes_what_its_row_says_though_its_cuts_moved_after_it_was_ordered():
     """Moved cuts change the ratios of F and B where layers have overhead, and so what hanayo, which is greedy, does."""
     times = {"F": np.array([1.3, 1.9, 1.9, 2, 1.2, 0.6]), "B": np.array([0.6, 2.4, 1.6, 3.6, 2, 4.7])}

@@ -330,4 +330,8 @@ def test_buttons_and_keys_change_the_height_of_rows(page, schedules, show):
     taller = shown.ask(height)
     shown.browser.execute_cdp_cmd("Input.dispatchKeyEvent", {"type": "keyDown", "key": "[", "text": "["})
     shown.until(f"{height} < {taller}")
+    # Whatever their height, rows that fit are not said to be hidden; those that do not fit are.
+    said = "[...Array(90)].map((_, k) => { view.row = k < 60 ? 20 + k / 7 : 3000 + k; draw(); return notes.join(); })"
+    said = shown.ask(said)
+    assert set(said[:60]) == {""} and set(said[60:]) == {"some workers are hidden: drag to see them"}
     assert not shown.complaints()

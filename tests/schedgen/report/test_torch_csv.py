@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -115,6 +116,24 @@ def test_torchs_lowered_form_reads_as_its_compute(run, tmp_path):
     path.write_text('0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0, 1F0,"",1B0,1SEND_B0,1RESHARD\n')
     assert run("compile", path, "-o", tmp_path / "x.json").code == 0
     assert run("export", tmp_path / "x.json", "--to", "csv", "-o", "-").out == "0F0,0B0\n1F0,1B0\n"
+
+
+def test_in_the_csv_of_torch_2_4_a_backward_beside_a_w_is_the_half_i(run, tmp_path, actions):
+    path, old = actions("zb-h1"), tmp_path / "old" / "golden.csv"
+    old.parent.mkdir()
+    old.write_text(path.read_text().replace("I", "B"))
+    assert run("compile", old, "-o", tmp_path / "old.json") == (0, "", "")
+    assert run("compile", path, "-o", tmp_path / "new.json") == (0, "", "")
+    assert (tmp_path / "old.json").read_bytes() == (tmp_path / "new.json").read_bytes()
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "zb-v", "gpipe"])
+def test_a_csv_with_ranks_in_its_columns_is_said_to_be_so(run, refused, tmp_path, actions, scheme):
+    path = actions(scheme)
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    path.write_text("".join(",".join(cells) + "\n" for cells in itertools.zip_longest(*rows, fillvalue="")))
+    said = refused(run("compile", path, "-o", "-"), 1)
+    assert said.endswith("each stage is in one column and in several rows: transpose it, a row is a rank")
 
 
 def test_overlapped_actions_run_one_behind_the_other(run, tmp_path):

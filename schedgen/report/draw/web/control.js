@@ -71,7 +71,7 @@ document.addEventListener("keydown", event => {
   const middle = (box.left + box.right) / 2, step = 0.15 * (box.right - box.left), em = box.em;
   const arrows = {
     ...!allSeen() && { ArrowLeft: () => pan(-step, 0), ArrowRight: () => pan(step, 0) },
-    ...box.content > box.height - box.axis && { ArrowUp: () => pan(0, -3 * em), ArrowDown: () => pan(0, 3 * em) },
+    ...box.axis + box.content > box.height && { ArrowUp: () => pan(0, -3 * em), ArrowDown: () => pan(0, 3 * em) },
   };
   const action = {
     ...!event.target.matches("input") && arrows,

@@ -20,7 +20,7 @@ function draw() {
   pen.restore();
   for (const lane of lanes) if (visible(lane)) drawMargins(lane);
   pen.restore();
-  if (box.content > height - axis) notes.push("some workers are hidden: drag to see them");
+  if (axis + box.content > height) notes.push("some workers are hidden: drag to see them");
   drawAxis();
   overlay.style.touchAction = allSeen() ? "pan-y" : "none";
   drawPointer();

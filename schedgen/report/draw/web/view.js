@@ -72,7 +72,7 @@ function limitView() {
   const wide = Math.min(Math.max(view.to - view.from, span * 1e-6), span);
   view.from = Math.min(Math.max(view.from, 0), span - wide);
   view.to = view.from + wide;
-  view.top = Math.min(Math.max(view.top, 0), Math.max(0, box.content - (box.height - box.axis)));
+  view.top = Math.min(Math.max(view.top, 0), Math.max(0, box.axis + box.content - box.height));
   box.scale = (box.right - box.left) / (view.to - view.from);
 }
 

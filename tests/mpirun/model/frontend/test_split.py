@@ -887,6 +887,32 @@ def test_examples_that_do_not_fit(args: Any, kwargs: Any, why: str) -> None:
         split(GPT2Like(), args, kwargs, stages=2)
 
 
+class Probe(nn.Module):
+    """A probe that only a buffer keeps stands between two layers."""
+
+    def __init__(self, marks: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.marks = marks
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.marks:
+            pipe_split()
+        self.seen.copy_(self.b(h).detach().mean(0))
+        if self.marks:
+            pipe_split()
+        return self.c(h)
+
+
+def test_a_stage_that_no_stage_reads_is_refused() -> None:
+    for marks, points in ((True, ()), (False, ("b", "c"))):
+        with pytest.raises(UsageError, match="no stage reads stage 1, and the loss reads the last, 2, alone"):
+            split(Probe(marks), X, points=points)
+    assert split(Probe(False), X, points=["c"]).edges == [(0, 1)]
+
+
 def test_a_point_that_runs_twice_is_named_with_its_line() -> None:
     with pytest.raises(
         UsageError, match=r"'first' runs 2 times \(.*untraceable.py:\d+: in forward: `x = self.first\(x\)`\)"
