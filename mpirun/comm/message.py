@@ -1,7 +1,12 @@
-"""A tensor as a buffer argument of MPI calls."""
+"""A tensor as a buffer argument of MPI calls.
+
+What MPI reads or writes is owned by the request: mpi4py's request keeps the buffer that it was made from, a persistent
+one until `Free`, another until `Test` is true, and the buffer keeps the tensor.
+"""
 
 from __future__ import annotations
 
+from ctypes import c_char
 from math import gcd
 from typing import Any
 
@@ -13,8 +18,10 @@ _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C
 
 
 def mpi_buffer(tensor: Tensor) -> list[Any]:
-    """What MPI calls take for a contiguous tensor: memory, count, type. It does not keep the tensor alive."""
+    """What MPI calls take for a contiguous tensor: memory, which keeps the tensor alive, count, type."""
     assert tensor.is_contiguous()
     size = tensor.nbytes
     width = gcd(size, 16)
-    return [MPI.buffer.fromaddress(tensor.data_ptr(), size), size // width, _TYPES[width]]
+    memory: Any = (c_char * size).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return [memory, size // width, _TYPES[width]]
