@@ -125,7 +125,7 @@ class ForwardBackward:
         arguments, specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
         read = self.microbatches.reader(mb, save) if arguments.reads_input or has_loss else None
-        score = self._score(i, save) if has_loss else None
+        score = self._score(i) if has_loss else None
         records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
         wait_value, position, seed, device = self.buffers.wait_value, self.position, self.setup.seed, self.device
         facts = stage.shape.loss if has_loss else None
@@ -235,7 +235,7 @@ class ForwardBackward:
 
         return run
 
-    def _score(self, i: Instruction, save: bool) -> Score:
+    def _score(self, i: Instruction) -> Score:
         """A function that computes the loss of a microbatch and its metrics."""
         facts, function, rng = self.setup.shapes[-1].loss, self.setup.model.loss, self.stage_of(i).layer_rng
         assert facts is not None  # it is of one microbatch
@@ -249,10 +249,9 @@ class ForwardBackward:
             try:
                 loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
             except RuntimeError as error:
-                if save:
-                    check_derivatives(error)
+                check_derivatives(error)
                 raise
-            if save and not loss.requires_grad:
+            if not loss.requires_grad:
                 raise ValueError("the loss has no gradient: it depends on no parameter")
             found |= metrics
             return loss

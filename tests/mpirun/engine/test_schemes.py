@@ -73,6 +73,9 @@ COMPILED = {
     "buffers of then, computed again": (
         "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:spectral", r'"op": "RECOMPUTE"'
     ),
+    "kernels that depend on gradients, computed again": (
+        "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:lstm", r'"op": "RECOMPUTE"'
+    ),
     "two buffers that become one, computed again": (
         "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:merging", r'"op": "RECOMPUTE"'
     ),
