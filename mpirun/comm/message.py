@@ -1,17 +1,18 @@
 """A tensor as a buffer argument of MPI calls.
 
 What MPI reads or writes is owned by the request: mpi4py's request keeps the buffer that it was made from, a persistent
-one until `Free`, another until `Test` is true, and the buffer keeps the tensor.
+one until `Free`, another until `Test` is true, and the buffer keeps the tensor (`memory_of`).
 """
 
 from __future__ import annotations
 
-from ctypes import c_char
 from math import gcd
 from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor
+
+from mpirun.data.values import memory_of
 
 # By width in bytes: the types that messages are counted in, so that counts stay small.
 _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
@@ -22,6 +23,4 @@ def mpi_buffer(tensor: Tensor) -> list[Any]:
     assert tensor.is_contiguous()
     size = tensor.nbytes
     width = gcd(size, 16)
-    memory: Any = (c_char * size).from_address(tensor.data_ptr())
-    memory.tensor = tensor
-    return [memory, size // width, _TYPES[width]]
+    return [memory_of(tensor), size // width, _TYPES[width]]
