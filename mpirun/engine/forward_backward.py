@@ -71,6 +71,7 @@ class ForwardBackward:
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.redone = {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
         self.saves -= self.redone
+        self.on_several_ranks = {s for s, ranks in enumerate(header.compute[F]) if (ranks != ranks[0]).any()}
         self.suspected: dict[int, int] = {}  # by stage that may draw unseeded: how many more forwards are watched
 
     def forget_pass(self) -> None:
@@ -179,8 +180,9 @@ class ForwardBackward:
         Each step looks at one microbatch: whether the generators' states change, which takes as long as two small
         kernels. As another thread may have drawn, a watch of this one's operations in later microbatches decides.
         """
-        stage, is_redone, ranks = self.stage_of(i), (i.stage, i.mb) in self.redone, set(self.header.compute[F, i.stage])
-        needed = i.op == Op.FWD and not stage.shape.overwrites_buffers and (is_redone or len(ranks) > 1)
+        stage, is_redone = self.stage_of(i), (i.stage, i.mb) in self.redone
+        is_shared = i.stage in self.on_several_ranks
+        needed = i.op == Op.FWD and not stage.shape.overwrites_buffers and (is_redone or is_shared)
         parts = [part._buffers for part in stage.module.modules() if part._buffers] if needed else []
         generators = default_generators(self.device) if self.graphs is None else []
         rng, position, mb, microbatches = stage.layer_rng, self.position, i.mb, self.header.microbatches
