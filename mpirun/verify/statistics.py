@@ -88,7 +88,7 @@ def gather_statistics(
 
 def _common_order(microbatches: Iterable[int], orders: Iterable[Sequence[int]]) -> Sequence[int] | None:
     """The microbatches in an order that agrees with all of these; None: they contradict each other."""
-    sorter = TopologicalSorter[int]({mb: () for mb in microbatches})
+    sorter = TopologicalSorter[int](dict.fromkeys(microbatches, ()))
     for before, after in (pair for order in orders for pair in pairwise(order)):
         sorter.add(after, before)
     try:
