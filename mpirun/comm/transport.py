@@ -3,6 +3,7 @@
 The tag of a message is the kind of its buffer. MPI keeps messages of one tag between two ranks in order, and a
 schedule needs no more than that. MPI need not know a tensor's type: its bytes are counted in the widest numbers that
 divide them. A receive fills the same memory in every step, so it is a persistent request that is made once.
+Every request keeps its tensor alive (`message`): no caller has to.
 
 `Transport` is for memory that MPI may access at once; `gpu_transport.py` has the transport for GPUs.
 """
@@ -77,7 +78,7 @@ class Transport:
     def send(
         self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
     ) -> Done:
-        """Start sending; the tensor must neither change nor be freed until the send is done.
+        """Start sending; the tensor must not change until the send is done.
 
         comm    the communicator of a group, for a sum over the group
         summed  the tensor has been added up in the stream of the device's `sums`
@@ -90,7 +91,7 @@ class Transport:
     def receive(
         self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
     ) -> Receive:
-        """A receive into the memory of a tensor, which the caller keeps alive; nothing arrives before its `start`."""
+        """A receive into the memory of a tensor, which is kept until `free`; nothing arrives before its `start`."""
         request, large = self._persistent(tensor, peer, tag, comm), tensor.nbytes >= AT_ONCE
 
         def start() -> None:

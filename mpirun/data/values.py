@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from ctypes import c_ubyte
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,17 @@ def digest_of(leaves: Iterable[Any]) -> str:
 
 def raw_bytes(x: Tensor) -> np.ndarray:
     """The bytes of a tensor's elements in their order, in host memory; no copy if they lie there in that order."""
-    dense = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any strides
+    return np.frombuffer(memory_of(x.detach().cpu().resolve_conj().resolve_neg().contiguous()), np.uint8)
+
+
+def memory_of(x: Tensor) -> Any:
+    """The bytes of a contiguous tensor in place, as an object with a buffer, which keeps the tensor alive.
+
+    After `Tensor.numpy()` no forward could resize the tensor.
+    """
+    memory: Any = (c_ubyte * x.nbytes).from_address(x.data_ptr())
+    memory.tensor = x
+    return memory
 
 
 def by_path(tree: Any) -> dict[str, Any]:

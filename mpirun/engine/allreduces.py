@@ -52,9 +52,10 @@ class OwnerAllreduce:
         context = self.context
         if i.stage not in self.by_stage:
             keys = [context.slots.keys(rank, i.stage) for rank in context.header.groups[i.group]]
-            rows, group = context.grad_buffers.of_stage(i.stage).data, context.transport.group(i.group)
+            gradient, group = context.grad_buffers.of_stage(i.stage), context.transport.group(i.group)
+            rows = gradient.data[: len(keys[group.rank])]  # an owner without terms has a row for the sum alone
             sections = context.stages[i.stage].sections
-            self.by_stage[i.stage] = OrderedAllreduce(context.transport, group, rows, keys, sections)
+            self.by_stage[i.stage] = OrderedAllreduce(context.transport, group, rows, keys, sections, gradient.total)
         allreduce, start = self.by_stage[i.stage], context.allreduces.start
 
         def act() -> None:

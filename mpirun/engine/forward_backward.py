@@ -71,6 +71,7 @@ class ForwardBackward:
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.redone = {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
         self.saves -= self.redone
+        self.on_several_ranks = {s for s, ranks in enumerate(header.compute[F]) if (ranks != ranks[0]).any()}
         self.suspected: dict[int, int] = {}  # by stage that may draw unseeded: how many more forwards are watched
 
     def forget_pass(self) -> None:
@@ -125,7 +126,7 @@ class ForwardBackward:
         arguments, specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
         read = self.microbatches.reader(mb, save) if arguments.reads_input or has_loss else None
-        score = self._score(i, save) if has_loss else None
+        score = self._score(i) if has_loss else None
         records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
         wait_value, position, seed, device = self.buffers.wait_value, self.position, self.setup.seed, self.device
         facts = stage.shape.loss if has_loss else None
@@ -177,8 +178,9 @@ class ForwardBackward:
         Each step looks at one microbatch: whether the generators' states change, which takes as long as two small
         kernels. As another thread may have drawn, a watch of this one's operations in later microbatches decides.
         """
-        stage, is_redone, ranks = self.stage_of(i), (i.stage, i.mb) in self.redone, set(self.header.compute[F, i.stage])
-        needed = i.op == Op.FWD and not stage.shape.overwrites_buffers and (is_redone or len(ranks) > 1)
+        stage, is_redone = self.stage_of(i), (i.stage, i.mb) in self.redone
+        is_shared = i.stage in self.on_several_ranks
+        needed = i.op == Op.FWD and not stage.shape.overwrites_buffers and (is_redone or is_shared)
         parts = [part._buffers for part in stage.module.modules() if part._buffers] if needed else []
         generators = default_generators(self.device) if self.graphs is None else []
         rng, position, mb, microbatches = stage.layer_rng, self.position, i.mb, self.header.microbatches
@@ -233,7 +235,7 @@ class ForwardBackward:
 
         return run
 
-    def _score(self, i: Instruction, save: bool) -> Score:
+    def _score(self, i: Instruction) -> Score:
         """A function that computes the loss of a microbatch and its metrics."""
         facts, function, rng = self.setup.shapes[-1].loss, self.setup.model.loss, self.stage_of(i).layer_rng
         assert facts is not None  # it is of one microbatch
@@ -247,10 +249,9 @@ class ForwardBackward:
             try:
                 loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
             except RuntimeError as error:
-                if save:
-                    check_derivatives(error)
+                check_derivatives(error)
                 raise
-            if save and not loss.requires_grad:
+            if not loss.requires_grad:
                 raise ValueError("the loss has no gradient: it depends on no parameter")
             found |= metrics
             return loss

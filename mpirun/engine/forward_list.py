@@ -118,7 +118,7 @@ class _Forwards(ForwardBackward):
     def _has_minibatch_loss(self, i: Instruction) -> bool:
         return False
 
-    def _score(self, i: Instruction, save: bool) -> Score:
+    def _score(self, i: Instruction) -> Score:
         first_shard = self.header.is_first_shard(i.stage)
         first, mb = self.header.microbatches, i.mb
         zero = torch.zeros((), device=self.device)

@@ -41,6 +41,7 @@ class GradBuffer:
         """
         self.stage, self.first, self.sliced_from = stage, first, sliced_from
         self.keys, self.rows = list(keys), list(rows)
+        self.places = {key: place for place, key in enumerate(keys)}
         self.numbers = [self.as_numbers(row) for row in rows]
 
     def as_numbers(self, row: Tensor) -> list[Tensor]:
@@ -59,16 +60,16 @@ class GradBuffer:
 
     def add_rows(self, keys: Sequence[int], rows: Sequence[Sequence[Tensor]]) -> None:
         """Add a partial sum that was received; `rows`: one per key, as numbers."""
-        places = [0] if len(self.keys) == 1 else [self.keys.index(key) for key in keys]
+        places = [0] if len(self.keys) == 1 else [self.places[key] for key in keys]
         for place, row in zip(places, rows, strict=True):
             add(self.numbers[place], row)
 
     def slices_adder(self, buffer: StageGradBuffer, span: slice) -> Act:
         """An act that adds the rank's own sums to this part: the slice `span` of every row of `buffer`."""
         pairs = [
-            (self.numbers[self.keys.index(key)], self.as_numbers(row))
+            (self.numbers[self.places[key]], self.as_numbers(row))
             for key, row in zip(buffer.keys, buffer.data[:, span], strict=True)
-            if key in self.keys  # rows with other keys belong to sums that the rank only passes on
+            if key in self.places  # rows with other keys belong to sums that the rank only passes on
         ]
 
         def act() -> None:
@@ -163,7 +164,7 @@ class GradBuffers:
                 self.by_part[unit] = GradBuffer(stage, keys, list(rows), span.start)
             else:
                 buffer = self.of_stage(unit[0])
-                slices = [buffer.data[buffer.keys.index(key), span] for key in keys]
+                slices = [buffer.data[buffer.places[key], span] for key in keys]
                 self.by_part[unit] = GradBuffer(stage, keys, slices, span.start, buffer)
         return self.by_part[unit]
 

@@ -24,7 +24,6 @@ from mpirun.model.dataflow import TensorSpec
 from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import LayerRng
 from mpirun.model.stage_shape import StageShape, flat_layout
-from mpirun.model.trial import ASK_FOR_GRADIENTS, NEEDS_GRADIENTS
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
@@ -192,6 +191,9 @@ class LocalStage:
     ) -> tuple[list[Tensor], SavedForward | None]:
         """The outputs, and what the backward needs if `save`. RuntimeError if an output has another shape or type.
 
+        Without `save`, too, gradients are enabled as around the call, as kernels may depend on them: a forward that is
+        redone has the same bits both times. Its graph is dropped at the end.
+
         values     outputs of other stages
         loss       of the last stage: its value is the only output; None: no loss is computed
         arguments  makes the arguments of the module's forward from the values and `leaves` of the microbatch
@@ -199,20 +201,11 @@ class LocalStage:
         """
         specs = specs or self.shape.outputs
         self.bind()
-        if not save:
-            try:
-                with torch.no_grad():
-                    return self._outputs(arguments([x.detach() for x in values], leaves), loss, specs), None
-            except RuntimeError as error:
-                if NEEDS_GRADIENTS in str(error):
-                    error.args = (f"{error}; forwards that are recomputed run at first {ASK_FOR_GRADIENTS}",)
-                raise
-        inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
-        outputs, edges = [], []
-        for x in self._outputs(arguments(inputs, leaves), loss, specs):
-            outputs.append(x.detach())
-            edges.append(_gradient_edge(x))
-        return outputs, SavedForward(inputs, edges)
+        differentiable = torch.is_grad_enabled()
+        inputs = [x.detach().requires_grad_(differentiable and x.is_floating_point()) for x in values]
+        outputs = self._outputs(arguments(inputs, leaves), loss, specs)
+        saved = SavedForward(inputs, [_gradient_edge(x) for x in outputs]) if save else None
+        return [x.detach() for x in outputs], saved
 
     def _outputs(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """The module's outputs, or their loss, with their autograd graph."""

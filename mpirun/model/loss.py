@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -146,14 +147,20 @@ def loss_and_metrics(
         returned, metrics = returned
     if not isinstance(returned, Tensor) or returned.numel() != 1:
         raise UsageError("the loss should be one number, or a pair of it and a dict of metrics")
-    for name, value in metrics.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor) or value.numel() != 1:
-            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise UsageError(f"the metric {name} should be a tensor of one number, not {found}")
-        if name in STEP_NUMBERS:
-            raise UsageError(f"a metric is called {name}, as another number of a step: give it another name")
     loss = returned.reshape(()) if returned.dim() else returned
-    return loss, {name: value.detach().reshape(()) for name, value in metrics.items()} if metrics else {}
+    return loss, {name: _metric(name, value, loss) for name, value in metrics.items()} if metrics else {}
+
+
+def _metric(name: object, value: Any, loss: Tensor) -> Tensor:
+    """A metric as a tensor of shape (), where the loss is. UsageError if it is not one number with a name."""
+    if isinstance(value, Real):
+        value = torch.full((), float(value), dtype=torch.float64, device=loss.device)
+    if not isinstance(name, str) or not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise UsageError(f"the metric {name} should be one number, not {found}")
+    if name in STEP_NUMBERS:
+        raise UsageError(f"a metric is called {name}, as another number of a step: give it another name")
+    return value.detach().reshape(())
 
 
 def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[], Outputs]) -> Found:

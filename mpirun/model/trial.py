@@ -39,8 +39,6 @@ from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 CPU = torch.device("cpu")
 CHANGES_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # a part of torch's message
-NEEDS_GRADIENTS = "does not require grad"  # a part of another one
-ASK_FOR_GRADIENTS = "without gradients: a forward may ask for them with torch.enable_grad()"
 
 
 @contextmanager
@@ -302,8 +300,8 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
     try:
         returned = module(*inputs)
     except (Exception, SystemExit) as error:
-        without = not torch.is_grad_enabled() and NEEDS_GRADIENTS in str(error)
-        hint = f"; evaluations run {ASK_FOR_GRADIENTS}"
+        without = not torch.is_grad_enabled() and "does not require grad" in str(error)
+        hint = "; evaluations run without gradients: a forward may ask for them with torch.enable_grad()"
         raise _Failed(f"stage {stage} fails on the shapes it gets: {raised(error)}{hint if without else ''}") from None
     outputs = [returned] if isinstance(returned, Tensor) else returned
     what = f"a {type(returned).__name__}"

@@ -64,7 +64,7 @@ def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]],
         read |= made
         summed = [Value(shard, 0) for shard in header.summed_stages(stage)]
         if len(summed) > 1 and stage == summed[-1].stage:
-            read |= dict.fromkeys(summed, _in_order([outputs[value] for value in summed]))
+            read |= dict.fromkeys(summed, sum_in_order([outputs[value] for value in summed]))
     return ForwardPass(batch, outputs, leaves)
 
 
@@ -127,7 +127,7 @@ def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tenso
             for stage in shards
         ]
         if len(header.summed_stages(first)) > 1:
-            sums = [_in_order(parts) for parts in zip(*(of_shard.values() for of_shard in of_shards), strict=True)]
+            sums = [sum_in_order(parts) for parts in zip(*(of_shard.values() for of_shard in of_shards), strict=True)]
             of_shards = [dict(zip(of_shard, sums, strict=True)) for of_shard in of_shards]
         for of_shard in of_shards:
             for value, gradient in of_shard.items():
@@ -148,7 +148,7 @@ def _backward_of_stage(stage: int, outputs: Mapping[Value, Tensor], summands: Ma
         torch.autograd.backward(roots, gradients)
 
 
-def _in_order(parts: Sequence[Tensor]) -> Tensor:
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     """The sum of the parts, added in their order."""
     total = parts[0].detach().clone()
     for part in parts[1:]:

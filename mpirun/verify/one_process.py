@@ -1,7 +1,7 @@
 """The steps of a run in one process, without any schedule: the reference that a run is compared with.
 
 The reference is the usual loop: forward through all stages, loss / B, backward, microbatch after microbatch; then clip
-and step.
+and step. Gradients are added in the order of the microbatches' numbers, in whatever order they are computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpirun.engine.grad_norm import tensor_norms, total_norm
 from mpirun.engine.optimizer import clip_factor
 from mpirun.engine.setup import Setup
 from mpirun.model.frozen_statistics import counts, set_counts
-from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
+from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward, sum_in_order
 from mpirun.verify.record import Parameters, Record, on_host
 from mpirun.verify.reference_stage import ReferenceStage, Start, optimizer_of
 from mpirun.verify.statistics import Statistics
@@ -74,25 +74,34 @@ class _Model:
         losses: list[float] = []
         total: Parameters = {}
         for begin in range(0, self.setup.passes * self.header.microbatches, self.header.microbatches):
-            losses += self._pass(step, range(begin, begin + self.header.microbatches))
+            losses += self._pass(step, begin)
             for key, gradient in self._take_gradients().items():
                 total[key] = total[key] + gradient if begin else gradient
         return losses, total
 
-    def _pass(self, step: int, numbers: range) -> list[float]:
-        """The microbatches of one pass through a schedule's list; their losses."""
-        losses: list[float] = []
-        forwards: list[ForwardPass] = []
-        for number in numbers:
+    def _pass(self, step: int, begin: int) -> list[float]:
+        """The microbatches of one pass through a schedule's list, from number `begin`; their losses."""
+        losses: dict[int, float] = {}
+        forwards: dict[int, ForwardPass] = {}
+        gradients: dict[int, list[Tensor]] = {}
+        ascending = sorted(self.statistics.order)
+        for mb in self.statistics.order:
             for stage in self.stages:
-                stage.layer_rng.at = (self.setup.seed, step, number)
-            modules = self.statistics.of_microbatch(self.stages, number % self.header.microbatches)
+                stage.layer_rng.at = (self.setup.seed, step, begin + mb)
+            modules = self.statistics.of_microbatch(self.stages, mb)
             if self.setup.model.loss_of == "minibatch":
-                forwards.append(forward(self.setup, self.header, modules, step, number))
+                forwards[mb] = forward(self.setup, self.header, modules, step, begin + mb)
             else:
-                losses.append(forward_backward(self.setup, self.header, modules, step, number))
+                losses[mb] = forward_backward(self.setup, self.header, modules, step, begin + mb)
+                if ascending != list(self.statistics.order):
+                    gradients[mb] = [x for stage in self.stages for x in stage.take_gradients().values()]
             self.beat()
-        return losses or backward_of_minibatch(self.setup, self.header, forwards, step)
+        if forwards:
+            return backward_of_minibatch(self.setup, self.header, [forwards[mb] for mb in ascending], step)
+        by_parameter = zip(*(gradients[mb] for mb in sorted(gradients)), strict=True)
+        for parameter, parts in zip(self.parameters.values(), by_parameter, strict=False):
+            parameter.grad = sum_in_order(parts)
+        return [losses[mb] for mb in ascending]
 
     def _take_gradients(self) -> Parameters:
         """Remove and return the parameters' gradients; those of tied ones are added in the order of the stages."""

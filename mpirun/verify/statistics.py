@@ -1,13 +1,16 @@
 """Buffers that forwards change, such as running statistics: which microbatches change them, in run and reference.
 
 A run's buffers of a stage are those of one rank, which may do the forwards of some microbatches only. In the reference
-the other microbatches leave the buffers unchanged.
+the other microbatches leave the buffers unchanged. The reference takes the microbatches of a pass in an order that has
+those of each such stage as the run's list has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -30,12 +33,14 @@ class Statistics(NamedTuple):
     resumed   the buffers that a run read from a checkpoint; empty: it began with its own
     names     the buffers, by stage
     left_out  stages whose buffers are not compared, and why
+    order     the microbatches of a pass in the reference's order
     """
 
     seen: Mapping[int, Sequence[int]]
     resumed: Parameters
     names: Mapping[int, Sequence[str]]
     left_out: Mapping[int, str]
+    order: Sequence[int]
 
     def of_microbatch(self, stages: Sequence[ReferenceStage], mb: int) -> list[Callable[..., Any]]:
         """The stages to compute microbatch `mb` with; they change no buffers if the run's buffers did not see it."""
@@ -76,9 +81,21 @@ def gather_statistics(
             seen.setdefault(i.stage, []).append(i.mb)
     own_names = {stage: [name for of, name in buffers if of == stage] for stage in seen}
     all_seen, all_resumed, names = map(_merged, zip(*comm.allgather((seen, resumed, own_names)), strict=True))
-    why = "its microbatches are not computed in order"
+    ascending, why = range(program.header.microbatches), "its microbatches are not computed in order"
     left_out = {stage: why for stage, order in all_seen.items() if order != sorted(order)}
-    return Statistics(all_seen, all_resumed, names, left_out)
+    order = _common_order(ascending, all_seen.values()) if left_out and program.header.has_flush else None
+    return Statistics(all_seen, all_resumed, names, {} if order else left_out, order or ascending)
+
+
+def _common_order(microbatches: Iterable[int], orders: Iterable[Sequence[int]]) -> Sequence[int] | None:
+    """The microbatches in an order that agrees with all of these; None: they contradict each other."""
+    sorter = TopologicalSorter[int](dict.fromkeys(microbatches, ()))
+    for before, after in (pair for order in orders for pair in pairwise(order)):
+        sorter.add(after, before)
+    try:
+        return list(sorter.static_order())
+    except CycleError:
+        return None
 
 
 def _merged(of_ranks: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:

@@ -56,7 +56,7 @@ def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
     split = {s: "each shard has its own" for s in statistics.seen if is_split[s]}
     left_out = {of(s): why for s, why in {**statistics.left_out, **split}.items()}
     names = {of(s): names for s, names in statistics.names.items()}
-    return Statistics(seen, _of_whole(header, statistics.resumed), names, left_out)
+    return Statistics(seen, _of_whole(header, statistics.resumed), names, left_out, statistics.order)
 
 
 def _of_whole(header: Header, values: Mapping[tuple[int, str], Tensor]) -> Parameters:

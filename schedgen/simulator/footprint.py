@@ -56,6 +56,10 @@ def _computed(program: Program, sizes: BufferSizes) -> Numbers:
     amounts = lifetimes.amounts(sizes.by_kind(program.header)) * computed
     stage = np.where(table.kind == Kind.T, 0, table.stage)  # t.k has the number of a tie
     during = lifetimes.timeline(amounts).during + workspace[table.op, stage]
+    if not program.header.is_forward:  # a forward that keeps nothing still has its graph while it runs
+        drops = table.op == Op.FWD
+        drops[lifetimes.begin[lifetimes.buffer == Buffer.SAVED]] = False
+        during += np.where(drops, sizes.saved[stage], 0)
     most = np.zeros(program.header.workers, np.int64)
     np.maximum.at(most, table.rank, during)
     return most

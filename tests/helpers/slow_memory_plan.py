@@ -130,6 +130,8 @@ def peak(program, rank, found, planned, bytes):
     for at, i in enumerate(program.instructions(rank)):
         workspace = bytes.workspace.get(DIRECTION.get(i.op, ""), np.zeros(header.stages, int))[i.stage]
         workspace += bytes.activation[i.stage] if i.op == Op.RECOMPUTE else 0
+        drops = i.op == Op.FWD and not any(life.kind == "saved" and life.begin == at for life in found)
+        workspace += bytes.saved[i.stage] if drops and not header.is_forward else 0
         alive = sum(size(life, bytes, header) for life in computed if life.begin <= at <= life.end)
         running.append(alive + workspace)
     losses = [s for s in range(header.stages) if not header.graph.consumers[s]]

@@ -1,9 +1,10 @@
 """Which forwards of an order to redo so that it keeps to a memory limit: as few and as cheap ones as possible.
 
 An order is given by a number of every job, (D, S, B), that grows along each worker. A forward that is redone keeps only
-its inputs until its backward begins; RECOMPUTE then restores what the backward reads. If all forwards keep the same
-amount, the fewest are redone by choosing, whenever too much is held, the one whose backward comes last: the others'
-intervals, from forward to backward, are a maximum k-colourable subgraph of an interval graph, if a worker saves k.
+its inputs until its backward begins and, while it runs, its graph; RECOMPUTE then restores what the backward reads. If
+all forwards keep the same amount, the fewest are redone by choosing, whenever too much is held, the one whose backward
+comes last: the others' intervals, from forward to backward, are a maximum k-colourable subgraph of an interval graph,
+if a worker saves k.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Kept(NamedTuple):
     saved: Times  # the same if the forward is not redone, else from RECOMPUTE on
     half: Times  # from I to the end of W
     redo: Times  # the time of a RECOMPUTE
+    graph: Times  # during the forward alone, if it is redone
 
 
 def redone(place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flags | None:
@@ -76,4 +78,5 @@ def _peaks(place: Numbers, worker: Numbers, w: int, kept: Kept, flags: Flags) ->
     half = kept.half[s] if len(place) == 3 else np.zeros(len(s))
     takes = np.select([d == F, d == B], [kept.inputs[s] + kept.saved[s] * ~again, half + kept.saved[s] * again], 0.0)
     gives = np.where(last, kept.inputs[s] + kept.saved[s] + half, 0.0)
-    return jobs, np.cumsum(takes) - np.concatenate([[0.0], np.cumsum(gives)[:-1]])
+    alone = kept.graph[s] * (again & (d == F))
+    return jobs, np.cumsum(takes) - np.concatenate([[0.0], np.cumsum(gives)[:-1]]) + alone

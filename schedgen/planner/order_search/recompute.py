@@ -81,7 +81,8 @@ class _Tries:
         self.redo = by_stage(redo_duration(question.cost), self.stages)
         self.placed = placed_jobs(question)
         self.worker = self.placed.compute[F].astype(np.int64)
-        self.kept = Kept(*kept_by_stage(self.placed, question), self.redo)
+        inputs, saved, half = kept_by_stage(self.placed, question)
+        self.kept = Kept(inputs, saved, half, self.redo, saved if self.limits.bytes is not None else 0 * saved)
         free = self.plain._replace(limits=Limits(self.limits.objective))
         self.bound = lower_bound(problem_of(self.placed, free), self.placed)
         self.work = 0.0

@@ -11,6 +11,7 @@ import torch
 from late_device import Late
 from mpi4py import MPI
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpirun.comm.device import Device
 from mpirun.comm.gpu_transport import make_transport
@@ -209,6 +210,35 @@ def in_the_stream(transport: Transport) -> None:
     assert [x.tolist() for x in seen] == [[0.0] * 4, *came[1:5]] and place.tolist() == came[5], (seen, place)
 
 
+def kept(transport: Transport) -> None:
+    """What a request names lives as long as the request, though all others drop it, as a sum does rows of padding."""
+    after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
+    received: list[StorageWeakRef] = []
+    make = transport._persistent
+
+    def persistent(tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None) -> MPI.Prequest:
+        received.append(StorageWeakRef(tensor.untyped_storage()))
+        return make(tensor, peer, tag, comm)
+
+    transport._persistent = persistent  # type: ignore[method-assign]
+    rows, under_way = torch.zeros((1, 192), dtype=torch.uint8), AllreduceQueue(transport)
+    rows.view(torch.float32)[0, :8] = 1.0  # the slices of members 1 and 2 are padding
+    under_way.start(
+        OrderedAllreduce(transport, transport.group(0), rows, [[0], [1], [2]], [Section(0, 32, torch.float32)])
+    )
+    under_way.finish()
+    assert rows.view(torch.float32)[0, :8].tolist() == [3.0] * 8
+    receive = transport.receive(torch.empty(2**18), before, 1)
+    sent = torch.full((2**18,), float(WORLD.rank))
+    sends = StorageWeakRef(sent.untyped_storage())
+    done = transport.send(sent, after, 1)
+    del sent
+    assert not transport.device.direct or not sends.expired()
+    receive.start()
+    wait_for_all(transport, [receive.done, done])
+    assert received and not any(ref.expired() for ref in received)
+
+
 DEVICES = {
     "at once": Device(),
     "late": Late(direct=True, seed=WORLD.rank),
@@ -225,6 +255,7 @@ CLAIMS: dict[str, Callable[[Transport], None]] = {
     "weights again": weights_again,
     "groups": groups,
     "in the stream": in_the_stream,
+    "kept": kept,
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 CLAIMS = (
     "sums of float32", "sums of bfloat16", "short sums", "sums in the background", "messages", "kinds", "under way",
-    "weights again", "groups", "in the stream",
+    "weights again", "groups", "in the stream", "kept",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ PARTS = {"zb-h1": 4, **dict(further(("fsdp", 4), ("gpipe", 3)))}
 MODELS = {"1f1b, tied": "models_for_tests:tied_of_four"}  # of schedules that are not for the MLP
 OTHERS = (
     "1f1b, recompute",
+    "gpipe, the last redone",
     "fsdp, one slot",
     "gpipe, prefetch 3",
     "1f1b, tied",
@@ -37,6 +38,7 @@ def schedules(compiled):
     paths = {name: schedule(name, compiled) for name in NAMES}
     sizes = {"workers": 4, "stages": 4, "microbatches": 4}
     paths["1f1b, recompute"] = compiled("1f1b", **sizes, recompute="all")
+    paths["gpipe, the last redone"] = compiled("gpipe", **sizes, recompute="0.3,1.3,2.3,3.3")
     paths["fsdp, one slot"] = compiled("fsdp", **sizes, weight_slots=1)
     paths["gpipe, prefetch 3"] = compiled("gpipe", **sizes, prefetch=3)
     paths["1f1b, tied"] = compiled("1f1b", graph={"stages": 4, "tied": [[0, 3]]}, microbatches=4)

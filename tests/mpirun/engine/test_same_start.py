@@ -44,3 +44,9 @@ def test_all_ranks_digest_the_modules_of_stages_that_not_all_own(scheme, stages)
     for module in (*uncounted, nn.Identity(), lambda: one):
         assert not digests(module, module)
     assert not digests(one, other, weights=dict)
+
+
+def test_a_forward_may_resize_a_buffer_that_has_been_digested():
+    buffer = torch.ones(2)
+    digest_of([buffer])
+    assert buffer.resize_(8).numel() == 8

@@ -62,12 +62,19 @@ AN_IDLE_WORKER = """
     def w(s, b, d):
         return b % 2, b % 3
 """
+AN_OWNER_WITHOUT_JOBS = """
+    def w(s, b, d):
+        return b % 3, b % 2
+"""
 
 # A scheme or a class of torch's, options, model, and a pattern that shows that the schedule is what the case is called.
 # In test_rng.py: forwards apart from their backwards, evicted weights, split backwards that recompute.
 COMPILED = {
     "buffers of then, computed again": (
         "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:spectral", r'"op": "RECOMPUTE"'
+    ),
+    "kernels that depend on gradients, computed again": (
+        "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:lstm", r'"op": "RECOMPUTE"'
     ),
     "two buffers that become one, computed again": (
         "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:merging", r'"op": "RECOMPUTE"'
@@ -92,6 +99,9 @@ COMPILED = {
         TWO_OWNERS, {"stages": 4, "microbatches": 8}, SMALL, r'"owners": \[\[0, 1\], \[0, 1\]'
     ),
     "a worker without jobs": (AN_IDLE_WORKER, {"stages": 4}, SMALL, r'\[\n   {"op": "NORM", "group": 0}\n  \]'),
+    "an owner that computes nothing and is sent no sum": (
+        AN_OWNER_WITHOUT_JOBS, {"stages": 4}, SMALL, r'"owners": \[\[0, 1, 2\], \[0, 1, 2\]'
+    ),
     "gradients that are passed on": ("zb-v", {"stages": 8}, "models_for_tests:shifts", r'"BWD_W"'),
     "a loss of the whole minibatch": (TOWERS, {"stages": 4}, "models_for_tests:contrastive", None),
     "torch's DualPipeV": ("ScheduleDualPipeV", {}, MLP, None),

@@ -52,3 +52,45 @@ use_host(comm, "cpu", 1 + comm.rank, "auto", False)
     what = "torch has 1 to 2 threads a rank, on which the bits of its sums depend"
     said = f"mpirun: note: {what}: with --threads, or threads= of an Engine, all ranks have as many\n"
     assert (done.code, done.err) == (0, said)
+
+
+GROWTH = """
+import sys, dataclasses, mpirun, numpy, schedgen, torch
+from mpi4py import MPI
+from mpirun.engine.build import build_interpreter
+class Counted(numpy.ndarray):
+    read = 0
+    def __iter__(self):
+        Counted.read += self.size
+        return super().__iter__()
+def work(microbatches):
+    sizes, calls, x = schedgen.Sizes(2, microbatches, 1), 0, torch.zeros(microbatches, 2)
+    program = schedgen.compile(schedgen.load("gpipe", sizes), sizes)
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    with mpirun.Engine(program, layers, loss=torch.nn.functional.mse_loss, canonical=True, timeout=0) as run:
+        run.step((x, x))
+        header = dataclasses.replace(program.header, compute=program.header.compute.view(Counted))
+        program = schedgen.Program(header, program.rows)
+        Counted.read, instructions = 0, program.instructions(0)
+        sys.setprofile(count)
+        try:
+            made = build_interpreter(MPI.COMM_SELF, program, instructions, run.session.setup)
+        finally:
+            sys.setprofile(None)
+        made.transport.free()
+    return calls + Counted.read
+work(8)  # imports, and fills caches
+few, more, most = map(work, (64, 128, 256))
+print(more - few, most - more)
+"""
+
+
+def test_setting_up_grows_as_the_list_does(scripts):
+    """Counted are calls, and elements that loops read of the arrays of jobs."""
+    (done,) = scripts(1, [[GROWTH]])
+    assert done.code == 0, done.err
+    first, then = map(int, done.out.split())
+    assert 0 < then < 2.1 * first

@@ -351,9 +351,14 @@ def test_losses_and_metrics_are_real_numbers():
             shapes_of(nn.Linear(6, 6), loss=lambda output, target, turn=turn: turn(mse_loss(output, target)))
 
 
-def test_a_metric_that_is_no_tensor_is_refused_by_its_type():
-    with pytest.raises(UsageError, match="the metric half should be a tensor of one number, not a float"):
-        shapes_of(nn.Linear(6, 6), loss=lambda output, target: (mse_loss(output, target), {"half": 0.5}))
+def test_a_metric_is_one_number_of_torch_or_python_or_is_refused_by_its_type():
+    batch = Microbatch([ROWS], ROWS, 1.0, len(ROWS), 0)
+    given = {"tenth": 0.1, "two": 2, "three": torch.tensor([3])}
+    found = loss_and_metrics(lambda output, target: (mse_loss(output, target), given), ROWS, batch)[1]
+    assert {name: float(x) for name, x in found.items()} == {"tenth": 0.1, "two": 2.0, "three": 3.0}
+    for value in ("0.5", 0.5j, None):
+        with pytest.raises(UsageError, match=f"the metric half should be one number, not a {type(value).__name__}"):
+            shapes_of(nn.Linear(6, 6), loss=lambda *_, value=value: (torch.ones(()), {"half": value}))
 
 
 def test_a_view_reads_a_tensor_but_its_device_does_not():

@@ -217,7 +217,7 @@ SENTENCES = {
     "plateau": "a ReduceLROnPlateau does not tell the learning rate by the step",
     "pieces": "the optimizer Alone steps pieces of stage0.linear.weight differently from the whole, and several",
     "muon": "compile without --shards",
-    "metric": "the metric shape should be a tensor of one number, not of shape (2, 8)",
+    "metric": "the metric shape should be one number, not of shape (2, 8)",
     "different data": "ranks 0 and 3 have got different data for microbatch 0 of step 1",
     "different data later": "ranks 0 and 3 have got different data for microbatch 0 of step 4",
     "not divisible": "a batch of 31 samples cannot be cut into 8 microbatches of one size",

@@ -224,21 +224,20 @@ with mpirun.Engine(sys.argv[1], stages, loss=mse_loss) as run:
 """
 
 
-def test_a_forward_may_ask_for_gradients(launch, scripts, compiled):
-    """Such as forces of an energy; if it enables them itself, also in evaluations and in recomputed forwards."""
+def test_a_forward_may_ask_for_gradients(scripts, compiled):
+    """Such as forces of an energy, also if it is recomputed; if it enables them itself, in evaluations, too."""
     options = {"stages": 2, "workers": 2, "microbatches": 2}
     saved, redone = compiled("1f1b", **options), compiled("1f1b", **options, recompute="all")
-    cases = [(saved, "always"), (redone, "always"), (saved, "in training")]
-    *good, at_last = scripts(2, [[FORCES, *case] for case in cases])
-    at_once = launch(2, redone, "in training", program=("-c", FORCES))
-    for done in (*good, at_last):
+    runs = scripts(2, [[FORCES, schedule, when] for when in ("always", "in training") for schedule in (saved, redone)])
+    for done in runs:
         expected, *found = map(float, done.out.split())
         assert found == pytest.approx([expected] * 2, rel=1e-6)
-    assert [done.code for done in (*good, at_last, at_once)] == [0, 0, 2, 1], (*good, at_last, at_once)
-    hint = "without gradients: a forward may ask for them with torch.enable_grad()"
-    refused = at_last.err.splitlines()[-1]
-    assert refused.startswith(
-        "mpirun: stage 1 fails on the shapes it gets: RuntimeError: element 0 of tensors does not"
-    )
-    assert refused.endswith(f"evaluations run {hint}")
-    assert f"does not have a grad_fn; forwards that are recomputed run at first {hint}" in at_once.err
+    assert [done.code for done in runs] == [0, 0, 2, 2], runs
+    for done in runs[2:]:
+        refused = done.err.splitlines()[-1]
+        assert refused.startswith(
+            "mpirun: stage 1 fails on the shapes it gets: RuntimeError: element 0 of tensors does not"
+        )
+        assert refused.endswith(
+            "evaluations run without gradients: a forward may ask for them with torch.enable_grad()"
+        )

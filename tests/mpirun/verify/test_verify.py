@@ -133,13 +133,30 @@ def n(s, b, d):
 """
 
 
+# Every other stage takes the microbatches backwards.
+CROSSED = """
+mode = "strict"
+
+
+def w(s, b, d):
+    return s, s
+
+
+def n(s, b, d):
+    return 8 * d + b + s % 2 * (7 - 2 * b)
+"""
+
+
 def test_running_statistics_are_compared_or_named(several, compiled, text, tmp_path):
     """ddp's are of the 2 microbatches of a rank, 1f1b's of all 8, in a run that is resumed under another scheme."""
     runs = []
-    for scheme, steps, folder in (("ddp", 2, "a"), ("1f1b", 3, "a"), ("pipedream", 2, "b"), (BACKWARDS, 2, "c")):
+    for scheme, steps, folder, model in (
+        ("ddp", 2, "a", "normed"), ("1f1b", 3, "a", "normed"), ("pipedream", 2, "b", "normed"),
+        (BACKWARDS, 2, "c", "normed"), (BACKWARDS, 2, "d", "spectral"), (CROSSED, 2, "e", "normed_twice"),
+    ):  # fmt: skip
         schedule = compiled(scheme, stages=4, microbatches=8, workers=4)
         saved = tmp_path / folder
-        options = ["--model", "models_for_tests:normed", "--text", text, "--canonical", "--verify", "--steps", steps]
+        options = ["--model", f"models_for_tests:{model}", "--text", text, "--canonical", "--verify", "--steps", steps]
         runs.append([schedule, *options, "--save", saved, "--resume", saved])
     *compared, (code, out) = several(4, runs)
     for ended in compared:

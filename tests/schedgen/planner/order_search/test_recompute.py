@@ -41,7 +41,7 @@ def test_no_fewer_forwards_make_an_order_fit(directions):
     """All subsets of up to 6 forwards that keep the same are tried."""
     rng, needed = np.random.default_rng(0), 0
     zero, one = np.zeros(1), np.ones(1)
-    kept = Kept(zero, one, zero, one)
+    kept = Kept(zero, one, zero, one, zero)
     for _ in range(75):
         batches = int(rng.integers(2, 7))
         place, worker = random_place(rng, directions, batches), np.zeros((1, batches), np.int64)
