@@ -237,7 +237,7 @@ class Session:
     def _check_same_data(self, step: int) -> None:
         """Stop if ranks have different hashes of a microbatch, which were recorded in step `step`, from 0."""
         if (difference := first_difference(self.comm, self.interpreter.microbatches.take_digests())) is not None:
-            number, one, other = difference
+            number, one, other, *_ = difference
             raise Stop(
                 f"ranks {one} and {other} have got different data for microbatch {number} of step {step + 1}: data "
                 "should depend on the step and the microbatch alone, and be drawn with the generator that is given",

@@ -192,7 +192,7 @@ def test_numbers_go_to_a_callback_and_to_tensorboard(found):
 SENTENCES = {
     "kept elsewhere": "has changed its _calls, slow, count of group 0, state of t, which checkpoints do not have",
     "device": "device: 'tpu' is none of 'auto', 'cpu' and 'cuda'",
-    "lengths": "the datasets of the ranks have different lengths: [20, 21, 22, 23]",
+    "lengths": "ranks 0 and 1 were given different `samples of the dataset`: 20 and 21",
     "forwards": "forward.json has forwards alone: nothing can be trained by it",
     "no loss": "loss: say what it is, modules have none",
     "no microbatches": "microbatches: say how many a step of 1f1b has",
@@ -239,7 +239,20 @@ SENTENCES = {
     "save first": "save: nothing has been trained or evaluated yet",
     "export first": "export: nothing has been trained or evaluated yet",
     "verify": "verify: say verify=True where the Engine is made",
-}
+    **{f"other {name}": f"ranks 0 and 3 were given different {words}" for name, words in {
+        "seed": "`seed`: 0 and 1",
+        "canonical": "`canonical`: False and True",
+        "clip": "`clip`: 1.0 and 2.0",
+        "on_nan": "`on_nan`: 'stop' and 'skip'",
+        "timeout": "`timeout`: 0.0 and 60.0",
+        "export": "`export`: None and 'a folder'",
+        "lr": "`base` in `lr`: 0.0 and 0.1",
+        "optimizer": "`settings.momentum` in `optimizer`: 0.0 and 0.1",
+        "scheduler": "`gamma` in `scheduler`: 0.5 and 0.6",
+        "loss": "`loss`: mse_loss (code ",
+        "loss_weight": "`loss_weight`: sentences.<locals>.<lambda> (code ",
+    }.items()},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", SENTENCES)
