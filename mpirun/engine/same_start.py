@@ -18,7 +18,7 @@ from schedgen.ir.header import Header
 
 class Values(NamedTuple):
     """What must be the same on all ranks with a stage: a tied parameter (under the tie's first name), all trained
-    parameters, or all else.
+    parameters, the optimizer of a part of them, or all else.
     """
 
     stage: int  # of the model's

@@ -588,6 +588,9 @@ def sentences() -> Any:
         "lr and scheduler": lambda: mpirun.Engine(file, modules(), lr=1.0, scheduler=lambda o: o, **plain),
         "left out": stepped(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named[1:]], 0.1)),
         "rates of groups": stepped(lr=0.1, optimizer=by_stage),
+        "optimizers of copies": stepped(
+            scheme="ddp", optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1 + WORLD.rank // 3)
+        ),
         "no optimizer": stepped(optimizer=lambda named: 3),
         "closure": stepped(optimizer=lambda named: torch.optim.LBFGS([p.parameter for p in named])),
         "weights": lambda: mpirun.Engine(file, modules(), weights=modules()[0].state_dict(), **plain),

@@ -208,6 +208,7 @@ SENTENCES = {
     "lr and scheduler": "lr and scheduler both say what the learning rate is: give one of them",
     "left out": "the optimizer leaves out stage0.linear.weight: freeze what is not to be trained",
     "rates of groups": "groups have the rates 0.1, 0.2, but lr sets one for all of them: leave lr out, and change them",
+    "optimizers of copies": "ranks 0 and 3 begin with different values of stage 0, optimizer: the code that makes",
     "no optimizer": "should return a torch.optim.Optimizer, not int",
     "closure": "LBFGS computes gradients inside step(), which no schedule allows: use another one",
     "weights": "weights, if the module does not have them itself: give the name of a directory, not a OrderedDict",
