@@ -37,7 +37,7 @@ from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, set_bu
 from mpirun.training.notes import note_odd_model, note_other_names, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.verification import Verification, check_repeatable
-from mpirun.watchdog import ASKED, BEAT, ENDING, PHASE, ROW, SAVING, TRYING, VERIFYING
+from mpirun.watchdog import ASKED, BEAT, ENDING, EXPORTING, PHASE, ROW, SAVING, TRYING, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
 
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
@@ -201,9 +201,9 @@ class Session:
 
     @contextlib.contextmanager
     def model_values(self) -> Iterator[None]:
-        """Inside, every rank has the model's running statistics, and weights that the script has assigned count."""
+        """Inside, for exports, ranks have the model's running statistics, and weights that a script assigned count."""
         shared = buffers_shared(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
-        with self.interpreter.optimizer.assigned(), shared:
+        with self.watchdog.phase(EXPORTING), self.interpreter.optimizer.assigned(), shared:
             yield
 
     def step(self, weights: list[float], tokens: int) -> Result:
