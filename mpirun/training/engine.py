@@ -72,12 +72,13 @@ T = TypeVar("T")
 
 
 def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """Wrap a method: its errors end all ranks, and it leaves torch's generators as they were."""
+    """Wrap a method: its errors end all ranks, it leaves torch's generators as they were, and gradients are enabled."""
 
     @functools.wraps(method)
     def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
         with (
             generators_kept(),
+            torch.inference_mode(False),  # a script's loop may stand in torch.no_grad()
             exit_by(self.comm, self._position, self._failing, self._all_exit),
             self._running.watchdog.calling(method.__name__.lstrip("_")),
         ):

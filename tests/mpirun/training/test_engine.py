@@ -221,7 +221,8 @@ SENTENCES = {
     "metric": "the metric shape should be a tensor of one number, not of shape (2, 8)",
     "different data": "ranks 0 and 3 have got different data for microbatch 0 of step 1",
     "different data later": "ranks 0 and 3 have got different data for microbatch 0 of step 4",
-    "not divisible": "a batch of 31 samples cannot be cut into 8 microbatches of one size",
+    "not divisible": "a batch of 31 samples cannot be cut into 8 microbatches of one size: leave out an epoch's "
+    "smaller last batch (drop_last=True), or take run.loader, which pads it",
     "items": "the dataset's items should be pairs",
     "fewer": "last: 'fewer' is neither 'pad' nor 'drop': all microbatches have one shape",
     "size": "the loader's microbatch_size is 0",
@@ -230,7 +231,7 @@ SENTENCES = {
     "two save": "another run saves there: run ",
     "another optimizer": "the optimizer is torch.optim.sgd.SGD: ",
     "other data": ", but the loader 7: other samples would follow",
-    "two shapes": "the microbatches of step 2 have shape (2, 8), not (4, 8) as the first: declare sizes with buckets=",
+    "two shapes": "the microbatches of step 2 have shape (2, 8), not (4, 8) as the first: leave out an epoch's smaller",
     "ragged": "of step 1 have shapes (2, 6, 8) and (2, 9, 8): all of one step must have the same",
     "undeclared": "the microbatches of step 2 have shape (2, 9, 8), not one of buckets=(6, 8)",
     "no size": "the microbatches of step 1 have shape (2,), not one of buckets=(6,)",
