@@ -59,8 +59,8 @@ def _described(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, part in {"func": value.func, **parts}.items():
             yield from _described(f"`{key}` in {name}", part)
     elif isinstance(function := getattr(value, "__func__", value), FunctionType):  # that of a method
-        code = [(x.co_code, x.co_names, list(map(_constant, x.co_consts))) for x in _codes(function.__code__)]
-        yield name, f"{function.__qualname__} (code {zlib.crc32(repr(code).encode()):08x})"
+        codes = [(code.co_code, code.co_names, _constants(code)) for code in _codes(function.__code__)]
+        yield name, f"{function.__qualname__} (code {zlib.crc32(repr(codes).encode()):08x})"
         for key, number in _floats(function, {"self": getattr(value, "__self__", None)}):
             yield f"`{key}` in {name}", repr(number)
     else:
@@ -78,11 +78,10 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _constant(value: Any) -> str:
-    """A constant of a function's code, as text that is the same in every process."""
-    return (
-        "" if isinstance(value, CodeType) else repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
-    )
+def _constants(code: CodeType) -> list[Any]:
+    """The constants in code, but functions, in a form with the same repr in every process."""
+    constants = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
+    return [sorted(map(repr, x)) if isinstance(x, frozenset) else x for x in constants]
 
 
 def _floats(function: FunctionType, more: Mapping[str, Any], depth: int = 2) -> Iterator[tuple[str, float]]:
