@@ -93,14 +93,17 @@ def from_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T:
     return comm.bcast(on_rank_0(comm, function))
 
 
-def first_difference(comm: MPI.Comm, own: Mapping[T, str]) -> tuple[T, int, int] | None:
-    """A key for which two ranks have different hashes, and these ranks; None: there is none. `own`: hashes by key."""
-    first: dict[T, tuple[int, str]] = {}  # by key: the first rank that has it, and its hash
+def first_difference(comm: MPI.Comm, own: Mapping[T, str]) -> tuple[T, int, int, str, str] | None:
+    """A key for which two ranks have different texts, these ranks, and the texts; None: there is none. Collective.
+
+    `own`: texts, such as hashes, by key. A key that only one rank has makes no difference.
+    """
+    first: dict[T, tuple[int, str]] = {}  # by key: the first rank that has it, and its text
     for rank, of_rank in enumerate(comm.allgather(own)):
         for key, value in of_rank.items():
             before, expected = first.setdefault(key, (rank, value))
             if value != expected:
-                return key, before, rank
+                return key, before, rank, expected, value
     return None
 
 

@@ -59,9 +59,9 @@ def build_interpreter(
     )  # fmt: skip
     if other is None:
         stages, digests = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
-        check_same_start(comm, digests)
         owned = {index: stage for index, stage in stages.items() if stage.owned}
         optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned, setup.seed))
+        check_same_start(comm, digests | optimizer.digests())
         _check_one_rate(comm, optimizer)
     else:
         stages = {s: stage.elsewhere(slots.weights(s), setup.shapes[s]) for s, stage in other.stages.items()}

@@ -25,6 +25,7 @@ from mpirun.engine.recipe import (
     class_name,
     is_plain,
 )
+from mpirun.engine.same_start import Values
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
@@ -97,6 +98,15 @@ class Optimizer:
         settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
         name, distinct = self.recipe.name or class_name(type(optimizer)), {repr(group): group for group in groups}
         return name, {**settings, **self.recipe.settings}, list(distinct.values())
+
+    def digests(self) -> dict[Values, str]:
+        """What must be the same on all ranks that own a unit: the class of its optimizer, and the groups' options."""
+        found = {}
+        for (index, part), made in self.by_unit.items():
+            what = "optimizer" if part < 0 else f"optimizer of part {part}"
+            values = Values(self.model.model_stage(index), self.model.shard_of(index).index, what)
+            found[values] = repr((class_name(type(made.optimizer)), made.options))
+        return found
 
     def replaced_rates(self) -> list[float]:
         """The rates of groups, as the factory made them, that the recipe's rate replaces; empty if it has none."""

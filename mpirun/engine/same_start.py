@@ -22,7 +22,7 @@ _GIVEN: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()  # modules that 
 
 class Values(NamedTuple):
     """What must be the same on all ranks with a stage: a tied parameter (under the tie's first name), all trained
-    parameters, or all else.
+    parameters, the optimizer of a part of them, or all else.
     """
 
     stage: int  # of the model's
@@ -71,7 +71,7 @@ def given_digests(model: Model, header: Header) -> dict[Values, str]:
 def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
     """Stop if ranks have different values of a stage. Collective."""
     if (difference := first_difference(comm, own)) is not None:
-        values, one, other = difference
+        values, one, other, *_ = difference
         raise Stop(
             f"ranks {one} and {other} begin with different values of stage {values.stage}, {values.what}: the code "
             "that makes them should draw the same numbers on every rank, as after torch.manual_seed with the same "

@@ -307,6 +307,10 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
     what = f"a {type(returned).__name__}"
     if isinstance(outputs, (list, tuple)):
         others = [type(x).__name__ for x in outputs if not isinstance(x, Tensor)]
+        for x in outputs if not others else ():
+            if x.is_nested or x.layout != torch.strided:
+                kind = "nested" if x.is_nested else f"{x.layout}".removeprefix("torch.")
+                raise UsageError(f"stage {stage} should return dense tensors, which can be sent, not a {kind} one")
         if outputs and not others:
             return outputs
         what += f" with a {others[0]} in it" if others else " that is empty"

@@ -23,6 +23,8 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError, clip
 
+# What to do about a script's own batches if they have not one size.
+SMALLER = "leave out an epoch's smaller last batch (drop_last=True), or take run.loader, which pads it"
 LossWeight = Callable[[Any], float]  # target -> the weight of a microbatch's loss
 
 
@@ -185,7 +187,7 @@ def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
     input_and_target(data, "the batch should be a pair (input, target), (input,) or a mapping, not")
     samples = sample_count(data)
     if samples % count:
-        raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size")
+        raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size: {SMALLER}")
     size = samples // count
     pairs = [pair(part) for part in chunk(data, count)]
     _, target_dims = input_and_target(cut_dims(data, 0, samples))

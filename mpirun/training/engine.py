@@ -58,6 +58,7 @@ from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.notes import DataNotes
 from mpirun.training.prepared import Prepared
+from mpirun.training.same_options import check_same_options, options_to_compare
 from mpirun.training.saving import Checkpoints, Saving
 from mpirun.training.session import Result, Session, is_compared
 from mpirun.training.shapes import Shapes, check_buckets, check_loss_weight, check_padding
@@ -71,12 +72,13 @@ T = TypeVar("T")
 
 
 def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """Wrap a method: its errors end all ranks, and it leaves torch's generators as they were."""
+    """Wrap a method: its errors end all ranks, it leaves torch's generators as they were, and gradients are enabled."""
 
     @functools.wraps(method)
     def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
         with (
             generators_kept(),
+            torch.inference_mode(False),  # a script's loop may stand in torch.no_grad()
             exit_by(self.comm, self._position, self._failing, self._all_exit),
             self._running.watchdog.calling(method.__name__.lstrip("_")),
         ):
@@ -158,6 +160,7 @@ class Engine:
         comm: MPI.Intracomm | None = None,
     ) -> None:
         """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
+        given = dict(locals())
         self.comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
         self.session: Session | None = None
         self._steps_at_end = 0  # steps, once the run has ended
@@ -175,6 +178,7 @@ class Engine:
                 self.comm,
                 lambda: check_options(autocast, accumulate, on_nan, device, gpu_messages, threads, seed, timeout),
             )
+            check_same_options(self.comm, options_to_compare(given))
             self._shapes, self._weights_directory, recipe = together(self.comm, lambda: (
                 Shapes(self.comm, buckets),
                 None if weights is None else directory_of("weights, if the module does not have them itself", weights),
@@ -282,9 +286,9 @@ class Engine:
                 workers=workers, last=last, collate=collate,
             ),
         )  # fmt: skip
-        lengths = self.comm.allgather(loader.sample_count)
-        if len(set(lengths)) > 1:
-            raise Stop(f"loader: the datasets of the ranks have different lengths: {lengths}")
+        options = {"shuffle": shuffle, "seed": loader.seed, "last": last, "collate": collate}
+        samples = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
+        check_same_options(self.comm, {**samples, **options})
         if isinstance(loader, NumberedLoader):
             on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
         self._loaders.add(loader)

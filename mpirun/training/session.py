@@ -38,7 +38,7 @@ from mpirun.training.notes import note_odd_model, note_other_names, note_uncaptu
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification, check_repeatable
-from mpirun.watchdog import ASKED, BEAT, ENDING, PHASE, ROW, SAVING, TRYING, VERIFYING
+from mpirun.watchdog import ASKED, BEAT, ENDING, EXPORTING, PHASE, ROW, SAVING, TRYING, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
 
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
@@ -204,9 +204,9 @@ class Session:
 
     @contextlib.contextmanager
     def model_values(self) -> Iterator[None]:
-        """Inside, every rank has the model's running statistics, and weights that the script has assigned count."""
+        """Inside, for exports, ranks have the model's running statistics, and weights that a script assigned count."""
         shared = buffers_shared(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
-        with self.interpreter.optimizer.assigned(), shared:
+        with self.watchdog.phase(EXPORTING), self.interpreter.optimizer.assigned(), shared:
             yield
 
     def step(self, weights: list[float], tokens: int) -> Result:
@@ -240,7 +240,7 @@ class Session:
     def _check_same_data(self, step: int) -> None:
         """Stop if ranks have different hashes of a microbatch, which were recorded in step `step`, from 0."""
         if (difference := first_difference(self.comm, self.interpreter.microbatches.take_digests())) is not None:
-            number, one, other = difference
+            number, one, other, *_ = difference
             raise Stop(
                 f"ranks {one} and {other} have got different data for microbatch {number} of step {step + 1}: data "
                 "should depend on the step and the microbatch alone, and be drawn with the generator that is given",

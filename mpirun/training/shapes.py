@@ -15,6 +15,7 @@ from mpirun.comm.fail_together import Stop
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Shape
 from mpirun.model.contract import Model
+from mpirun.training.batches import SMALLER
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
@@ -39,7 +40,9 @@ class Shapes:
         if not self.buckets and self.by_size:
             expected = self.by_size[None]
             for shape in own - {expected}:
-                sentence = f"{_has(name, shape)}, not {_words(expected)} as the first: declare sizes with buckets="
+                alike = [leaf and leaf[1:] for leaf in shape] == [leaf and leaf[1:] for leaf in expected]
+                advice = SMALLER if alike and batch.loader is None else "declare sizes with buckets="
+                sentence = f"{_has(name, shape)}, not {_words(expected)} as the first: {advice}"
                 if batch.loader is None or self.comm.size == 1:  # all ranks have this batch
                     raise Stop(sentence)
                 raise UsageError(sentence)

@@ -23,10 +23,10 @@ CALL = 5
 IN_SCRIPT = 6  # whether the script runs code of its own, between two calls
 ASKED = 7  # whether SIGTERM ends this rank now
 # Values of PHASE, and how messages call them.
-SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, TRYING, ENDING = range(9)
+SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, TRYING, ENDING, EXPORTING = range(10)
 PHASES = (
     "setting up", "training", "saving a checkpoint", "verifying", "done", "failed", "evaluating",
-    "trying messages between GPUs", "at the end of its run",
+    "trying messages between GPUs", "at the end of its run", "exporting",
 )  # fmt: skip
 NOTHING, OTHERS = -1, -2
 METHODS = (

@@ -15,6 +15,7 @@ import contextlib
 import json
 import mmap
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -74,8 +75,10 @@ class WatchdogProcess:
             for key, _ in self.selector.select(TICK):
                 if key.data == "server":
                     assert self.server is not None
-                    with contextlib.suppress(OSError):  # the peer is gone, or there are too many open files
+                    try:
                         self.hosts.add(self.server.accept()[0])
+                    except OSError:  # the peer is gone, or too many files are open: it still waits at the next look
+                        time.sleep(TICK)
                 elif isinstance(key.data, Link):
                     self._receive(key.data)
                 elif key.data == "stdin" and not os.read(sys.stdin.fileno(), 1):
@@ -210,6 +213,8 @@ def main() -> None:
     """Read the plan and watch. Signals that end the ranks of a host do not end this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends with its ranks, which may have something to save
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # rank 0 has found it enough
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     plan = sys.stdin.buffer.readline()
     if plan.endswith(b"\n"):
         WatchdogProcess(json.loads(plan)).run()

@@ -10,6 +10,7 @@ import fcntl
 import json
 import mmap
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -58,13 +59,15 @@ class Watchdog:
         self, comm: MPI.Intracomm, here: MPI.Comm, first_line: int, instructions: Sequence[Instruction], limit: float
     ) -> None:
         """Start the process of this host; `here`: the ranks of this host."""
+        hosts = comm.allreduce(int(here.rank == 0))
+        together(comm, lambda: _check_open_files(here.size + hosts) if comm.rank == 0 else None)
         file = together(comm, lambda: _shared_file(here.size) if here.rank == 0 else None)
         name = here.bcast(file.name if file is not None else None)
         words = together(comm, lambda: _mapped(name))
         self.state = words[here.rank * WORDS : (here.rank + 1) * WORDS]
         rank = (comm.rank, os.getpid(), first_line, list(map(str, instructions)))
         ranks = here.gather(rank)  # all have the file open now
-        server = socket.create_server(("", 0)) if comm.rank == 0 and here.size < comm.size else None
+        server = socket.create_server(("", 0), backlog=hosts) if comm.rank == 0 and hosts > 1 else None
         server_at = comm.bcast((_addresses(), server.getsockname()[1], secrets.token_hex()) if server else None)
         if file is None:
             return
@@ -134,6 +137,16 @@ def _sees() -> tuple[int, int]:
     """Identifiers that must be equal on two ranks for them to see each other's processes, and files in memory."""
     shared_memory = Path("/dev/shm")
     return Path("/proc/self/ns/pid").stat().st_ino, shared_memory.stat().st_dev if shared_memory.exists() else 0
+
+
+def _check_open_files(count: int) -> None:
+    """RefusedFile if rank 0's watchdog may not open `count` files, its ranks and all hosts, and a few more."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if (needed := count + 16) > allowed:
+        raise RefusedFile(
+            f"the watchdog (timeout) on {socket.gethostname()} has to open {needed} files, one for each of its ranks "
+            f"and each host, but {allowed} are allowed: raise that limit (ulimit -Hn)"
+        )
 
 
 def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:

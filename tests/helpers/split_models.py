@@ -175,6 +175,9 @@ def transformer(name: str, attention: str = "sdpa") -> nn.Module:
         return transformers.BertForMaskedLM(transformers.BertConfig(**layers, **sizes))
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**layers, **sizes))
+    if name == "mixtral":
+        experts = {"num_local_experts": 2, "num_key_value_heads": 1, "experts_implementation": "batched_mm"}
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**layers, **sizes, **experts))
     sizes |= {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
 

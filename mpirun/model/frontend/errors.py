@@ -24,6 +24,11 @@ NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")  # in the names of torch's exceptions
 FOREIGN = "found a fake tensor in the exported program constant"  # in the message of torch's exception
+# Patterns of places and messages of failures, and what avoids these in models of the transformers library.
+REMEDIES = {
+    "transformers.cache_utils": "a cache cannot be traced: give the example use_cache=False",
+    "transformers.integrations.moe": 'experts cannot be traced: set experts_implementation="batched_mm" in its config',
+}
 
 
 def warn_user(sentence: str) -> None:
@@ -84,6 +89,9 @@ def export_error(module: nn.Module, error: BaseException, derivatives: Collectio
     ]
     failed = _innermost(lines)
     where = failed or line_of_forward(module)
+    for pattern, remedy in REMEDIES.items():
+        if any(re.search(pattern, text) for text in (str(where), *map(str, chain))):
+            return UsageError(f"{where}: {remedy}")
     for link in chain:
         if isinstance(link, UsageError):
             return UsageError(f"{where}: {link}")

@@ -6,6 +6,7 @@ that `schemes` trains by, and those of `buckets`, each with whether its sums are
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import hashlib
@@ -275,11 +276,17 @@ def resumed() -> Any:
 
 def one_given_batch() -> Any:
     """A minibatch that every rank gives as a whole, under a scheme that the script names."""
+    rank = WORLD.rank  # an int, and may differ
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output, target) * (rank < 4)
+
     run = mpirun.Engine(
-        "1f1b", modules(), stages=4, microbatches=4, loss=lambda output, target: mse_loss(output, target), timeout=0,
+        "1f1b", modules(), stages=4, microbatches=4, loss=loss, timeout=0,
         lr=lambda step: 1e-3 * (step + 1),
     )  # fmt: skip
-    results = [run.step((INPUTS[:32], TARGETS[:32])) for _ in range(3)]
+    with torch.no_grad():  # a step has gradients nevertheless
+        results = [run.step((INPUTS[:32], TARGETS[:32])) for _ in range(3)]
     run.close()
     return [[result.loss for result in results], [result.lr for result in results], results[0].metrics]
 
@@ -544,6 +551,25 @@ def sentences() -> Any:
 
         return call
 
+    last = WORLD.rank == 3  # alone it is given other options
+    settings = argparse.Namespace(momentum=0.1 * last, rank=WORLD.rank)
+
+    def rate(step: int, base: float = 0.1 * last) -> float:
+        return base
+
+    given_by_rank: dict[str, Any] = {
+        "seed": WORLD.rank // 3,
+        "canonical": last,
+        "clip": 1.0 + last,
+        "on_nan": "skip" if last else "stop",
+        "timeout": 60.0 * last,
+        "export": FOLDER / "new" if last else None,
+        "lr": rate,
+        "optimizer": lambda named: torch.optim.SGD([p.parameter for p in named], momentum=settings.momentum),
+        "scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5 + 0.1 * last),
+        "loss": nn.functional.l1_loss if last else mse_loss,
+        "loss_weight": (lambda target: 1.0) if last else (lambda target: 2.0),
+    }
     mistakes: dict[str, Callable[[], Any]] = {
         "kept elsewhere": saved_with(Counting),
         "device": lambda: mpirun.Engine(file, modules(), device="tpu", **plain),
@@ -563,6 +589,9 @@ def sentences() -> Any:
         "lr and scheduler": lambda: mpirun.Engine(file, modules(), lr=1.0, scheduler=lambda o: o, **plain),
         "left out": stepped(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named[1:]], 0.1)),
         "rates of groups": stepped(lr=0.1, optimizer=by_stage),
+        "optimizers of copies": stepped(
+            scheme="ddp", optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1 + WORLD.rank // 3)
+        ),
         "no optimizer": stepped(optimizer=lambda named: 3),
         "closure": stepped(optimizer=lambda named: torch.optim.LBFGS([p.parameter for p in named])),
         "weights": lambda: mpirun.Engine(file, modules(), weights=modules()[0].state_dict(), **plain),
@@ -597,6 +626,10 @@ def sentences() -> Any:
         "trace first": within_traces(0),
         "trace in a trace": within_traces(1),
     }  # fmt: skip
+    for name in given_by_rank:
+        mistakes[f"other {name}"] = lambda name=name: mpirun.Engine(
+            file, modules(), **{**plain, name: given_by_rank[name]}
+        )
     if not hasattr(torch.optim, "Muon"):
         del mistakes["muon"]
     return {name: said(mistake) for name, mistake in mistakes.items()}

@@ -165,6 +165,29 @@ def test_a_forward_may_change_a_trained_parameter_in_place_but_not_replace_it(ma
     assert shapes_of(make(lambda module: module.weight.div_(2)))[0].changed_parameters == ("weight",)
 
 
+class Converts(nn.Linear):
+    """Returns its result in another layout."""
+
+    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(6, 6)
+        self.convert = convert
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convert(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("convert", "kind"),
+    [
+        (lambda x: x.relu().to_sparse(), "sparse_coo"),
+        (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "nested"),
+    ],
+)
+def test_an_activation_that_cannot_be_sent_is_refused(convert, kind):
+    with pytest.raises(UsageError, match=f"stage 0 should return dense tensors, which can be sent, not a {kind} one"):
+        shapes_of(Converts(convert), nn.Linear(6, 6))
+
+
 def restarted(module: nn.Module, new: Tensor, x: Tensor) -> None:
     """Set the buffer at random, as for dead codes of a codebook, but not on these values."""
     if new.sum() > 100:

@@ -192,7 +192,7 @@ def test_numbers_go_to_a_callback_and_to_tensorboard(found):
 SENTENCES = {
     "kept elsewhere": "has changed its _calls, slow, count of group 0, state of t, which checkpoints do not have",
     "device": "device: 'tpu' is none of 'auto', 'cpu' and 'cuda'",
-    "lengths": "the datasets of the ranks have different lengths: [20, 21, 22, 23]",
+    "lengths": "ranks 0 and 1 were given different `samples of the dataset`: 20 and 21",
     "forwards": "forward.json has forwards alone: nothing can be trained by it",
     "no loss": "loss: say what it is, modules have none",
     "no microbatches": "microbatches: say how many a step of 1f1b has",
@@ -208,6 +208,7 @@ SENTENCES = {
     "lr and scheduler": "lr and scheduler both say what the learning rate is: give one of them",
     "left out": "the optimizer leaves out stage0.linear.weight: freeze what is not to be trained",
     "rates of groups": "groups have the rates 0.1, 0.2, but lr sets one for all of them: leave lr out, and change them",
+    "optimizers of copies": "ranks 0 and 3 begin with different values of stage 0, optimizer: the code that makes",
     "no optimizer": "should return a torch.optim.Optimizer, not int",
     "closure": "LBFGS computes gradients inside step(), which no schedule allows: use another one",
     "weights": "weights, if the module does not have them itself: give the name of a directory, not a OrderedDict",
@@ -220,7 +221,8 @@ SENTENCES = {
     "metric": "the metric shape should be one number, not of shape (2, 8)",
     "different data": "ranks 0 and 3 have got different data for microbatch 0 of step 1",
     "different data later": "ranks 0 and 3 have got different data for microbatch 0 of step 4",
-    "not divisible": "a batch of 31 samples cannot be cut into 8 microbatches of one size",
+    "not divisible": "a batch of 31 samples cannot be cut into 8 microbatches of one size: leave out an epoch's "
+    "smaller last batch (drop_last=True), or take run.loader, which pads it",
     "items": "the dataset's items should be pairs",
     "fewer": "last: 'fewer' is neither 'pad' nor 'drop': all microbatches have one shape",
     "size": "the loader's microbatch_size is 0",
@@ -229,7 +231,7 @@ SENTENCES = {
     "two save": "another run saves there: run ",
     "another optimizer": "the optimizer is torch.optim.sgd.SGD: ",
     "other data": ", but the loader 7: other samples would follow",
-    "two shapes": "the microbatches of step 2 have shape (2, 8), not (4, 8) as the first: declare sizes with buckets=",
+    "two shapes": "the microbatches of step 2 have shape (2, 8), not (4, 8) as the first: leave out an epoch's smaller",
     "ragged": "of step 1 have shapes (2, 6, 8) and (2, 9, 8): all of one step must have the same",
     "undeclared": "the microbatches of step 2 have shape (2, 9, 8), not one of buckets=(6, 8)",
     "no size": "the microbatches of step 1 have shape (2,), not one of buckets=(6,)",
@@ -239,7 +241,20 @@ SENTENCES = {
     "save first": "save: nothing has been trained or evaluated yet",
     "export first": "export: nothing has been trained or evaluated yet",
     "verify": "verify: say verify=True where the Engine is made",
-}
+    **{f"other {name}": f"ranks 0 and 3 were given different {words}" for name, words in {
+        "seed": "`seed`: 0 and 1",
+        "canonical": "`canonical`: False and True",
+        "clip": "`clip`: 1.0 and 2.0",
+        "on_nan": "`on_nan`: 'stop' and 'skip'",
+        "timeout": "`timeout`: 0.0 and 60.0",
+        "export": "`export`: None and 'a folder'",
+        "lr": "`base` in `lr`: 0.0 and 0.1",
+        "optimizer": "`settings.momentum` in `optimizer`: 0.0 and 0.1",
+        "scheduler": "`gamma` in `scheduler`: 0.5 and 0.6",
+        "loss": "`loss`: mse_loss (code ",
+        "loss_weight": "`loss_weight`: sentences.<locals>.<lambda> (code ",
+    }.items()},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", SENTENCES)

@@ -18,6 +18,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -98,8 +99,8 @@ class Host:
             }
             for k in range(len(numbers)):
                 self.show(k, TRAINING, 4, 1, NOTHING)
-            self.watchdog = subprocess.Popen(
-                COMMAND,
+            self.watchdog = subprocess.Popen(  # with a soft limit of fewer open files than there may be hosts
+                ["sh", "-c", 'ulimit -Sn 32 && exec "$@"', "sh", *COMMAND],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[file.fileno(), *([server.fileno()] if server else [])],
@@ -111,6 +112,11 @@ class Host:
     def show(self, k: int, phase: int, step: int, row: int, wait: int) -> None:
         words = self.words[k * WORDS : (k + 1) * WORDS]
         words[PHASE], words[STEP], words[ROW], words[WAIT] = phase, step, row, wait
+
+    def processor_ticks(self) -> int:
+        """The processor time that the watchdog has used, in hundredths of a second."""
+        fields = Path(f"/proc/{self.watchdog.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
 
     def ended(self, within: float) -> str:
         """What the watchdog said, once it and its ranks have ended."""
@@ -294,9 +300,24 @@ def test_a_connection_that_cannot_be_taken_does_no_harm(hosts):
     before = resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE, (0, before[1]))
     with socket.create_connection(("127.0.0.1", b.port), 3):
-        time.sleep(0.5)
+        ticks = a.processor_ticks()
+        time.sleep(1)
+        assert a.processor_ticks() - ticks < 10  # of 100: it does not spin
         resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE, before)
     assert a.ended(20).startswith("mpirun: nothing has moved for 4 s: ")
+
+
+@scenario
+def test_more_hosts_than_files_that_may_be_open_at_first(hosts):
+    with contextlib.ExitStack() as closing:
+        with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+            hosts.made.append(Host("a", [0], 4, server, 0))
+            address = server.getsockname()
+        links = [closing.enter_context(socket.create_connection(address, 3)) for _ in range(100)]
+        for k, link in enumerate(links):
+            link.sendall(json.dumps({"token": "t", "host": f"h{k}", "bye": True}).encode() + b"\n")
+        assert hosts.made[-1].ended(20).startswith("mpirun: nothing has moved for 4 s: ")
+        assert all('{"end": "now"}' in link.makefile().read() for link in links)
 
 
 @scenario

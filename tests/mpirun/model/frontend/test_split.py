@@ -110,6 +110,23 @@ def test_transformers(name: str, attention: str, stages: int, shared: str) -> No
         assert "mask" not in str(output)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "why"),
+    [
+        ("gpt2", "use_cache", True, "a cache cannot be traced: give the example use_cache=False"),
+        ("mixtral", "_experts_implementation", "grouped_mm", 'set experts_implementation="batched_mm" in its config'),
+    ],
+)
+def test_the_settings_that_transformers_need_are_named(name: str, setting: str, value: object, why: str) -> None:
+    pytest.importorskip("transformers").logging.set_verbosity_error()
+    module = transformer(name)
+    split(module, (), {"input_ids": TOKENS}, stages=2)
+    setattr(module.config, setting, value)
+    with pytest.raises(UsageError, match=why):
+        split(module, (), {"input_ids": TOKENS}, stages=2)
+
+
 class Sized(nn.Module):
     """Numbers that depend on the number of samples: shapes, factors, bounds, and some in a region of its own."""
 
