@@ -114,11 +114,12 @@ def _local_stages(
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     versions = {i.stage for i in instructions if i.op == Op.STEP and i.version >= 0 and slots.version(i) is not None}
     modules, stages, digests = {}, dict[int, LocalStage](), dict[Values, str]()
-    for index in sorted(named | owned_parts.keys()):  # a tie reads the value of its first before stages move weights
+    for index in sorted(named | owned_parts.keys()):
         owned = index in owned_parts
         modules[index] = build_stage(setup.model, index, setup.seed, values=owned, mapped=True)
         digests |= value_digests(setup.model, index, modules[index], owned)
-    for index, module in modules.items():
+    # What is owned first: stages that share a parameter copy its value before one moves it to where it is fetched.
+    for index, module in sorted(modules.items(), key=lambda item: item[0] not in owned_parts):
         if index in versions and (referred := setup.shapes[index].referred):
             raise UsageError(
                 f"stage {index} reads {referred[0]} by a reference that its module keeps, as in a tuple, but the "
@@ -136,4 +137,4 @@ def _local_stages(
             stages.values(),
         )
         stages[index].tied_to_earlier = setup.model.tied_to_earlier(index, stages[index].names)
-    return stages, digests
+    return dict(sorted(stages.items())), digests

@@ -16,7 +16,6 @@ from mpirun.model.contract import Model
 from mpirun.model.module_tensors import given_modules, own_tensors
 from schedgen.ir.header import Header
 
-
 _GIVEN: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()  # modules that runs of this process were given
 
 
