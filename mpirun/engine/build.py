@@ -23,7 +23,6 @@ from mpirun.engine.same_start import Values, check_same_start, value_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage
-from mpirun.model.stage_shape import StageShape
 from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
@@ -51,8 +50,6 @@ def build_interpreter(
     header = program.header
     if setup.model.loss_of == "minibatch":
         together(comm, lambda: check_forwards_first(header, instructions))
-    if any(shape.other_draws for shape in setup.shapes):
-        together(comm, lambda: _check_redone(instructions, setup.shapes))
     slots = MemorySlots(
         comm, program, instructions, setup.shapes, setup.dataflows[0], setup.canonical, setup.device.torch,
         () if other is None else other.context.slots.blocks,
@@ -75,16 +72,6 @@ def build_interpreter(
     )  # fmt: skip
     under_way = bytes_under_way(program, slots.bytes).tolist()
     return Interpreter(context, state, under_way, None if other is None else other.progress)
-
-
-def _check_redone(instructions: Sequence[Instruction], shapes: Sequence[StageShape]) -> None:
-    """UsageError if a forward that is redone draws numbers that its RECOMPUTE cannot draw again."""
-    for i in instructions:
-        if i.op == Op.RECOMPUTE and (sources := shapes[i.stage].other_draws):
-            raise UsageError(
-                f"the schedule redoes forwards of stage {i.stage}, which draw from {' and '.join(sources)}: a forward "
-                "draws the same numbers again from torch's default generator alone"
-            )
 
 
 def _check_one_rate(comm: MPI.Intracomm, optimizer: Optimizer) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpirun.data.load_ahead import DrawWatch
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
@@ -22,32 +21,20 @@ from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output_gradients
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
-from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, frozen_statistics
+from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics
 from mpirun.model.loss import check_derivatives, loss_and_metrics, loss_input
-from mpirun.model.rng import LOSS, default_generators, derived_seed
-from schedgen.ir.instructions import F, Instruction, Kind, Op
+from mpirun.model.rng import LOSS, derived_seed
+from schedgen.ir.instructions import Instruction, Kind, Op
 
 # Computes the loss of a microbatch from the last stage's outputs, and puts its metrics into the dict.
 Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
 
 
-# Of what mpirun learns from the first microbatch of the run, or of its shape.
-UNSEEDED = (
-    "stage {} draws random numbers, but did not in the first microbatch, by which mpirun knows what to seed: let its "
-    "forward draw in every one, as by torch.rand(1)"
-)
-UNSHARED = (
-    "stage {} changes a buffer, but did not in the first microbatch, by which mpirun knows what to {}: let its forward "
-    "change it in every one, as by adding 0"
-)
-
-
 class PendingBackward:
     """What a forward, or the first half of a backward, keeps for later jobs of the same stage and microbatch."""
 
-    __slots__ = ("buffers", "counts", "half", "loss_gradient", "saved")
+    __slots__ = ("buffers", "half", "loss_gradient", "saved")
     buffers: dict[str, Tensor]  # if forwards change some: their values before a forward that is recomputed
-    counts: Counts  # likewise: the numbers that the stage's modules have as attributes
     saved: SavedForward
     half: WeightHalf | None
     loss_gradient: Tensor  # last stage only: the gradient that its backward starts from
@@ -71,8 +58,6 @@ class ForwardBackward:
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.redone = {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
         self.saves -= self.redone
-        self.on_several_ranks = {s for s, ranks in enumerate(header.compute[F]) if (ranks != ranks[0]).any()}
-        self.suspected: dict[int, int] = {}  # by stage that may draw unseeded: how many more forwards are watched
 
     def forget_pass(self) -> None:
         """Drop what an interrupted pass has kept: the next pass may have other data."""
@@ -146,7 +131,6 @@ class ForwardBackward:
         statistics = stage.shape.overwrites_buffers
         keeps_buffers = statistics and (i.stage, mb) in self.redone
         run = self._with_buffers(i, compute) if keeps_buffers else self._job(i, compute)
-        run = self._as_foreseen(i, run, loss_draws)
 
         def forward() -> list[Tensor]:
             if weights is not None:
@@ -172,43 +156,6 @@ class ForwardBackward:
 
         return forward
 
-    def _as_foreseen(self, i: Instruction, run: Callable[..., Any], loss_draws: bool) -> Callable[..., Any]:
-        """`run`; RuntimeError if a forward draws, or changes buffers that others need, and the first one did not.
-
-        Each step looks at one microbatch: whether the generators' states change, which takes as long as two small
-        kernels. As another thread may have drawn, a watch of this one's operations in later microbatches decides.
-        """
-        stage, is_redone = self.stage_of(i), (i.stage, i.mb) in self.redone
-        is_shared = i.stage in self.on_several_ranks
-        needed = i.op == Op.FWD and not stage.shape.overwrites_buffers and (is_redone or is_shared)
-        parts = [part._buffers for part in stage.module.modules() if part._buffers] if needed else []
-        generators = default_generators(self.device) if self.graphs is None else []
-        rng, position, mb, microbatches = stage.layer_rng, self.position, i.mb, self.header.microbatches
-
-        def buffers() -> list[tuple[int, int]]:
-            return [(id(x), x._version) for part in parts for x in part.values() if x is not None]
-
-        def watched(*inputs: Any) -> Any:
-            seeded, changed = rng.layers or loss_draws, buffers()
-            if not seeded and self.suspected.get(i.stage):
-                self.suspected[i.stage] -= 1
-                with DrawWatch() as draws:
-                    found = run(*inputs)
-                if draws.drew:
-                    raise RuntimeError(UNSEEDED.format(i.stage))
-            elif seeded or position.step % microbatches != mb:
-                found = run(*inputs)
-            else:
-                states = [generator.get_state() for generator in generators]
-                found = run(*inputs)
-                if not all(torch.equal(x.get_state(), state) for x, state in zip(generators, states, strict=True)):
-                    self.suspected[i.stage] = 2 * microbatches
-            if buffers() != changed:
-                raise RuntimeError(UNSHARED.format(i.stage, "keep for its RECOMPUTE" if is_redone else "share"))
-            return found
-
-        return watched if generators or parts else run
-
     def _with_buffers(self, i: Instruction, compute: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
         """`compute` for a FWD that is recomputed later, or for its RECOMPUTE, if the stage's forwards change buffers.
 
@@ -216,11 +163,11 @@ class ForwardBackward:
         did the FWD.
         """
         module, pending, again = self.stage_of(i).module, self._pending(i), i.op == Op.RECOMPUTE
-        pending.buffers, pending.counts = {}, {}
+        pending.buffers = {}
 
         def compute_with_buffers(before: dict[str, Tensor], *inputs: Any) -> tuple[Any, Any, dict[str, Tensor]]:
             if again:
-                with frozen_statistics(module, before, pending.counts):
+                with frozen_statistics(module, before):
                     return *compute(*inputs), {}
             kept = buffer_copies(module, every_name=True)
             return *compute(*inputs), kept
@@ -228,8 +175,6 @@ class ForwardBackward:
         job = self._job(i, compute_with_buffers)
 
         def run(*inputs: Any) -> tuple[Any, Any]:
-            if not again:
-                pending.counts = counts(module)
             outputs, found, pending.buffers = job(pending.buffers if again else {}, *inputs)
             return outputs, found
 

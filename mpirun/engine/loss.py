@@ -25,7 +25,7 @@ from mpirun.data.values import to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
-from mpirun.model.loss import check_graph, check_real, loss_input, try_loss, watched
+from mpirun.model.loss import check_real, loss_input, try_loss
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError
@@ -84,9 +84,8 @@ def try_minibatch_loss(
 
     def loss_of(outputs: Sequence[Sequence[Tensor]]) -> None:
         loss = MinibatchLoss(model, len(dataflows), device.type, autocast_dtype)
-        with watched(model.loss):
-            for mb, of_mb in enumerate(outputs):
-                loss.add_outputs(mb, of_mb, to_device(microbatches(0, mb), device))
+        for mb, of_mb in enumerate(outputs):
+            loss.add_outputs(mb, of_mb, to_device(microbatches(0, mb), device))
 
     zeros: list[Sequence[Tensor]] = [[spec.zeros(device) for spec in each.outputs[-1]] for each in dataflows]
     try_loss(loss_of, zeros, real)
@@ -119,7 +118,6 @@ class MinibatchLoss:
         check_real(loss, {})
         if not loss.requires_grad:
             raise UsageError("the loss has no gradient: it depends on no parameter")
-        check_graph(loss)
         loss = loss.reshape(())
         loss.backward()
         return dict.fromkeys(self.collected, loss.detach())

@@ -24,7 +24,6 @@ from mpirun.engine.running_statistics import check_shared_buffers
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, TensorSpec, all_outputs, check_graph
 from mpirun.model.load_model import load_model
-from mpirun.model.loss import on_copies
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
 from schedgen.ir.header import Header
@@ -99,8 +98,6 @@ def set_up(
         comm, lambda: [trial(batch).shapes() for batch in _one_of_each_size(source, options.passes)]
     )
     together(comm, lambda: check_shared_buffers(unsharded_model, shapes_by_size[0]))
-    if any(shapes[-1].loss is not None and shapes[-1].loss.overwrites_target for shapes in shapes_by_size):
-        model, unsharded_model = (x._replace(loss=on_copies(x.loss)) for x in (model, unsharded_model))
     counts = [len(shape.outputs) for shape in shapes_by_size[0]]
     outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
     distinct = [Dataflow(outputs_read, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]

@@ -61,10 +61,8 @@ class Model(NamedTuple):
                      builds the stage's module, or the module itself. Prefer layers: they run one after the other, and
                      weights and dropout are seeded by their names, so that these do not depend on the cut into stages.
                      forward takes the sources in `reads` and returns one tensor, or a tuple of them; its shapes are
-                     the same for every microbatch. Trained parameters may have several types. They are found by
-                     named_parameters: hooks on them, or references kept elsewhere, are lost. forward draws random
-                     numbers from torch's default generator only. If its output depends on buffers that it changes, as
-                     with spectral norm, workers that share a stage differ: each changes its own buffers.
+                     the same for every microbatch. Trained parameters may have several types, and no hooks.
+                     mpirun/docs/contract.md says what a forward may do. A module that is given is trained itself.
     loss             (output of the last stage, target) -> scalar, a mean over the microbatch, or (scalar, metrics by
                      name). The gradient is the mean over microbatches. The output is a tuple if the stage returns one.
     batch            (text, rng) -> (input, target) of one microbatch, each a tensor or any pytree of them. `text` is a

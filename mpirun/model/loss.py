@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -13,9 +12,6 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from mpirun.data.chunks import one_per_sample
 from mpirun.data.microbatches import Microbatch
-from mpirun.data.values import copy_of
-from mpirun.model.forward_watch import ForwardWatch
-from mpirun.model.rng import WHOLE_STAGE
 from schedgen.util.errors import UsageError, clip, raised
 
 Outputs = TypeVar("Outputs")
@@ -26,10 +22,6 @@ NO_DERIVATIVE = ("does not require grad", "appears to not have been used in the 
 
 # The names of a step's other numbers in `log` and in the rows of --metrics.
 STEP_NUMBERS = frozenset({"grad_norm", "loss", "lr", "seconds", "step", "tokens"})
-
-
-class BuffersConverted(UsageError):
-    """A call of the loss has replaced buffers of its own by equal ones, as a first call may: `self.w.to(output)`."""
 
 
 def check_loss(function: object) -> None:
@@ -51,49 +43,6 @@ def of_last_stage(
     return function if rebuild is None else lambda output, target: function(rebuild(output), target)
 
 
-@contextlib.contextmanager
-def watched(function: object) -> Iterator[ForwardWatch]:
-    """Watch the trial of a loss; UsageError if it changes buffers of its own."""
-    owner = nn.ModuleList([function] if isinstance(function, nn.Module) else [])
-    before, watch = dict(owner.named_buffers()), ForwardWatch(owner, [WHOLE_STAGE])
-    with watch:
-        yield watch
-    if changed := watch.changed_buffers():
-        after = dict(owner.named_buffers())
-        converted = all(
-            name in before and name in after and not watch.has_written_to(before[name])
-            and torch.equal(before[name].to(after[name]), after[name])
-            for name in changed
-        )  # fmt: skip
-        names = ", ".join(name.partition(".")[2] for name in changed)
-        if not before.keys() & changed:
-            raise UsageError(
-                f"a call of the loss makes its buffers {clip(names)}, which no checkpoint would have: make them in its "
-                "__init__, or in the last stage"
-            )
-        raise (BuffersConverted if converted else UsageError)(
-            f"a call of the loss changes its buffers {clip(names)}, which no checkpoint would have: "
-            "put them into the last stage, or the loss into eval mode"
-        )
-
-
-def check_graph(loss: Tensor) -> None:
-    """UsageError if a loss depends on a trainable parameter otherwise than by the outputs: nothing would train it."""
-    nodes: list[Any] = [loss.grad_fn]
-    seen = {None}
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        nodes += [further for further, _ in node.next_functions]
-        if type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter):
-            raise UsageError(
-                f"the loss depends on a parameter of shape {tuple(node.variable.shape)} that needs a gradient, and "
-                "nothing would train it: put it into the last stage, or freeze it (requires_grad_(False))"
-            )
-
-
 def check_real(loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
     """UsageError if a loss, or one of its metrics, is a complex number."""
     for name, value in {"loss": loss, **{f"metric {name}": value for name, value in metrics.items()}}.items():
@@ -108,15 +57,6 @@ def check_derivatives(error: BaseException) -> None:
             "the loss differentiates what it gets, but outputs are cut off from the forward that made them: compute "
             f"such derivatives in the model's forward, and return them ({raised(error)})"
         ) from None
-
-
-def on_copies(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A loss that calls `function`, which changes its target in place, on a copy of the target."""
-
-    def loss(output: Any, target: Any) -> Any:
-        return function(output, copy_of(target))
-
-    return loss
 
 
 def loss_input(outputs: Sequence[Tensor]) -> Any:
@@ -166,14 +106,8 @@ def _metric(name: object, value: Any, loss: Tensor) -> Tensor:
 def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[], Outputs]) -> Found:
     """The result of `loss` on `zeros` or, if it fails on them (an output may be a scale), on the outputs of `real`.
 
-    UsageError if it fails on these, too, or if a second call converts its buffers again.
+    UsageError if it fails on these, too.
     """
-    with contextlib.suppress(BuffersConverted):
-        return _try_loss(loss, zeros, real)
-    return _try_loss(loss, zeros, real)
-
-
-def _try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[], Outputs]) -> Found:
     try:
         return loss(zeros)
     except UsageError:

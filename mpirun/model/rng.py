@@ -44,12 +44,6 @@ def generator_states(device: torch.device) -> list[list[int]]:
     return [state.tolist() for state in states]
 
 
-def default_generators(device: torch.device) -> list[torch.Generator]:
-    """Torch's generators that a model on this device draws from."""
-    on_gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if device.type == "cuda" else []
-    return [torch.default_generator, *on_gpu]
-
-
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """On exit, restore torch's generators of the CPU and of the current GPU, whatever drew from them or seeded them.

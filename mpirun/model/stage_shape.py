@@ -35,7 +35,6 @@ class LossFacts(NamedTuple):
     bytes: int  # of the loss, which is the last stage's x
     metrics: tuple[str, ...]  # sorted names of the metrics that it returns
     draws: bool  # whether it draws random numbers
-    overwrites_target: bool  # whether it changes its target in place
 
 
 class StageShape(NamedTuple):
@@ -45,14 +44,11 @@ class StageShape(NamedTuple):
     parameter_names: tuple[str, ...]  # of the trained parameters
     weight_bytes: int = 0  # of these parameters, flat
     overwrites_inputs: bool = False  # whether it changes its inputs in place
-    overwrites_buffers: bool = False  # whether it changes them, or `counts`, or might in other microbatches
+    overwrites_buffers: bool = False  # whether it changes them, or might in other microbatches
     changed_buffers: tuple[str, ...] = ()  # the buffers that it changed in the trial
-    carried_buffers: tuple[str, ...] = ()  # those of them on whose values before a forward its outputs depend
-    changed_parameters: tuple[str, ...] = ()  # the parameters that it changed in the trial
     referred: tuple[str, ...] = ()  # trained parameters that it reads by a reference, such as one in a tuple
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might in other microbatches
-    other_draws: tuple[str, ...] = ()  # generators other than torch's default one that it drew from in the trial
     loss: LossFacts | None = None  # None: not the last stage, or the loss is of the whole minibatch
     layout: tuple[Place, ...] = ()  # of the trained parameters in the flat weights
     sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters and buffers that are divided among shards

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.values import copy_of, to_device
@@ -30,8 +29,7 @@ from mpirun.model.build_stage import fake_mode, stage_apart, stage_without_value
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
 from mpirun.model.forward_watch import ForwardWatch, leaves_of_graph, memory
-from mpirun.model.frozen_statistics import counts
-from mpirun.model.loss import check_graph, check_real, loss_and_metrics, loss_input, try_loss, watched
+from mpirun.model.loss import check_real, loss_and_metrics, loss_input, try_loss
 from mpirun.model.parallel_layers import sharded_dims
 from mpirun.model.rng import generator_states
 from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout
@@ -91,18 +89,13 @@ class Trial:
         return [shape._replace(loss=facts) if shape.model_stage == last else shape for shape in shapes]
 
     def _loss_facts(self, batch: Microbatch, outputs: Sequence[Tensor]) -> LossFacts:
-        before, function = generator_states(self.device), self.model.loss
+        before = generator_states(self.device)
         batch = batch._replace(target=copy_of(batch.target))
-        with torch.enable_grad(), autocast(self.device.type, self.autocast_dtype), watched(function) as watch:
-            loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
+        with torch.enable_grad(), autocast(self.device.type, self.autocast_dtype):
+            loss, metrics = loss_and_metrics(self.model.loss, loss_input(outputs), batch)
         check_real(loss, metrics)
-        check_graph(loss)
-        return LossFacts(
-            loss.element_size(),
-            tuple(sorted(metrics)),
-            draws=generator_states(self.device) != before,
-            overwrites_target=any(map(watch.has_written_to, tree_leaves(batch.target))),
-        )
+        draws = generator_states(self.device) != before
+        return LossFacts(loss.element_size(), tuple(sorted(metrics)), draws)
 
     @_unlogged()
     def _without_loss(self) -> list[StageShape]:
@@ -212,12 +205,10 @@ class Trial:
             leaves = inputs
             if copies:
                 inputs = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
-            watch, numbers = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else []), counts(module)
+            watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
             with autocast(device.type, self.autocast_dtype), watch:
                 made = _outputs(module, inputs, stage)
             random_layers = tuple(watch.random_layers)
-            with autocast(device.type, self.autocast_dtype):
-                other_draws = watch.draws_anew(lambda: _outputs(module, inputs, stage))
         changed, replaced = tuple(watch.changed_buffers()), watch.replaced_parameters()
         if lost := [name for name in replaced if name in parameters.parameter_names]:
             raise UsageError(
@@ -229,15 +220,10 @@ class Trial:
         return [x.detach() for x in made], parameters._replace(
             outputs=tuple(spec_of(x) if keeps_strides else TensorSpec(tuple(x.shape), x.dtype) for x in made),
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
-            overwrites_buffers=bool(changed or counts(module) != numbers or (fake is None and watch.buffers)),
+            overwrites_buffers=bool(changed or (fake is None and watch.buffers)),
             changed_buffers=changed,
-            carried_buffers=tuple(watch.carried_buffers(made)),
-            changed_parameters=tuple(
-                n for n, x in module.named_parameters() if n in replaced or watch.has_written_to(x)
-            ),
             aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
             random_layers=tuple(watch.layers) if fake is None and is_whole else random_layers,
-            other_draws=other_draws,
             referred=self._referred(stage, made, [*leaves, *module.parameters()], own),
             model_stage=model.model_stage(stage),
         )

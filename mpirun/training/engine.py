@@ -90,7 +90,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 class Engine:
     """A run. It learns what the data look like from the first batch that is trained on or evaluated.
 
-    It trains copies of the modules, which keep their first values: `state_dict` and `export` give the trained ones.
+    It trains the given modules: on each rank those of the stages that it owns. `state_dict` and `export` give all.
 
     Its arguments:
 
@@ -431,7 +431,7 @@ class Engine:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of the whole model's parameters and saved buffers by its own names, on rank 0's CPU; elsewhere none.
 
-        The module that the Engine was made with keeps its first values, and can load these; names are without the
+        The module that the Engine was made with can load these; names are without the
         `_orig_mod.` of torch.compile.
         """
         self._build_stages("state_dict")

@@ -17,7 +17,6 @@ from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Input, unread_outputs
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import F
 from schedgen.util.errors import listed
 
 
@@ -59,10 +58,7 @@ class DataNotes:
 
 
 def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
-    """Print notes: nothing is trained, no stage reads an output, or forwards change parameters.
-
-    Or the outputs of a stage that several ranks compute depend on buffers that its forwards change.
-    """
+    """Print notes: nothing is trained, or no stage reads an output."""
     if not any(shape.parameter_names for shape in setup.shapes):
         note(comm, "no parameter is trainable: steps change nothing")
     dataflow = setup.dataflows[0]
@@ -70,18 +66,6 @@ def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
     for stage in sorted({value.stage for value in unread}):
         outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)
         note(comm, f"no stage reads output {outputs} of stage {stage}")
-    entry, shapes = setup.model.entry_name, setup.shapes
-    if changed := {entry(s, name): s for s, shape in enumerate(shapes) for name in shape.changed_parameters}:
-        alone = "their copies on other ranks, and other versions, do not change with them"
-        note(comm, f"forwards change the parameters {listed(changed)}: {alone}")
-    for stage, shape in enumerate(shapes):
-        if shape.other_draws:
-            why = "only torch's default generator is seeded for every microbatch: the schedule decides what it draws"
-            note(comm, f"the forward of stage {stage} draws from {' and '.join(shape.other_draws)}: {why}")
-    several = [s for s in range(len(shapes)) if len({*header.compute[F, s].tolist()}) > 1]
-    if carried := {entry(s, name): s for s in several for name in shapes[s].carried_buffers}:
-        own = "several ranks compute such a stage, each with buffers of its own: the bits are not those of one process"
-        note(comm, f"outputs depend on {listed(carried)}, which forwards change: {own}")
 
 
 def note_other_names(comm: MPI.Intracomm, setup: Setup, modules: Mapping[int, nn.Module]) -> None:

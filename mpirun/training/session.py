@@ -33,7 +33,7 @@ from mpirun.engine.running_statistics import buffers_shared, share_buffers
 from mpirun.engine.same_start import check_same_start, given_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
-from mpirun.model.frozen_statistics import Counts, buffer_copies, counts, set_buffers, set_counts
+from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.training.notes import note_odd_model, note_other_names, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
@@ -228,9 +228,8 @@ class Session:
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
             self._not_finite(step, result)
-            for module, buffers, numbers in before:
+            for module, buffers in before:
                 set_buffers(module, buffers)
-                set_counts(module, numbers)
         if self.verification is not None:
             self.verification.record.losses.append(result.losses)
         metrics = means(result.metrics, weights, step)
@@ -247,12 +246,12 @@ class Session:
                 1,
             )
 
-    def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor], Counts]]:
-        """Copies of the buffers that forwards change, and the counts of all, if a step may have to be undone."""
+    def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+        """Copies of the buffers that forwards change, if a step may have to be undone."""
         if self.setup.on_nan == "stop":
             return []
-        changing = [(stage.module, stage.shape.overwrites_buffers) for stage in self.interpreter.stages.values()]
-        return [(module, buffer_copies(module) if changes else {}, counts(module)) for module, changes in changing]
+        changing = [stage.module for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
+        return [(module, buffer_copies(module)) for module in changing]
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from mpirun.engine.grad_norm import tensor_norms, total_norm
 from mpirun.engine.optimizer import clip_factor
 from mpirun.engine.setup import Setup
-from mpirun.model.frozen_statistics import counts, set_counts
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward, sum_in_order
 from mpirun.verify.record import Parameters, Record, on_host
 from mpirun.verify.reference_stage import ReferenceStage, Start, optimizer_of
@@ -39,15 +38,13 @@ def run_in_one_process(
     for step in range(steps):
         if step == begun:
             statistics.put(statistics.resumed, model.modules)
-        before, attributes = statistics.of(model.modules), [counts(module) for module in model.modules]
+        before = statistics.of(model.modules)
         of_step, total = model.forward_backward(step)
         losses.append(of_step)
         sizes = zip(total, tensor_norms(list(total.values()), setup.canonical), strict=True)
         once = [0.0 if name in setup.model.tied_to_earlier(stage, [name]) else size for (stage, name), size in sizes]
         if not np.isfinite([*of_step, *once]).all():
             statistics.put(before, model.modules)
-            for module, values in zip(model.modules, attributes, strict=True):
-                set_counts(module, values)
             continue
         if step >= begun:
             gradients.append(on_host(total))

@@ -24,6 +24,11 @@ from mpirun.verify.tensor_shards import without_shards
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError, clip, one_line
 
+REASONS = (
+    "usual reasons: a forward draws from another generator than torch's default ones, keeps state outside of "
+    "registered buffers, or changes a parameter; ranks have different data"
+)
+
 
 class Verification:
     """One rank's part of --verify: records what the interpreter does from now on, then compares."""
@@ -109,6 +114,8 @@ class Verification:
         equal = not code and self.setup.canonical and same_bits(ours, theirs)
         why = "every bit of losses, gradients and parameters equals one process" if equal else f"the limit is {limit:g}"
         _say(f"{'failed' if code else 'passed'}: {why}")
+        if code:
+            _say(REASONS)
         return code
 
 

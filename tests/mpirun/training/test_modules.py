@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from engine_scripts import SAVING
 
@@ -45,106 +43,6 @@ print(all(torch.equal(batch, torch.randn(8, 4)) for batch in drawn))
 """
     (done,) = scripts(2, [[script]])
     assert done.code == 0 and done.out.split() == ["True"] * 2, (done.out, done.err)
-
-
-DRAWING = """
-import random, sys, numpy as np, torch, mpirun
-from torch import nn
-from torch.nn.functional import mse_loss
-class Noise(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.own = kind, torch.Generator().manual_seed(1)
-        self.kept = self.own.get_state()
-    def forward(self, x):
-        if self.kind == "seeded":
-            random.seed(1), np.random.seed(2), self.own.manual_seed(3)
-            x = x * random.random() + np.random.rand() + torch.rand(1, generator=self.own)
-        scale = {"python": random.random, "numpy": np.random.rand}.get(self.kind, lambda: 1)()
-        if self.kind == "rewound":
-            self.own.manual_seed(self.own.initial_seed())
-        if self.kind == "kept":
-            self.own.set_state(self.kept)
-            x = x + torch.rand(1, generator=self.own)
-            self.kept = self.own.get_state()
-        generators = {"default": torch.default_generator, "new": torch.Generator().manual_seed(4)}
-        generators |= {"own": self.own, "rewound": self.own}
-        return x + scale * torch.randn(x.shape, generator=generators.get(self.kind))
-torch.manual_seed(0)
-layers = [nn.Sequential(nn.Linear(4, 4), Noise(sys.argv[1])), nn.Linear(4, 4)]
-with mpirun.Engine(sys.argv[2], layers, microbatches=2 if sys.argv[2] == "1f1b" else None, loss=mse_loss) as run:
-    run.step((torch.ones(4, 4), torch.ones(4, 4)))
-"""
-
-
-def test_a_forward_that_draws_from_other_generators_is_named_and_not_redone(scripts, compiled):
-    """Unless it seeds them itself, a RECOMPUTE would draw other numbers than its forward."""
-    redone = compiled("1f1b", stages=2, microbatches=2, recompute="all")
-    sources = {
-        "own": "a torch.Generator of its own",
-        "kept": "a torch.Generator of its own",
-        "python": "Python's random",
-        "numpy": "numpy.random",
-    }
-    sources |= dict.fromkeys(("torch", "default", "new", "seeded", "rewound"), "")
-    runs = [(kind, schedule) for kind in sources for schedule in ("1f1b", redone)]
-    for (kind, schedule), done in zip(runs, scripts(2, [[DRAWING, *run] for run in runs]), strict=True):
-        named = f"stage 0 draws from {sources[kind]}" in done.err
-        refused = f"redoes forwards of stage 0, which draw from {sources[kind]}" in done.err
-        by_itself = bool(sources[kind]) and schedule == "1f1b"
-        assert (named, refused, done.code) == (by_itself, bool(sources[kind]) != by_itself, 2 * refused), done.err
-
-
-LATER = """
-import sys, torch, mpirun
-from torch import nn
-from torch.nn.functional import dropout, mse_loss
-class Later(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-    def forward(self, x):
-        x = self.linear(x)
-        if sys.argv[1] == "drops" and x.shape[1] > LENGTH:
-            x = dropout(x, 0.5, training=True)
-        if sys.argv[1] == "changes" and x.shape[1] > LENGTH:
-            self.mean.add_(x.detach().mean((0, 1)))
-        return dropout(x, 0.5, training=True) if sys.argv[1] == "evaluates" and not self.training else x
-LENGTH = 3 if "grows" in sys.argv else 2
-x = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
-torch.manual_seed(0)
-schedule, of_shape = sys.argv[2], LENGTH == 2
-with mpirun.Engine(schedule, [Later(), Later()], microbatches=2 if schedule in ("1f1b", "ddp") else None, loss=mse_loss,
-                   timeout=0, stages=2, buckets=(2, 5) if of_shape else (), verify=of_shape, canonical=of_shape) as run:
-    lengths = (2, 5, 5) if of_shape else (2, 2)
-    losses = [run.step((x[:, :length], x[:, :length])).loss for length in lengths]
-    if not of_shape:
-        LENGTH = 1
-        run.step((x[:, :2], x[:, :2]))
-    predicted = [run.predict([(x[:, :2], x[:, :2])]) for _ in range(2)]
-    assert not of_shape or run.verify()
-    if run.rank == 0:
-        assert torch.equal(*predicted)
-        print(losses)
-"""
-
-
-def test_what_forwards_do_in_other_microbatches_than_the_first_is_seeded_or_refused(scripts, launch, compiled):
-    """A trial of each shape, and of evaluations, tells what draws; else a step would use one mask for all steps."""
-    redone = compiled("1f1b", stages=2, microbatches=2, recompute="all")
-    runs = [[kind, schedule] for kind in ("drops", "evaluates") for schedule in ("1f1b", "ddp", redone)]
-    right = scripts(2, [[LATER, *run] for run in runs])
-    assert [done.code for done in right] == [0] * 6, [done.err for done in right]
-    losses = [json.loads(done.out.splitlines()[-1]) for done in right]
-    assert losses[:3] == [pytest.approx(losses[0], rel=1e-6)] * 3 and losses[3:] == [pytest.approx(losses[3])] * 3
-    for kind, schedule, said in (
-        ("drops", "1f1b", "stage 0 draws random numbers, but did not in the first microbatch, by which "),
-        ("changes", redone, "mpirun knows what to keep for its RECOMPUTE: "),
-        ("changes", "ddp", "mpirun knows what to share: "),
-    ):
-        done = launch(2, program=("-c", LATER, kind, schedule, "grows"))
-        assert done.code == 1 and said in done.err, done.err
 
 
 ASKING_FOR_VALUES = """
