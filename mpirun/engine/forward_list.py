@@ -22,7 +22,8 @@ from mpirun.engine.act import Act, Position
 from mpirun.engine.allreduces import ShardAllreduce
 from mpirun.engine.buffers import LocalBuffers
 from mpirun.engine.context import Context
-from mpirun.engine.forward_backward import ForwardBackward, Score
+from mpirun.engine.forward import Score
+from mpirun.engine.forward_backward import ForwardBackward
 from mpirun.engine.messages import Transfers
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
@@ -115,10 +116,12 @@ class _Forwards(ForwardBackward):
         super().__init__(context, StageVersions(context))
         self.outcome: Outcome
 
-    def _has_minibatch_loss(self, i: Instruction) -> bool:
+    def has_minibatch_loss(self, i: Instruction) -> bool:
+        """Never: no loss is computed."""
         return False
 
-    def _score(self, i: Instruction) -> Score:
+    def score(self, i: Instruction) -> Score:
+        """A function that gives the outputs to `outcome`, and returns no loss."""
         first_shard = self.header.is_first_shard(i.stage)
         first, mb = self.header.microbatches, i.mb
         zero = torch.zeros((), device=self.device)

@@ -203,19 +203,9 @@ class LocalStage:
         self.bind()
         differentiable = torch.is_grad_enabled()
         inputs = [x.detach().requires_grad_(differentiable and x.is_floating_point()) for x in values]
-        outputs = self._outputs(arguments(inputs, leaves), loss, specs)
-        saved = SavedForward(inputs, [_gradient_edge(x) for x in outputs]) if save else None
-        return [x.detach() for x in outputs], saved
-
-    def _outputs(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """The module's outputs, or their loss, with their autograd graph."""
-        given = [self.weights, *(x for x in arguments if isinstance(x, Tensor))]
+        given = arguments(inputs, leaves)
         with autocast(self.device.kind, self.autocast_dtype):
-            if self.shape.overwrites_inputs:  # other jobs may still read them, and a leaf may not be changed in place
-                arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-            elif self.autocast_dtype is not None:  # it casts a leaf once for all readers, whose gradients add up in it
-                arguments = [x.view_as(x) if isinstance(x, Tensor) else x for x in arguments]
-            output = self.module(*arguments)
+            output = self.module(*self._taken(given))
             outputs = [output] if isinstance(output, Tensor) else list(output)
             for tensor, spec in zip(outputs, specs, strict=True):
                 if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
@@ -225,13 +215,25 @@ class LocalStage:
                     )
             if self.shape.aliased_outputs or any(x.is_leaf or x._is_view() for x in outputs):  # else in new memory
                 self._keep_apart(outputs, given)
-            if loss is not None:
-                return [loss(outputs)]
-            return [spec.sent(x) for spec, x in zip(specs, outputs, strict=True)]
+            if loss is None:
+                outputs = [spec.sent(x) for spec, x in zip(specs, outputs, strict=True)]
+            else:
+                outputs = [loss(outputs)]
+        saved = SavedForward(inputs, [_gradient_edge(x) for x in outputs]) if save else None
+        return [x.detach() for x in outputs], saved
 
-    def _keep_apart(self, outputs: list[Tensor], given: Sequence[Tensor]) -> None:
+    def _taken(self, arguments: list[Any]) -> list[Any]:
+        """The arguments as the module may take them."""
+        if self.shape.overwrites_inputs:  # other jobs may still read them, and a leaf may not be changed in place
+            return [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+        if self.autocast_dtype is not None:  # it casts a leaf once for all readers, whose gradients add up in it
+            return [x.view_as(x) if isinstance(x, Tensor) else x for x in arguments]
+        return arguments
+
+    def _keep_apart(self, outputs: list[Tensor], given: Sequence[Any]) -> None:
         """Copy outputs in the memory of what the forward was given, or of buffers: later jobs write there."""
-        taken = {address(x) for x in (*given, *self.module.buffers())}
+        own = (self.weights, *self.module.buffers())
+        taken = {address(x) for x in (*given, *own) if isinstance(x, Tensor)}
         for index, x in enumerate(outputs):
             if index in self.shape.aliased_outputs or address(x) in taken:
                 outputs[index] = x.clone()

@@ -357,21 +357,17 @@ def test_an_output_of_another_shape_than_the_first_is_refused():
         stage.forward([torch.zeros(3, 2)], None, save=True)
 
 
-def test_versions_of_weights_have_the_same_frozen_parameters_and_buffers():
-    """Those of a checkpoint are read into version 0 alone."""
-
-    def made() -> nn.Module:
-        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        module[0].bias.requires_grad_(False)
-        return module
-
-    first = made()
-    stage = owned(first, shape_of(first, torch.randn(2, 4)))
-    version = stage.with_other_weights(made(), stage.weights.clone())
-    with torch.no_grad():
-        first[0].bias.fill_(3.0)
-    assert version.module[0].bias is first[0].bias and version.module[1].running_mean is first[1].running_mean
-    assert version.names == stage.names and version.module[0].weight is not first[0].weight
+def test_versions_of_weights_are_parameters_of_one_module_in_turn():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    stage = owned(module, shape_of(module, torch.randn(2, 4)))
+    own = module[0].weight
+    version = stage.version(torch.zeros_like(stage.weights))
+    x, outputs = torch.randn(2, 4), []
+    for each in (version, stage, version):
+        outputs.append(each.forward([x], None, False)[0][0])
+        assert (module[0].weight is own) == (each is stage) and module[1].weight is module[0].weight
+    assert version.module is module and not outputs[0].any() and outputs[1].any() and not outputs[2].any()
 
 
 def test_trained_weights_are_contiguous_as_in_the_one_process_that_verifies():
