@@ -36,10 +36,11 @@ def test_all_ranks_digest_the_modules_of_stages_that_not_all_own(scheme, stages)
     def digests(*modules, **fields):
         return given_digests(Model(modules, nn.functional.mse_loss, **fields), header)
 
-    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
-    cut = split_sequential(nn.Sequential(one, other), 2).model(nn.functional.mse_loss)
+    one, other, *more = (nn.Linear(4, 4) for _ in range(4))
+    cut = split_sequential(nn.Sequential(*more), 2).model(nn.functional.mse_loss)
     for model in (digests(one, other), given_digests(cut, header)):
         assert [values.stage for values in model] == stages and len({*model.values()}) == len(stages)
+    assert not digests(one, other)  # ranks of an earlier run have trained their own
     uncounted = nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4, device="meta")
     for module in (*uncounted, nn.Identity(), lambda: one):
         assert not digests(module, module)
