@@ -19,7 +19,8 @@ import mpirun
 import schedgen
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("README.md", "schedgen/README.md", "mpirun/README.md")
+DOCS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("*/docs/*.md"))
+NAMES = ("README.md", "schedgen/README.md", "mpirun/README.md", *DOCS)
 TEXT = "".join((ROOT / name).read_text() for name in NAMES)
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, flags=re.S)
 COMMANDS = list(dict.fromkeys(line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()))
@@ -169,6 +170,13 @@ def test_the_readme_shows_what_is_printed(ran: Callable[[str], Done]) -> None:
         printed = ran(command).out
         if "compile" not in command and "new" not in command:
             assert f"```\n{printed}```" in TEXT, command
+
+
+def test_the_page_on_one_microbatch_shows_what_the_passes_make(place: Place, ran: Callable[[str], Done]) -> None:
+    ran("schedgen compile 1f1b --stages 2 --microbatches 2 --dump-passes passes --output two.json")
+    written = "".join(file.read_text() for file in sorted((place[0] / "passes").iterdir()))
+    shown = re.findall(r"```\n(.*?)```", (ROOT / "schedgen" / "docs" / "one-microbatch.md").read_text(), flags=re.S)
+    assert len(shown) == 2 and all(text in written for text in shown)
 
 
 def test_every_scheme_is_in_the_readme_s_table() -> None:

@@ -10,15 +10,18 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
+from schedgen.compiler.lower import Dump
 from schedgen.compiler.options import Options
 from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both, without_redo
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
+from schedgen.ir.instructions import Instruction
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.planner import plan_output
@@ -75,6 +78,7 @@ def run_compile(options: CompileOptions) -> int:
                 substages=substages,
                 forward=options.forward,
             ),
+            **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )
         check_compiled(program)
         _write_checked(program, options.output, options.cost)
@@ -83,6 +87,21 @@ def run_compile(options: CompileOptions) -> int:
         idle = workers - len(set(program.header.compute.flat))
         note(f"{options.scheme}: each row is a rank, and {idle} of {workers} ranks have no jobs, the last among them")
     return 0
+
+
+def _dump_to(folder: str) -> Dump:
+    """A function that writes the instructions after a pass that changed some to a file, one a line behind its rank."""
+    Path(folder).mkdir()
+    texts: list[str] = []
+
+    def dump(name: str, program: Program) -> None:
+        rows = zip(*(column.tolist() for column in program.rows), strict=True)
+        text = "".join(f"{rank:4} {Instruction(*row)}\n" for rank, *row in rows)
+        if text not in texts[-1:]:
+            texts.append(text)
+            Path(folder, f"{len(texts)}-{name}.txt").write_text(text)
+
+    return dump
 
 
 @contextlib.contextmanager

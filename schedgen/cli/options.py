@@ -154,6 +154,7 @@ class CompileOptions:
         "vertical sync (vertical), or after every few with two versions (2bw); default: the scheme's own",
         choices=tuple(UPDATES),
     )
+    dump_passes: str | None = option("--dump-passes DIR", "a new folder for the list after each pass of compiling")
     output: str = option("-o --output FILE", "the schedule; - is standard output", required=True, file=WRITTEN)
 
 

@@ -10,7 +10,7 @@ lower   turns the jobs in that order into instructions, adds messages, sums, STE
 from __future__ import annotations
 
 from schedgen.compiler.forward_only import forwards
-from schedgen.compiler.lower import lower
+from schedgen.compiler.lower import Dump, lower
 from schedgen.compiler.options import Options, check_options, whole_options
 from schedgen.compiler.order import order
 from schedgen.compiler.place import place
@@ -19,9 +19,15 @@ from schedgen.ir.program import Program
 from schedgen.schemes.scheme import Scheme, Sizes
 
 
-def compile(scheme: Scheme, sizes: Sizes, options: Options = Options()) -> Program:  # noqa: B008  frozen
+def compile(
+    scheme: Scheme,
+    sizes: Sizes,
+    options: Options = Options(),  # noqa: B008  frozen
+    dump: Dump = lambda name, program: None,
+) -> Program:
     """Compile a scheme to a projected program; UsageError if the scheme, the sizes and the options do not fit together.
 
+    `dump` is called after every pass of the lowering, with its name and the program so far.
     The checker's `check_compiled` checks the rest, such as deadlocks, which are possible if weights have versions.
     """
     sizes, options = sizes.checked(), whole_options(options)
@@ -29,4 +35,4 @@ def compile(scheme: Scheme, sizes: Sizes, options: Options = Options()) -> Progr
     placed = refine(place(scheme, sizes, options))
     if options.forward:
         placed = forwards(placed)
-    return lower(placed, order(placed))
+    return lower(placed, order(placed), dump)

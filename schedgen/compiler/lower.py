@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,16 +20,21 @@ from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
 from schedgen.util.version import __version__
 
+Dump = Callable[[str, Program], object]  # is called with the name of a pass, and the program after it
 
-def lower(placed: PlacedScheme, start: Times) -> Program:
+
+def lower(placed: PlacedScheme, start: Times, dump: Dump = lambda name, program: None) -> Program:
     """The projected program for jobs that start at `start` (flat, indexed by job)."""
     program = emit_jobs(header_of(placed), start, placed)
+    dump("emit_jobs", program)
     header = program.header
     passes = FORWARDS if header.is_forward else PIPELINE if header.has_flush else WITH_VERSIONS
     for insert in over(passes, "lower", len(passes)):
         program = insert(program, placed)
+        dump(insert.__name__, program)
     program = program.project()  # a separate statement: it frees the global program, a third of the memory
     program = free(program)
+    dump("free", program)
     if program.header.part_uses() > MOST_USES * len(program):
         parts = sum(map(len, placed.part_owners))
         raise UsageError(f"--shards: {parts} parts are too many for so few workers and microbatches")
