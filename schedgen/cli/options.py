@@ -315,9 +315,9 @@ class SearchOptions(Form, CostOptions):
     )
     objective: str = option(
         "--objective",
-        "what to minimize: latency; window, the longest time from a worker's first job to the end of its last; or "
-        "memory, the saved forwards of a worker at the scheme's own latency; default: latency",
-        choices=(*OBJECTIVES, "memory"), default="latency",
+        "what to minimize: latency; or window, the longest time from a worker's first job to the end of its last; "
+        "default: latency",
+        choices=OBJECTIVES, default="latency",
     )  # fmt: skip
     recompute: bool = switch("--recompute", "redo forwards where that lets an order within the memory end sooner")
     budget: int = option(

@@ -228,8 +228,7 @@ def test_a_schedule_may_be_called_free(run, tmp_path, monkeypatch):
         ((), "free needs --workers W"),
         (("--workers", 2, "--chunks", 2), "free takes no --chunks"),
         (("--workers", 2, "--groups", 2), "free takes no --groups"),
-        (("--workers", 2, "--recompute", "--memory-limit", 2), "leave --recompute and --objective memory out"),
-        (("--workers", 2, "--objective", "memory"), "leave --recompute and --objective memory out"),
+        (("--workers", 2, "--recompute", "--memory-limit", 2), "leave --recompute out"),
         (("--workers", 2, "--memory", 3), "no placement was found with an order within the memory limit"),
     ],
 )
