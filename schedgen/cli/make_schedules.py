@@ -30,8 +30,6 @@ from schedgen.planner.order_search.question import FoundOrder, Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import Hierarchy, hierarchy, partition
-from schedgen.planner.placement_search.families import FREE, free_scheme
-from schedgen.planner.placement_search.search_placement import search_placement
 from schedgen.planner.plan import pipedream, plan
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.report.compare_plot import plot_comparison
@@ -217,7 +215,7 @@ def run_search(options: SearchOptions) -> int:
     _check_search(options, graph)
     stages = graph.stages if graph else options.stages or 0
     sizes = Sizes(stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)
-    scheme = free_scheme(sizes) if options.scheme == FREE else load(options.scheme, sizes)
+    scheme = load(options.scheme, sizes)
     if graph is not None:
         scheme = _with_graph(scheme, graph, 1)
     cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
@@ -255,9 +253,7 @@ def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
         name = display_name(options.graph or "-")
         raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
     if options.scheme.endswith(".csv"):
-        raise UsageError("search takes no CSV, whose order is fixed: give a scheme, a FILE.py or free")
-    if options.scheme == FREE and options.recompute:
-        raise UsageError(f"{FREE} redoes nothing: leave --recompute out")
+        raise UsageError("search takes no CSV, whose order is fixed: give a scheme or a FILE.py")
 
 
 def _searched(options: SearchOptions, question: Question) -> FoundOrder:
@@ -265,8 +261,6 @@ def _searched(options: SearchOptions, question: Question) -> FoundOrder:
     if options.recompute:
         return search_with_recompute(question, options.budget)
     question = question._replace(cost=without_redo(question.cost))
-    if options.scheme == FREE:
-        return search_placement(question, options.budget)
     return search_whole_or_split(question, options.budget)
 
 

@@ -197,6 +197,13 @@ def test_cp_sat_takes_messages_however_long(message):
     assert solution.bound == (pytest.approx(4 * message + 10) if solution.optimal else 0)
 
 
+def test_a_worker_without_stages_is_no_trouble_for_cp_sat():
+    pytest.importorskip("ortools")
+    scheme = Scheme("by hand", 3, lambda s, b, d: (s, s), lambda s, b, d: b, "b", "greedy", split=True)
+    best = search_order(Question(scheme, Sizes(2, 3, 3), UNIT, limits=Limits(saved=1)), 10)
+    assert best.optimal and best.value == 15
+
+
 def test_whole_backwards_give_back_what_their_own_forward_took():
     """Two at a time go down 6 stages and up, 18 long each: three times that, and the second one's last two jobs."""
     pytest.importorskip("ortools")
