@@ -28,7 +28,6 @@ from schedgen.util.errors import UsageError
 
 COST = {"F": 10, "B": 18, "I": 12, "W": 10}
 UNEQUAL = {"F": [10, 14, 9, 12], "B": [19, 24, 20, 26], "I": [11, 15, 12, 13], "W": [12, 13, 11, 15]}
-TINY_F = {"F": 6, "B": 9.429, "I": 100000, "W": 8}
 BYTES = Machine(0.5, 1e-7, activation=1e6, saved=4e6, half=1e6, weight=2e6, owned=6e6, workspace=1e6)
 # scheme, sizes, costs, machine, limits, the latency that is found; None: it is proved elsewhere that none is below
 CASES = {
@@ -38,7 +37,6 @@ CASES = {
     "unequal, messages": ("1f1b", Sizes(4, 6, 4), UNEQUAL, Machine(alpha=1), Limits("window"), None),
     "halves cost nothing more": ("zb-v", Sizes(8, 4, 4), {**COST, "B": 22}, Machine(), Limits(saved=6), None),
     "bytes": ("1f1b", Sizes(4, 6, 4), UNEQUAL, BYTES, Limits(bytes=34e6), None),
-    "CP-SAT's unit is longer than F": ("1f1b", Sizes(4, 4, 4), TINY_F, Machine(), Limits(saved=1), None),
     "replicas": ("ddp", Sizes(2, 4, 2), COST, Machine(), Limits(), 112),
 }
 
@@ -73,7 +71,6 @@ def test_both_in_one_order_take_no_longer_than_either_alone(name):
 @pytest.mark.parametrize("limit", [1, 2])
 def test_all_orders_and_choices_of_a_small_problem(whole, limit):
     """2 workers, 2 microbatches: 5 sequences a worker that jobs allow, and each of 4 backwards whole or split."""
-    pytest.importorskip("ortools")
     sizes, cost = Sizes(2, 2, 2), {"F": 2, "B": whole, "I": 3, "W": 3}
     best = both("1f1b", sizes, cost, limits=Limits(saved=limit), budget=1)
     halves = {name: cost[name] for name in "FIW"}
@@ -90,7 +87,7 @@ def test_all_orders_and_choices_of_a_small_problem(whole, limit):
             order = np.array([*map(int, pair[0]), *(3 + int(c) for c in pair[1])])
             if fits(problem, order):
                 least = min(least, run_order.sized(10**6)(own, order, np.inf, run))
-    assert best.value == least and best.optimal
+    assert best.bound <= best.value == least
 
 
 def test_the_same_call_gives_the_same_schedule():
