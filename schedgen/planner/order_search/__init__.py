@@ -7,6 +7,7 @@ run_order.py          the start times of an order's jobs: the kernel that judges
 built_ins.py          starting orders: those of built-in schemes with the same placement
 priority_rules.py     list scheduling by random rules
 annealing.py          simulated annealing: jobs on the critical path move
+late_weights.py       moves the W jobs of an order into gaps
 heuristic_orders.py   all of these, within a budget of work
 cp_sat.py             OR-Tools' CP-SAT: proofs for small problems
 compiled_orders.py    orders as schedules: compiled, read back, judged by the simulator

@@ -1,4 +1,4 @@
-"""`heuristic_orders`: the best orders of a problem, by random rules and then annealing.
+"""`heuristic_orders`: the best orders of a problem, by random rules and then annealing; W jobs are also placed anew.
 
 Work is counted, not seconds: the same call gives the same order on any machine.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.planner.order_search.annealing import FEWEST_MOVES, HOT, NO_CHOICE, anneal, temperatures
+from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
 from schedgen.planner.order_search.question import reached
-from schedgen.planner.order_search.run_order import new_run, run_order
+from schedgen.planner.order_search.run_order import new_run, run_and_judge
 from schedgen.util.arrays import Numbers
 from schedgen.util.progress import counted
 
@@ -66,16 +67,24 @@ class _Search:
         self.problem, self.bound, self.left = problem, bound, budget
         self.run, self.trial = new_run(problem), new_run(problem)
         self.jobs = len(problem.worker)
-        self.found: list[
-            tuple[float, float, Numbers]
-        ] = []  # longest window plus a tenth of the mean, longest window, order
+        self.found: list[tuple[float, float, Numbers]] = []  # what `judge` returns, longest window, order
+
+    def judge(self, order: Numbers) -> float:
+        """The longest window, plus a tenth of the mean of all windows."""
+        return run_and_judge(self.problem, order, self.run)
 
     def add(self, order: Numbers) -> None:
-        """Keep an order, if it can run and fits."""
-        longest = run_order.sized(self.jobs)(self.problem, order, np.inf, self.run)
-        value = longest + 0.1 * float(self.run.window.mean())
+        """Keep an order, if it can run and fits, and its variants with W jobs placed anew."""
+        self._keep(order)
+        late = with_late_weights(self.problem, order, self.bound, float(self.run.window.max()))
+        self.left -= len(late) * self.jobs * (1 + RULE_JOBS)
+        for each in late:
+            self._keep(each)
+
+    def _keep(self, order: Numbers) -> None:
+        value = self.judge(order)
         if np.isfinite(value) and fits(self.problem, order) and all(value != other for other, _, _ in self.found):
-            self.found.append((value, longest, order))
+            self.found.append((value, float(self.run.window.max()), order))
             self.found.sort(key=lambda entry: entry[0])
 
     def best(self) -> list[Numbers]:

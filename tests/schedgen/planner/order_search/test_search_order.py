@@ -11,11 +11,12 @@ from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import write
-from schedgen.ir.instructions import B, F
+from schedgen.ir.instructions import B, F, Op, W
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import measured
+from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
-from schedgen.planner.order_search.problem import fits
+from schedgen.planner.order_search.problem import fits, order_of
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.search_order import search_order
@@ -26,6 +27,7 @@ from schedgen.simulator.simulate import simulate
 
 MACHINE = Machine()
 UNIT = {"F": 1, "I": 1, "W": 1}
+DIRECTIONS = {Op.FWD: (F,), Op.BWD: (B, W), Op.BWD_I: (B,), Op.BWD_W: (W,)}
 
 # Zero Bubble (Qi et al. 2023), table 5: workers, microbatches, F, B, W and a message in us; bubble rates of 1F1B, ZB-H1
 # and ZB-H2, and of ZB-2p, which their search finds with memory for 2p forwards.
@@ -102,17 +104,54 @@ def test_equal_costs_under_a_limit(limit, value, monkeypatch):
     assert best.optimal and best.bound == value
 
 
-GAPS = [*zip(TABLE_8, (2e-3, 2e-3, 4e-3, 4e-3, 4e-3), (1.6e-3, 1.3e-3, 0, 0, 0), strict=True)]
+GAPS = [*zip(TABLE_8, (1e-4, 1e-4, 4e-3, 4e-3, 4e-3), strict=True)]
 
 
-@pytest.mark.parametrize(("row", "gap", "above"), [*GAPS[1:3], *further(GAPS[0], *GAPS[3:])])
-def test_the_search_is_near_or_below_zb_v_of_table_8(row, gap, above):
-    """No order of a V with 1F1B's memory is better by more than the gap, by the bound; `above`: theirs, at the most."""
+@pytest.mark.parametrize(("row", "gap"), [*GAPS[:3], *further(*GAPS[3:])])
+def test_the_search_is_at_most_zb_v_of_table_8(row, gap):
+    """No order of a V with 1F1B's memory is better by more than the gap, by the bound."""
     p, m, f, i, w, c, *_, rate = row
     cost = {"F": f, "I": i, "W": w}
     best = found("zb-v", Sizes(2 * p, m, p), cost, Machine(c), 1, objective="window", saved=2 * p)
-    assert 1 - 2 * m * (f + i + w) / best.value <= rate + above + 5e-5
+    assert 1 - 2 * m * (f + i + w) / best.value <= rate + 5e-5
     assert best.value <= (1 + gap) * best.bound and check(best.program).saved.max() <= 2 * p
+
+
+@pytest.mark.parametrize("own_window", [False, True])
+@pytest.mark.parametrize(
+    ("name", "chunks", "limit"), [("zb-h1", 1, 4), ("zb-h2", 1, 7), ("v-half", 2, 6), ("zb-v", 2, 8)]
+)
+def test_only_w_are_placed_anew_and_within_memory(name, chunks, limit, own_window):
+    """Every worker keeps the order of its forwards and backwards; W wait after their I."""
+    sizes = Sizes(4 * chunks, 9, 4)
+    scheme = load(name, sizes)
+    limits = Limits("window" if own_window else "latency", limit)
+    question = Question(scheme, sizes, {"F": 10, "I": 12, "W": 7}, Machine(2), limits)
+    placed = placed_jobs(question)
+    problem = problem_of(placed, question)
+    n = compile(scheme, sizes)
+    start = np.zeros(placed.compute.shape)
+    for rank in range(4):
+        for k, job in enumerate(n.instructions(rank)):
+            for d in DIRECTIONS.get(job.op, ()):
+                start[d, job.stage, job.mb] = 3 * k + d
+    order, run = order_of(problem, start.ravel()), new_run(problem)
+    value = run_order(problem, order, np.inf, run)
+    is_weight = problem.class_jobs[problem.class_first[:-1]] >= 2 * sizes.stages * sizes.microbatches
+    orders = with_late_weights(problem, order, 0.5 * value, value)
+    assert len({late.tobytes() for late in orders}) > 1
+    for late in orders:
+        assert sorted(late.tolist()) == sorted(order.tolist()) and fits(problem, late)
+        assert (late[~is_weight[late]] == order[~is_weight[order]]).all()
+        assert run_order(problem, late, np.inf, run) < np.inf
+
+
+def test_whole_backwards_leave_no_w_to_place():
+    sizes = Sizes(4, 8, 4)
+    question = Question(load("1f1b", sizes), sizes, {"F": 1, "B": 2})
+    problem = problem_of(placed_jobs(question), question)
+    order = order_of(problem, np.arange(len(problem.worker)))
+    assert with_late_weights(problem, order, 0.0, 100.0) == []
 
 
 def test_cp_sat_proves_the_best_of_a_small_problem():
