@@ -79,6 +79,13 @@ def by_job(slots: Numbers) -> Numbers:
     return start
 
 
+def by_worker(start: Numbers) -> Numbers:
+    """The slots (p, 4, B) of jobs, by worker and kind, from slots (3, S, B)."""
+    p = start.shape[1] // 2
+    first, second = np.arange(p), 2 * p - 1 - np.arange(p)
+    return np.stack([start[F, first], start[F, second], start[B, second], start[B, first]], axis=1)
+
+
 @kernel
 def _fill(slots: Numbers, row: Numbers, queue: Numbers, weight: Numbers) -> None:
     """Write the slots of W jobs (p, 2, B), the second stage first, into `weight`; row and queue are scratch space."""

@@ -5,6 +5,7 @@ problem.py            jobs, what they wait for and what memory they take, as arr
 placed_problem.py     the problem of a placed scheme, and its bound
 run_order.py          the start times of an order's jobs: the kernel that judges every candidate
 built_ins.py          starting orders: those of built-in schemes with the same placement
+steady_states.py      starting orders for a V with a memory limit: blocks of jobs repeated for every microbatch
 priority_rules.py     list scheduling by random rules
 annealing.py          simulated annealing: jobs on the critical path move
 late_weights.py       moves the W jobs of an order into gaps

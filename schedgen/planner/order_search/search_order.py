@@ -10,6 +10,7 @@ Work is counted, not seconds: the same call gives the same schedule on any machi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from schedgen.planner.order_search.placed_problem import lenient, lower_bound, p
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places, serial_order
 from schedgen.planner.order_search.question import BUDGET, FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.run_order import new_run, run_order
+from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.simulator.simulate import Simulation
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.errors import UsageError
@@ -32,12 +34,15 @@ from schedgen.util.jit import compiled_always
 
 BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work, by round, for a limit in bytes: rounds learn what else takes memory
 SMALL_SHARES = (0.2, 0.4)  # for problems small enough for CP-SAT, which runs before the last round and takes most time
+STEADY_SHARE = 0.02  # for steady states, in addition to the budget
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
 
-def search_order(question: Question, budget: float = BUDGET, only_halves: bool = False) -> FoundOrder:
-    """The best order of a scheme's jobs; NoOrder if none keeps to the limits, UsageError for what the search cannot
-    handle.
+def search_order(
+    question: Question, budget: float = BUDGET, enough: float = 0.0, only_halves: bool = False
+) -> FoundOrder:
+    """The best order of a scheme's jobs, or the first that takes no more than `enough`; NoOrder if none keeps to the
+    limits, UsageError for what the search cannot handle.
 
     Given costs of all four directions, those of the scheme's directions are used; there is no R. `budget`: millions of
     job start times computed. `only_halves`: no schedule may have whole backwards, since the costs leave theirs out;
@@ -57,19 +62,21 @@ def search_order(question: Question, budget: float = BUDGET, only_halves: bool =
     rounds = _Rounds(question, problem)
     for start in starts(question, problem, placed):
         rounds.add_start(start, only_halves and "I" in question.cost)
+    if limits.saved is not None:
+        rounds.add_orders(steady_orders(problem, placed, limits.saved, int(STEADY_SHARE * budget * 10**6)))
     bounded = problem_of(placed, lenient(question))
     bound = lower_bound(bounded, placed)
     small = cp_sat.is_installed() and len(problem.worker) <= cp_sat.MOST_JOBS
     shares = BYTES_SHARES if limits.bytes is not None else SMALL_SHARES if small else (1.0,)
     with compiled_always():
         for k, share in enumerate(shares):
-            rounds.search(bound, int(share * budget * 10**6), k)
+            rounds.search(max(bound, enough), int(share * budget * 10**6), k)
             best = rounds.best()
-            is_done = best is not None and reached(best.value, bound)
+            is_done = best is not None and reached(best.value, max(bound, enough))
             if small and k == len(shares) - 2 and best is not None and not is_done:
                 bound = max(bound, rounds.prove(bounded, best, bound, PROVED_SECONDS * budget / BUDGET))
-        if rounds.best() is None and fits(problem, serial := serial_order(problem)):
-            rounds.add(serial)
+        if rounds.best() is None:
+            rounds.add_orders([serial_order(problem)])
         best = rounds.best()
     if best is None:
         raise NoOrder("the search found no order within the memory limit: raise the limit or --budget")
@@ -100,15 +107,16 @@ class _Rounds:
         if self.limits.saved is not None and not fits(self.problem, start.order):
             return
         if only_halves and (not start.scheme.split or start.scheme.unsplit_backward is not None):
-            self.add(start.order, built_in=True)
+            self._add(start.order, built_in=True)
             return
         program = compile_own(self.question._replace(scheme=start.scheme))
         self._judge(start.scheme.name, True, start.order, program)
 
-    def add(self, order: Numbers, built_in: bool = False) -> None:
-        """Judge an order."""
-        n = places(self.problem, order).reshape(-1, self.problem.stages, self.problem.microbatches)
-        self._judge("search", built_in, order, compile_order(self.question, n))
+    def add_orders(self, orders: Sequence[Numbers]) -> None:
+        """Judge the orders that fit; they are of no built-in scheme."""
+        for order in orders:
+            if fits(self.problem, order):
+                self._add(order)
 
     def search(self, bound: float, work: int, turn: int) -> None:
         """Search for orders with this much work; each turn draws different random numbers."""
@@ -120,9 +128,9 @@ class _Rounds:
         orders, used = heuristic_orders(problem, begin, bound, work, turn)
         self.work += used
         for order in orders:
-            self.add(order)
+            self._add(order)
         if not orders and self.limits.bytes is not None:  # the leanest so far leaves too little for saved forwards
-            self.add(serial_order(self.problem), built_in=True)
+            self._add(serial_order(self.problem), built_in=True)
 
     def prove(self, problem: OrderProblem, best: _Tried, bound: float, seconds: float) -> float:
         """A lower bound by CP-SAT on a problem that takes no more memory, or 0; the order that it finds is added."""
@@ -135,12 +143,16 @@ class _Rounds:
         if solution.start is not None:
             order = order_of(problem, solution.start)
             if fits(problem, order):  # times are rounded down
-                self.add(order)
+                self._add(order)
         return solution.bound
 
     def best(self) -> _Tried | None:
         """The fastest order that keeps to the limits."""
         return min((tried for tried in self.tried if tried.fits), key=lambda tried: tried.value, default=None)
+
+    def _add(self, order: Numbers, built_in: bool = False) -> None:
+        n = places(self.problem, order).reshape(-1, self.problem.stages, self.problem.microbatches)
+        self._judge("search", built_in, order, compile_order(self.question, n))
 
     def _judge(self, source: str, built_in: bool, order: Numbers, program: Program) -> None:
         self.tried.append(_Tried(source, built_in, order, *judge(self.question, program)))

@@ -20,6 +20,7 @@ from schedgen.planner.order_search.problem import fits, order_of
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
@@ -102,6 +103,28 @@ def test_equal_costs_under_a_limit(limit, value, monkeypatch):
     assert best.value == value
     assert check(best.program).saved.max() <= limit
     assert best.optimal and best.bound == value
+
+
+@pytest.mark.parametrize(("limit", "value"), [(9, 165), (10, 161), (12, 157)])
+def test_steady_states_are_squeezed_to_the_limit(limit, value):
+    """8 workers, 24 microbatches: V-Min's has 167 and V-Half's 161, at limits of 8 and 10; more memory is used."""
+    best = found("zb-v", Sizes(16, 24, 8), UNIT, budget=1, objective="window", saved=limit)
+    assert best.value <= value and check(best.program).saved.max() <= limit
+
+
+WINDOWS = ((8, 167), (9, 164), (10, 161), (11, 158), (12, 155), (13, 152), (14, 149), (15, 147), (16, 144))
+
+
+@pytest.mark.parametrize(("limit", "value"), [*WINDOWS[::4], *further(*(w for k, w in enumerate(WINDOWS) if k % 4))])
+def test_steady_states_with_two_speeds_are_as_good_as_the_published_search(limit, value):
+    """8 workers, 24 microbatches; sail-sg/zero-bubble's v_auto_schedule.py."""
+    sizes = Sizes(16, 24, 8)
+    question = Question(load("zb-v", sizes), sizes, UNIT, limits=Limits("window", limit))
+    placed = placed_jobs(question)
+    problem = problem_of(placed, question)
+    run, orders = new_run(problem), steady_orders(problem, placed, limit, 10**8)
+    assert all(fits(problem, order) for order in orders[2:])
+    assert min(run_order.sized(10**6)(problem, order, np.inf, run) for order in orders[2:]) == value
 
 
 GAPS = [*zip(TABLE_8, (1e-4, 1e-4, 4e-3, 4e-3, 4e-3), strict=True)]
