@@ -29,13 +29,10 @@ from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.compiled_orders import compile_own, with_own_costs
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.question import FoundOrder, Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import Hierarchy, hierarchy, partition
-from schedgen.planner.placement_search.families import FREE, free_scheme
-from schedgen.planner.placement_search.search_placement import search_placement
 from schedgen.planner.plan import pipedream, plan
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.report.compare_plot import plot_comparison
@@ -237,9 +234,7 @@ def run_search(options: SearchOptions) -> int:
     _check_search(options, graph)
     stages = graph.stages if graph else options.stages or 0
     sizes = Sizes(stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)
-    scheme = free_scheme(sizes) if options.scheme == FREE else load(options.scheme, sizes)
-    if scheme.n is no_order and options.objective == "memory":
-        raise UsageError(f"--objective memory compares with the scheme's own order: {options.scheme} defines no n")
+    scheme = load(options.scheme, sizes)
     if graph is not None:
         scheme = _with_graph(scheme, graph, 1)
     cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
@@ -257,9 +252,6 @@ def run_search(options: SearchOptions) -> int:
     with _slow_schemes_noted():
         best = _searched(options, question)
         seconds = time.perf_counter() - begin
-        if has_both(cost) and options.objective == "memory":
-            kind = "split" if scheme.split else "whole"
-            note(f"with --objective memory all backwards are {kind}, as {scheme.name} has them")
         if options.scheme.endswith(".py") and scheme.n is not no_order:
             _say_if_untried(question)
     check_compiled(best.program)
@@ -280,16 +272,7 @@ def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
         name = display_name(options.graph or "-")
         raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
     if options.scheme.endswith(".csv"):
-        raise UsageError("search takes no CSV, whose order is fixed: give a scheme, a FILE.py or free")
-    for_memory = options.objective == "memory"
-    if options.scheme == FREE and (for_memory or options.recompute):
-        raise UsageError(
-            f"{FREE} redoes nothing and has no latency of its own: leave --recompute and --objective memory out"
-        )
-    if for_memory and (options.memory_limit is not None or options.memory is not None or options.recompute):
-        raise UsageError(
-            "--objective memory looks for the least limit: leave --memory-limit, --memory and --recompute out"
-        )
+        raise UsageError("search takes no CSV, whose order is fixed: give a scheme or a FILE.py")
 
 
 def _searched(options: SearchOptions, question: Question) -> FoundOrder:
@@ -297,10 +280,6 @@ def _searched(options: SearchOptions, question: Question) -> FoundOrder:
     if options.recompute:
         return search_with_recompute(question, options.budget)
     question = question._replace(cost=without_redo(question.cost))
-    if options.objective == "memory":
-        return least_memory(question, options.budget)
-    if options.scheme == FREE:
-        return search_placement(question, options.budget)
     return search_whole_or_split(question, options.budget)
 
 

@@ -13,7 +13,6 @@ from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
 from schedgen.planner.candidates import SEARCHED
 from schedgen.planner.order_search.question import BUDGET, OBJECTIVES
-from schedgen.planner.placement_search.families import FREE
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
 from schedgen.simulator.machine import Machine
@@ -21,7 +20,7 @@ from schedgen.util import option_types as types
 from schedgen.util.errors import UsageError
 from schedgen.util.option_fields import READ, WRITTEN, argument, option, switch
 
-NOT_FILES = (*SCHEMES, FREE)  # what may be given where a FILE is read
+NOT_FILES = tuple(SCHEMES)  # what may be given where a FILE is read
 LAYERS_GRAPH = "that of the layers in P, if the schedule was planned with one; - is standard input"
 _MACHINE_FIELDS = ("alpha", "beta", "activation", "weight", "saved")  # those that are options
 
@@ -292,12 +291,10 @@ class PlanOptions(Form):
 class SearchOptions(Form, CostOptions):
     """search: a placement and its sizes, what jobs cost, and what an order must keep to."""
 
-    scheme: str = argument(
-        "SCHEME|FILE", "whose placement is used: a built-in scheme, or FILE.py with w and n; free: search for one, too"
-    )
+    scheme: str = argument("SCHEME|FILE", "whose placement is used: a built-in scheme, or FILE.py with w and n")
     stages: int | None = option("--stages S", "stages of the scheme; needed unless a graph says it", types.count)
     microbatches: int = option("--microbatches B", "microbatches of a step", types.count, required=True)
-    workers: int | None = option("--workers W", "ranks, needed for free; default: what the scheme needs", types.count)
+    workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
     chunks: int | None = option("--chunks V", "stages a worker (looped schemes, hanayo)", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp)", types.count)
     cost: Mapping[str, float] | None = option(
@@ -316,9 +313,9 @@ class SearchOptions(Form, CostOptions):
     )
     objective: str = option(
         "--objective",
-        "what to minimize: latency; window, the longest time from a worker's first job to the end of its last; or "
-        "memory, the saved forwards of a worker at the scheme's own latency; default: latency",
-        choices=(*OBJECTIVES, "memory"), default="latency",
+        "what to minimize: latency; or window, the longest time from a worker's first job to the end of its last; "
+        "default: latency",
+        choices=OBJECTIVES, default="latency",
     )  # fmt: skip
     recompute: bool = switch("--recompute", "redo forwards where that lets an order within the memory end sooner")
     budget: int = option(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_waits import cycle, wait_arrays
+from schedgen.compiler.job_waits import cycle, may_start, wait_arrays
 from schedgen.ir.job_graph import JobGraph
 from schedgen.util.arrays import Flags, Ints, Numbers, Times
 from schedgen.util.errors import UsageError
@@ -174,9 +174,7 @@ def _greedy(
                     set_leaf(tree, leaves + u, min(tree[leaves + u], max(free_at[u], end)))
             for k in range(first[node], first[node + 1]):
                 other = after[k] * batches + b
-                ready[other] = max(ready[other], end)
-                waits[other] -= 1
-                if waits[other] == 0:
+                if may_start(other, end, ready, waits):
                     u = worker[other]
                     push(later[base[u] : base[u + 1]], later_size[u], rank[other], ready, by_rank)
                     later_size[u] += 1

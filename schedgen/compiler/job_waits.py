@@ -6,6 +6,7 @@ import numpy as np
 
 from schedgen.ir.job_graph import JobGraph
 from schedgen.util.arrays import Ints, Numbers, Times
+from schedgen.util.jit import kernel
 
 SHOWN = 8  # jobs of a cycle that a refusal names
 
@@ -15,6 +16,17 @@ def wait_arrays(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
     waits = np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), graph.microbatches)
     first = np.cumsum([0, *(len(nodes) for nodes in graph.succ)])
     return waits, first, np.array([node for nodes in graph.succ for node in nodes], np.int64)
+
+
+@kernel
+def may_start(job: int, time: float, ready: Times, waits: Numbers) -> bool:
+    """A job gets at `time` one of the inputs that it waits for; return whether it was the last.
+
+    ready, waits  by job: the time of its latest input so far, and how many it still waits for
+    """
+    ready[job] = max(ready[job], time)
+    waits[job] -= 1
+    return bool(waits[job] == 0)
 
 
 def cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers, sent: Numbers | None = None) -> str:

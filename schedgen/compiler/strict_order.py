@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_waits import cycle, wait_arrays
+from schedgen.compiler.job_waits import cycle, may_start, wait_arrays
 from schedgen.ir.job_graph import JobGraph
 from schedgen.util.arrays import Flags, Ints, Numbers, Times
 from schedgen.util.errors import UsageError
@@ -78,18 +78,13 @@ def _strict(
                 other = after[k] * batches + sender % batches
                 if (delayed[sender] and worker[other] != worker[sender]) != (sender != job):
                     continue
-                start[other] = max(start[other], end)
-                waits[other] -= 1
-                if waits[other] == 0:
+                if may_start(other, end, start, waits):
                     stack[top] = other
                     top += 1
         other = following[job]
-        if other >= 0:
-            start[other] = max(start[other], end)
-            waits[other] -= 1
-            if waits[other] == 0:
-                stack[top] = other
-                top += 1
+        if other >= 0 and may_start(other, end, start, waits):
+            stack[top] = other
+            top += 1
     for job in range(len(waits)):
         if waits[job]:
             start[job] = -1.0

@@ -7,13 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from schedgen.ir.header import Header
-from schedgen.ir.instructions import F, Op
+from schedgen.ir.instructions import Op
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.order_search.question import FoundOrder
 from schedgen.planner.partition import Hierarchy, Partition, data_parallel_seconds
-from schedgen.planner.placement_search.families import FREE
 from schedgen.planner.plan import Plan
 from schedgen.util.errors import clip, number_of
 from schedgen.util.text_table import aligned
@@ -117,26 +115,15 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
     """
     gap = found.value / found.bound - 1
     recomputed = int((found.program.rows.op == Op.RECOMPUTE).sum())
-    workers = _workers(found.program.header)
     if as_json:
         numbers = {
             "value": found.value, "bound": found.bound, "gap": gap, "optimal": found.optimal, "source": found.source,
-            "workers": workers, "recomputed": recomputed, "work": round(found.work, 1), "seconds": round(seconds, 1),
+            "recomputed": recomputed, "work": round(found.work, 1), "seconds": round(seconds, 1),
         }  # fmt: skip
         return json.dumps(numbers, indent=1)
-    is_free = found.program.header.scheme["name"] == FREE
-    several = any(isinstance(worker, list) for worker in workers)
-    among = f" with each stage on one worker{' or both ways' * several}" * is_free
-    proved = f"optimal{among}" if found.optimal else f"no order{among} takes less than {found.bound:.6g}: gap {gap:.1%}"
+    proved = "optimal" if found.optimal else f"no order takes less than {found.bound:.6g}: gap {gap:.1%}"
     redone = f"; {recomputed} forwards are redone" * (recomputed > 0)
-    placed = f"; stages on workers {' '.join(map(str, workers))}" * is_free
-    return f"{objective} {found.value:.6g} by {found.source}{placed}{redone}; {proved}. {seconds:.0f} s"
-
-
-def _workers(header: Header) -> list[int | list[int]]:
-    """By stage its worker, or its workers if microbatches have different ones."""
-    rows = [list(dict.fromkeys(row)) for row in header.compute[F].tolist()]
-    return [row[0] if len(row) == 1 else row for row in rows]
+    return f"{objective} {found.value:.6g} by {found.source}{redone}; {proved}. {seconds:.0f} s"
 
 
 def _name_range(names: Sequence[str]) -> str:

@@ -80,7 +80,7 @@ def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Num
     before = job_graph(header.graph, header.microbatches, directions).pred
     way = longest_ways(before, times, {})
     capacity = np.maximum(peak_activations, 1).astype(np.float64)
-    return _ends(header.compute, way, times, False, takes.ravel(), capacity, range(header.workers))
+    return _ends(header.compute, way, times, False, takes.ravel(), capacity)
 
 
 def _way(header: Header, lengths: Mapping[str, Times]) -> float:
@@ -116,7 +116,7 @@ def _way(header: Header, lengths: Mapping[str, Times]) -> float:
 
 def order_bound(
     before: Sequence[Sequence[int]], compute: Ints, lengths: Times, hops: Mapping[tuple[int, int], float],
-    own_window: bool, takes: Floats, capacity: Floats, looked_at: Sequence[int] | None = None,
+    own_window: bool, takes: Floats, capacity: Floats,
 ) -> float:  # fmt: skip
     """A lower bound on the latency of any order of these jobs or, with `own_window`, on the longest own window.
 
@@ -127,33 +127,30 @@ def order_bound(
     own_window  a worker's time begins with its first job, so that only paths from one of its jobs to another count
     takes       by node: memory that a job takes when it begins; below 0: memory that it releases when it ends
     capacity    by worker: its memory
-    looked_at   the workers whose jobs are considered; None: all
     """
     nodes, workers = len(before), len(capacity)
-    looked_at = range(workers) if looked_at is None else looked_at
     way = longest_ways(before, lengths, hops)
     jobs = np.zeros((workers, nodes))  # by worker and node
     for node in range(nodes):
         jobs[:, node] = np.bincount(compute.reshape(nodes, -1)[node], minlength=workers)
     busy = jobs * lengths
-    longest = float(busy[looked_at].sum(axis=1).max())
+    longest = float(busy.sum(axis=1).max())
     for u in range(workers if own_window else 1):
         mine = jobs[u] == compute.shape[2] if own_window else np.ones(nodes, bool)  # u has every microbatch
         if mine.any():
             heads = way[mine].max(axis=0)
             tails = (way[:, mine] + lengths[mine]).max(axis=1) - lengths
-            longest = max(longest, *(_threaded(heads, tails, busy[w]) for w in looked_at))
-    return max(longest, _ends(compute, way, lengths, own_window, takes, capacity, looked_at))
+            longest = max(longest, *(_threaded(heads, tails, busy[w]) for w in range(workers)))
+    return max(longest, _ends(compute, way, lengths, own_window, takes, capacity))
 
 
 def _ends(
-    compute: Ints, way: Times, lengths: Times, own_window: bool, takes: Floats, capacity: Floats,
-    looked_at: Sequence[int],
+    compute: Ints, way: Times, lengths: Times, own_window: bool, takes: Floats, capacity: Floats
 ) -> float:  # fmt: skip
-    """The largest `memory_bound` of these workers; arguments as in `order_bound`; `way`: the longest paths."""
+    """The largest `memory_bound` of all workers; arguments as in `order_bound`; `way`: the longest paths."""
     longest, seen = 0.0, set()
     placed = compute.reshape(len(way), -1)
-    for w in looked_at:
+    for w in range(len(capacity)):
         own = np.flatnonzero((placed == w).any(axis=1)).astype(np.int64)
         if not len(own):
             continue

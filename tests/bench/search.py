@@ -8,7 +8,6 @@ capped   V placement by memory limit, longest own window: sail-sg/zero-bubble's 
 tessel   Tessel (Lin et al. 2024), placements V (a chain) and X (both directions), forward 1, backward 3, memory of 4
 gaps     latency over its bound: chain and V, with 1F1B's memory and without a limit; three costs, with and without
          messages of 5 % of a forward
-free     latency of unequal stages by placement: the best order of rounds, of a V, and of the placement that is found
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from typing import NamedTuple
 
 from schedgen.planner.order_search.question import FoundOrder, Limits, Question
 from schedgen.planner.order_search.search_order import search_order
-from schedgen.planner.placement_search.families import free_scheme
-from schedgen.planner.placement_search.search_placement import search_placement
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
@@ -57,16 +54,6 @@ COSTS = ((1, 1, 1), (10, 12, 8), (1, 1.2, 0.6))
 ROOM = 10_000  # bytes for messages of one byte: far less than a forward saves; without bytes they would take no time
 BUDGET = 1000  # millions of job start times computed
 GAP_BUDGET, QUICK_BUDGET = 20, 0.1
-FREE_BUDGET = 100
-# Times of F by stage, of 8 on 4 workers with 8 microbatches, and saved forwards; I and W take as long as F
-FREE = {
-    "heavy ends": ((4, 1, 1, 1, 1, 1, 1, 5), None),
-    "heavy middle": ((1, 1, 2, 4, 4, 2, 1, 1), None),
-    "growing": ((1, 1, 1, 1, 2, 2, 3, 5), None),
-    "heavy middle, 6": ((1, 1, 2, 4, 4, 2, 1, 1), 6),
-    "nearly equal": ((2, 3, 2, 2, 2, 2, 2, 4), None),
-    "nearly equal, 6": ((2, 3, 2, 2, 2, 2, 2, 4), 6),
-}
 
 
 class Case(NamedTuple):
@@ -160,24 +147,7 @@ def gaps(quick: bool) -> None:
             print(f"{kind}: {len(found)} gaps, median {statistics.median(found):.2%}, largest {max(found):.2%}")
 
 
-def free(quick: bool) -> None:
-    """Latencies, with messages of 0.1."""
-    print(f"{'F by stage, limit':24}{'rounds':>10}{'V':>10}{'free':>10}{'bound':>10}{'seconds':>10}")
-    sizes, budget = Sizes(8, 8, 4), QUICK_BUDGET if quick else FREE_BUDGET
-    for name, (times, saved) in [*FREE.items()][: 1 if quick else None]:
-        cost, limits = dict.fromkeys("FIW", times), Limits(saved=saved)
-        question = Question(free_scheme(sizes), sizes, cost, Machine(0.1), limits)
-        values = [
-            search_order(question._replace(scheme=load(scheme, sizes)), budget).value
-            for scheme in ("interleaved-zb", "zb-v")
-        ]
-        begin = time.process_time()
-        best = search_placement(question, budget)
-        numbers = "".join(f"{value:10.6g}" for value in (*values, best.value, best.bound))
-        print(f"{name:24}{numbers}{time.process_time() - begin:10.1f}", flush=True)
-
-
-TABLES = {"table-5": table_5, "table-8": table_8, "capped": capped, "tessel": tessel, "gaps": gaps, "free": free}
+TABLES = {"table-5": table_5, "table-8": table_8, "capped": capped, "tessel": tessel, "gaps": gaps}
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ heuristic_orders.py   all of these, within a budget of work
 cp_sat.py             OR-Tools' CP-SAT: proofs for small problems
 compiled_orders.py    orders as schedules: compiled, read back, judged by the simulator
 search_order.py       the whole search: begin, find, prove; the simulator has the last word
-least_memory.py       the reverse: the least memory for the time of the scheme's own order
 recompute.py          orders that redo forwards to keep to the memory
 whole_or_split.py     which backwards are whole and which are split, if the costs of both are known
 choose_recomputed.py  the fewest forwards of an order that must be redone

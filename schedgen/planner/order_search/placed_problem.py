@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -77,20 +76,11 @@ def kept_by_stage(placed: PlacedScheme, question: Question) -> tuple[Times, Time
     return inputs, by_stage(machine.saved, stages), by_stage(machine.half, stages)
 
 
-class Nodes(NamedTuple):
-    """What a bound uses about the jobs of a placement, by node: direction d of stage s is node d S + s."""
-
-    before: Sequence[Sequence[int]]  # the nodes that it waits for
-    lengths: Times
-    hops: Mapping[tuple[int, int], float]  # times of messages between nodes that are always on different workers
-    takes: Times  # memory that a job takes when it begins, or frees (below 0) when it ends
-
-
-def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
-    """The nodes of a problem."""
+def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
+    """A lower bound on the time of any order."""
     directions, stages, batches = placed.compute.shape
     worker = placed.compute.reshape(-1, batches)
-    hops = {}
+    hops = {}  # by pair of nodes that are always on different workers
     for node in range(directions * stages):
         for k in range(problem.before_first[node], problem.before_first[node + 1]):
             other = int(problem.before[k])
@@ -98,12 +88,7 @@ def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
                 hops[other, node] = float(problem.before_hop[k])
     takes = np.zeros(directions * stages)
     takes[class_nodes(problem)] = problem.takes
-    return Nodes(placed.job_graph.pred, problem.length[::batches], hops, takes)
-
-
-def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
-    """A lower bound on the time of any order."""
-    before, lengths, hops, takes = nodes_of(problem, placed)
+    before, lengths = placed.job_graph.pred, problem.length[::batches]
     return order_bound(before, placed.compute, lengths, hops, problem.own_window, takes, problem.capacity)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedgen.compiler.job_waits import may_start
 from schedgen.ir.instructions import F
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes
 from schedgen.planner.order_search.run_order import Run, begin_run
@@ -72,9 +73,7 @@ def list_schedule(
         for k in range(first[node], first[node + 1]):
             other = after[k] * batches + job - node * batches
             u = worker[other]
-            ready[other] = max(ready[other], clock[v] if u == v else clock[v] + hop[k])
-            waits[other] -= 1
-            stale[u] = True
+            stale[u] |= may_start(other, clock[v] if u == v else clock[v] + hop[k], ready, waits)
     longest = 0.0
     for w in range(workers):
         if row[w] < row[w + 1]:

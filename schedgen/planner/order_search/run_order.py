@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedgen.compiler.job_waits import may_start
 from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.jit import kernel
@@ -92,9 +93,8 @@ def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> 
             for k in range(first[node], first[node + 1]):
                 other = after[k] * batches + job - node * batches
                 v = worker[other]
-                ready[other] = max(ready[other], time if v == w else time + hop[k])
-                waits[other] -= 1
-                if waits[other] == 0 and v != w and not stacked[v]:
+                arrival = time if v == w else time + hop[k]
+                if may_start(other, arrival, ready, waits) and v != w and not stacked[v]:
                     stack[top] = v
                     stacked[v] = True
                     top += 1

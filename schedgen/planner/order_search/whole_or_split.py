@@ -6,7 +6,6 @@ backwards are better elsewhere.
 
 search   the best order of whole backwards alone, and of halves alone
 anneal   each of these: jobs move, and backwards become whole or are split
-prove    CP-SAT with all choices, if the problem is small
 
 The simulator has the last word, and the result is never worse than with whole backwards alone or halves alone.
 """
@@ -20,17 +19,16 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves
-from schedgen.ir.instructions import B, F, Op, W
+from schedgen.ir.instructions import B, F, W
 from schedgen.ir.program import Program
-from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.annealing import FEWEST_MOVES, HOT, Choice, anneal, temperatures
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
 from schedgen.planner.order_search.question import BUDGET, FoundOrder, Question, reached
 from schedgen.planner.order_search.run_order import new_run, run_order
-from schedgen.planner.order_search.search_order import PROVED_SECONDS, search_order
-from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.planner.order_search.search_order import search_order
+from schedgen.simulator.simulate import simulate
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -63,7 +61,6 @@ def search_whole_or_split(question: Question, budget: float = BUDGET) -> FoundOr
     if not reached(best.value, choices.bound):
         with compiled_always():
             best = min([best, *choices.search(found, int((budget - used) * 10**6))], key=lambda each: each.value)
-            best = min([best, *choices.proved(best, PROVED_SECONDS * budget / BUDGET)], key=lambda each: each.value)
     return best._replace(bound=min(choices.bound, best.value), work=used + choices.work / 10**6)
 
 
@@ -87,7 +84,6 @@ class _Choices:
         self.halves = question._replace(cost={name: cost[name] for name in "FIW"})
         placed = placed_jobs(self.halves)
         self.problem = problem_of(placed, self.halves)
-        self.bounded = problem_of(placed, lenient(self.halves))
         shortest = question._replace(cost=shortest_halves(cost, sizes.stages))
         self.bound = lower_bound(problem_of(placed, lenient(shortest)), placed)
         self.direction, stage = np.divmod(np.arange(len(self.problem.worker)) // sizes.microbatches, sizes.stages)
@@ -136,7 +132,7 @@ class _Choices:
         """The problem with the capacity that a limit in bytes leaves for saved forwards, estimated from a program."""
         if self.limits.bytes is None:
             return self.problem
-        peak = self._simulated(program).footprint.peak
+        peak = simulate(program, self.question.cost, self.question.machine).footprint.peak
         return self.problem._replace(capacity=self.limits.bytes - (peak - most_held(self.problem, order)))
 
     def _lengths(self, whole: Flags) -> Times:
@@ -160,38 +156,6 @@ class _Choices:
         for jobs in np.split(self.problem.class_jobs, self.problem.class_first[1:-1]):
             n[jobs] = np.maximum.accumulate(n[jobs])
         return order_of(self.problem, n)
-
-    def proved(self, best: FoundOrder, seconds: float) -> Iterator[FoundOrder]:
-        """The order that CP-SAT finds, if the problem is small; raises `bound` to CP-SAT's."""
-        problem = self.bounded
-        if reached(best.value, self.bound) or not cp_sat.is_installed() or len(problem.worker) > cp_sat.MOST_JOBS:
-            return
-        run = self._simulated(best.program)
-        if self.limits.bytes is not None:
-            problem = problem._replace(capacity=self.limits.bytes - run.footprint.owned.astype(np.float64))
-        start, whole = self._starts(run)
-        solution = cp_sat.solve(problem, start, best.value, self.bound, seconds, self.whole_length, whole)
-        self.bound = max(self.bound, solution.bound)
-        if solution.start is not None:
-            n = 2 * np.argsort(np.argsort(solution.start, kind="stable"))
-            n[np.flatnonzero(solution.whole) + self.per_half] = n[solution.whole] + 1
-            if fits(problem, order_of(problem, n)):  # times are rounded down
-                yield from self._compiled(n, solution.whole)
-
-    def _starts(self, run: Simulation) -> tuple[Times, Flags]:
-        """By job: when it started, the W of a whole backward at its end; and whether it is the I of a whole one."""
-        table, shape = run.program.rows, (3, self.problem.stages, self.problem.microbatches)
-        start, whole = np.zeros(shape), np.zeros(shape, np.bool_)
-        for op, d in ((Op.FWD, F), (Op.BWD, B), (Op.BWD_I, B), (Op.BWD_W, W)):
-            rows = run.program.rows_of(op)
-            start[d, table.stage[rows], table.mb[rows]] = run.start[rows]
-            if op == Op.BWD:
-                whole[B, table.stage[rows], table.mb[rows]] = True
-                start[W, table.stage[rows], table.mb[rows]] = run.end[rows]
-        return start.ravel(), whole.ravel()
-
-    def _simulated(self, program: Program) -> Simulation:
-        return simulate(program, self.question.cost, self.question.machine)
 
     def _compiled(self, n: Numbers, whole: Flags) -> Iterator[FoundOrder]:
         """The schedule of jobs in the order of n, if it keeps to a limit in bytes; `whole`, by job: I of whole ones."""

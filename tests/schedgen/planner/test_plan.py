@@ -417,7 +417,6 @@ def test_many_microbatches_take_no_more_memory_than_few(run, tmp_path):
     for words in (
         ("plan", profile, "--workers", 4, "--schemes", "1f1b"),
         ("search", "1f1b", "--stages", 4, "--profile", profile, "--budget", 1),
-        ("search", "free", "--stages", 4, "--workers", 4, "--profile", profile, "--budget", 1),
     ):
         done = run(*words, *sizes)
         assert done.code == 0, done.err

@@ -14,7 +14,7 @@ from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 
 GRAPH = {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "apart": [0], "tied": [[0, 3]], "layers": [1, 2, 2, 1]}
-LIMITS = [(), ("--memory-limit", 3), ("--memory-limit", 2, "--recompute"), ("--memory", 60), ("--objective", "memory")]
+LIMITS = [(), ("--memory-limit", 3), ("--memory-limit", 2, "--recompute"), ("--memory", 60)]
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from schedgen.ir.instructions import B, F, Op, W
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import measured
 from schedgen.planner.order_search.late_weights import with_late_weights
-from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
 from schedgen.planner.order_search.problem import fits, order_of
 from schedgen.planner.order_search.question import Limits, Question
@@ -198,6 +197,13 @@ def test_cp_sat_takes_messages_however_long(message):
     assert solution.bound == (pytest.approx(4 * message + 10) if solution.optimal else 0)
 
 
+def test_a_worker_without_stages_is_no_trouble_for_cp_sat():
+    pytest.importorskip("ortools")
+    scheme = Scheme("by hand", 3, lambda s, b, d: (s, s), lambda s, b, d: b, "b", "greedy", split=True)
+    best = search_order(Question(scheme, Sizes(2, 3, 3), UNIT, limits=Limits(saved=1)), 10)
+    assert best.optimal and best.value == 15
+
+
 def test_whole_backwards_give_back_what_their_own_forward_took():
     """Two at a time go down 6 stages and up, 18 long each: three times that, and the second one's last two jobs."""
     pytest.importorskip("ortools")
@@ -334,44 +340,6 @@ def test_nothing_is_worse_than_the_built_in_scheme_nor_below_the_bound(name):
         best = found(name, sizes, cost, Machine(alpha=0.1), 3, objective=objective)
         assert best.bound <= best.value <= measured(simulate(program, cost, Machine(alpha=0.1)), bool(own_window))
         check(best.program)
-
-
-@pytest.mark.parametrize(
-    ("name", "cost", "value", "source"),
-    [
-        ("zb-h2", UNIT, 4, "zb-h1"),
-        ("gpipe", {"F": 1, "B": 2}, 4, "1f1b"),
-        ("v-half", UNIT, 6, "v-half"),
-        ("zb-h2", {"F": 1, "B": 2, "I": 1, "W": 1}, 4, "zb-h1"),
-    ],
-)
-def test_least_memory_for_the_latency_of_a_scheme(name, cost, value, source):
-    """At equal costs ZB-H1 ends when ZB-H2 does, and 1F1B when GPipe does; the bound excludes less memory."""
-    sizes = Sizes(8 if name == "v-half" else 4, 8, 4)
-    best = least_memory(Question(load(name, sizes), sizes, cost), 5)
-    assert (best.value, best.bound, best.optimal, best.source) == (value, value, True, source)
-    assert check(best.program).saved.max() == value
-    own = compile(load(name, sizes), sizes)
-    assert measured(simulate(best.program, cost), False) <= measured(simulate(own, cost), False)
-
-
-def test_less_memory_is_found_where_no_scheme_has_it():
-    """GPipe's 33 for whole backwards is much for halves: 3 forwards suffice, where ZB-H1 has 4."""
-    sizes = Sizes(4, 8, 4)
-    best = least_memory(Question(load("gpipe", sizes), sizes, UNIT), 20)
-    assert (best.value, best.optimal, best.source) == (3, True, "search")
-    assert check(best.program).saved.max() == 3
-
-
-def test_the_least_memory_is_of_all_backwards_whole_or_all_split(run, refused):
-    words = ("search", "dualpipe-v", "--stages", 4, "--microbatches", 4, "--objective", "memory", "--budget", 1)
-    assert "dualpipe-v has both: leave B out" in refused(run(*words, "--cost", "F=1,B=1.5,I=1,W=1"), 2)
-    assert run(*words, "--cost", "F=1,I=1,W=1").code == 0
-
-
-def test_memory_as_the_objective_takes_no_limit(run):
-    done = run("search", "zb-v", "--stages", 8, "--microbatches", 8, "--objective", "memory", "--memory-limit", 4)
-    assert done.code == 2 and "leave --memory-limit, --memory and --recompute out" in done.err
 
 
 def test_the_command_takes_schemes_with_groups(run):

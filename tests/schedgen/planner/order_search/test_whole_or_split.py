@@ -9,11 +9,9 @@ import pytest
 from examples import further
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile
 from schedgen.ir.file import write
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.compiled_orders import measured
-from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
 from schedgen.planner.order_search.problem import fits
 from schedgen.planner.order_search.question import Limits, Question
@@ -30,7 +28,6 @@ from schedgen.util.errors import UsageError
 
 COST = {"F": 10, "B": 18, "I": 12, "W": 10}
 UNEQUAL = {"F": [10, 14, 9, 12], "B": [19, 24, 20, 26], "I": [11, 15, 12, 13], "W": [12, 13, 11, 15]}
-TINY_F = {"F": 6, "B": 9.429, "I": 100000, "W": 8}
 BYTES = Machine(0.5, 1e-7, activation=1e6, saved=4e6, half=1e6, weight=2e6, owned=6e6, workspace=1e6)
 # scheme, sizes, costs, machine, limits, the latency that is found; None: it is proved elsewhere that none is below
 CASES = {
@@ -40,7 +37,6 @@ CASES = {
     "unequal, messages": ("1f1b", Sizes(4, 6, 4), UNEQUAL, Machine(alpha=1), Limits("window"), None),
     "halves cost nothing more": ("zb-v", Sizes(8, 4, 4), {**COST, "B": 22}, Machine(), Limits(saved=6), None),
     "bytes": ("1f1b", Sizes(4, 6, 4), UNEQUAL, BYTES, Limits(bytes=34e6), None),
-    "CP-SAT's unit is longer than F": ("1f1b", Sizes(4, 4, 4), TINY_F, Machine(), Limits(saved=1), None),
     "replicas": ("ddp", Sizes(2, 4, 2), COST, Machine(), Limits(), 112),
 }
 
@@ -75,7 +71,6 @@ def test_both_in_one_order_take_no_longer_than_either_alone(name):
 @pytest.mark.parametrize("limit", [1, 2])
 def test_all_orders_and_choices_of_a_small_problem(whole, limit):
     """2 workers, 2 microbatches: 5 sequences a worker that jobs allow, and each of 4 backwards whole or split."""
-    pytest.importorskip("ortools")
     sizes, cost = Sizes(2, 2, 2), {"F": 2, "B": whole, "I": 3, "W": 3}
     best = both("1f1b", sizes, cost, limits=Limits(saved=limit), budget=1)
     halves = {name: cost[name] for name in "FIW"}
@@ -92,7 +87,7 @@ def test_all_orders_and_choices_of_a_small_problem(whole, limit):
             order = np.array([*map(int, pair[0]), *(3 + int(c) for c in pair[1])])
             if fits(problem, order):
                 least = min(least, run_order.sized(10**6)(own, order, np.inf, run))
-    assert best.value == least and best.optimal
+    assert best.bound <= best.value == least
 
 
 def test_the_same_call_gives_the_same_schedule():
@@ -124,8 +119,6 @@ def test_the_command_finds_what_simulate_measures(run, tmp_path):
     assert json.loads(run("simulate", path, "--cost", cost, "--json").out)["latency"] == 272
     ops = path.read_text()
     assert '"BWD"' in ops and '"BWD_I"' in ops
-    note = run("search", "1f1b", "--stages", 2, "--microbatches", 2, "--cost", cost, "--objective", "memory").err
-    assert "with --objective memory all backwards are whole, as 1f1b has them" in note
 
 
 def test_a_built_in_whole_backward_counts_as_measured_not_as_its_halves():
@@ -134,9 +127,6 @@ def test_a_built_in_whole_backward_counts_as_measured_not_as_its_halves():
     assert not len(both("dualpipe-v", Sizes(2, 2, 1), dear, budget=1).program.rows_of(Op.BWD))
     best = both("looped-bfs", Sizes(2, 2, 1), cost, budget=1)
     assert measured(simulate(best.program, cost), False) == best.value == best.bound == 4 * (6 + 3 + 1)
-    zb_h1, sizes = load("zb-h1", Sizes(3, 4, 3)), Sizes(3, 4, 3)
-    least, own = least_memory(Question(zb_h1, sizes, cost), 1), compile(zb_h1, sizes)
-    assert measured(simulate(least.program, cost), False) <= measured(simulate(own, cost), False)
 
 
 def test_costs_that_differ_too_much_together_are_refused():
