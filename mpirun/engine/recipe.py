@@ -11,7 +11,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -122,7 +122,8 @@ class Recipe:
             for entry in named
             for x in [entry.parameter]
         ]
-        if _options_by_name(made, named) != _options_by_name(self.make(wholes).optimizer, wholes):
+        of_wholes = _options_by_name(replace(self, scheduler=None).make(wholes).optimizer, wholes)
+        if _options_by_name(made, named) != of_wholes:
             raise UsageError(
                 f"the optimizer's groups have other options for pieces of parameters, as of {piece}, than for the "
                 "whole: choose them by the names and shapes of NamedParameters"
