@@ -259,8 +259,10 @@ def factory(kind, named):
         print([(name, tuple(parameter.shape), tuple(shape), whole) for name, parameter, shape, whole in named])
     return kind([entry.parameter for entry in named], 0.1)
 x, y = torch.ones(8, 16), torch.ones(8, 12)
-for kind in (torch.optim.SGD, torch.optim.Adafactor):
-    with mpirun.Engine(sys.argv[1], pair, optimizer=lambda named: factory(kind, named)) as run:
+class Own(torch.optim.SGD):
+    pass
+for kind in (torch.optim.SGD, Own, torch.optim.Adafactor):
+    with mpirun.Engine(sys.argv[1], pair, optimizer=lambda named: factory(kind, named), elementwise=kind is Own) as run:
         run.step((x, y))
 """
 
@@ -271,7 +273,7 @@ def test_an_optimizer_is_told_of_shares_and_refused_where_it_steps_these_otherwi
     shares = [("up.weight", (24, 16), (48, 16), False), ("up.bias", (24,), (48,), False)]
     shares += [("down.weight", (12, 24), (12, 48), False), ("down.bias", (12,), (12,), True)]
     why = "several ranks divide up.weight, and Adafactor is none of torch.optim's classes that step element by element"
-    assert (done.code, done.out, done.err.partition(":")[2].partition(":")[0]) == (2, f"{shares}\n" * 2, f" {why}")
+    assert (done.code, done.out, done.err.partition(":")[2].partition(":")[0]) == (2, f"{shares}\n" * 3, f" {why}")
 
 
 # Without ranks
