@@ -110,7 +110,8 @@ def stage_with(model: Model, stage: int, values: Mapping[str, Tensor]) -> nn.Mod
             replace_tensors(module, {id(tensor): like(tensor, value)})
         else:
             tensor.data = value
-            tensor.requires_grad_(values[name].requires_grad)
+            if tensor.is_leaf:
+                tensor.requires_grad_(values[name].requires_grad)
     return module
 
 

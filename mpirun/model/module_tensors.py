@@ -41,7 +41,8 @@ def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
                 attributes[name].update(content)
         for x, memory, requires_grad in data:
             x.data = memory
-            x.requires_grad_(requires_grad)
+            if x.is_leaf:  # else a forward has made a buffer a part of its graph
+                x.requires_grad_(requires_grad)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
