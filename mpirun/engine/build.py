@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
 
-from mpirun.comm.fail_together import refuse, together
+from mpirun.comm.fail_together import together
 from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW
@@ -28,7 +27,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.bytes_under_way import bytes_under_way
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import UsageError
 
 
 def build_interpreter(
@@ -58,8 +57,7 @@ def build_interpreter(
         stages, digests = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
         owned = {index: stage for index, stage in stages.items() if stage.owned}
         optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned, setup.seed))
-        check_same_start(comm, digests | optimizer.digests())
-        _check_one_rate(comm, optimizer)
+        check_same_start(comm, digests)
     else:
         stages = {s: stage.elsewhere(slots.weights(s), setup.shapes[s]) for s, stage in other.stages.items()}
         optimizer = other.optimizer
@@ -72,14 +70,6 @@ def build_interpreter(
     )  # fmt: skip
     under_way = bytes_under_way(program, slots.bytes).tolist()
     return Interpreter(context, state, under_way, None if other is None else other.progress)
-
-
-def _check_one_rate(comm: MPI.Intracomm, optimizer: Optimizer) -> None:
-    """Stop if the recipe's rate would replace different rates of the groups of all ranks. Collective."""
-    rates = sorted({rate for of_rank in comm.allgather(optimizer.replaced_rates()) for rate in of_rank})
-    differ = bool(rates) and not math.isclose(rates[0], rates[-1], rel_tol=1e-6)  # a float32's rounding is no other
-    what = f"the optimizer's groups have the rates {clip(', '.join(map(str, rates)))}, but lr sets one for all of them"
-    refuse(comm, differ, f"{what}: leave lr out, and change them from step to step by scheduler=")
 
 
 def _show_waits(state: memoryview) -> Callable[[int | None], None]:

@@ -8,8 +8,6 @@ these numbers are finite. A STEP that makes a version of the weights is in `weig
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -18,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.comm.fail_together import Stop, refuse
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.grad_norm import GradNorms, total_norm
@@ -27,8 +24,6 @@ from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind
-
-EQUAL = 3  # numbers that tell whether all ranks have the same learning rate
 
 
 class StepResult(NamedTuple):
@@ -63,14 +58,13 @@ class OptimizerStep:
         self.rate_from = _first_with_parameters(context.header, setup.shapes)
         self.result = StepResult([], 0.0, [], False, [], 0.0)
         # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, whether a rank
-        # wants to leave, the learning rate, whether it is the same on all ranks, whether a rank's script has changed
-        # which parameters are trained, the metrics of every microbatch, and whether those of a rank have other names.
+        # wants to leave, the learning rate, the metrics of every microbatch, and whether those of a rank have other
+        # names.
         count = context.header.microbatches
-        sizes = [self.grad_norms.length, count, 1, 1, EQUAL, 1, count * len(self.metric_names), 1]
+        sizes = [self.grad_norms.length, count, 1, 1, count * len(self.metric_names), 1]
         self.ends = list(accumulate(sizes, initial=0))
         (
-            self.norms_at, self.losses_at, self.leave_at, self.rate_at, self.equal_at, self.changed_at, self.metrics_at,
-            self.others_at,
+            self.norms_at, self.losses_at, self.leave_at, self.rate_at, self.metrics_at, self.others_at,
         ) = (slice(*ends) for ends in pairwise(self.ends))  # fmt: skip
         self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
 
@@ -117,23 +111,12 @@ class OptimizerStep:
         values[self.leave_at] = self.leave_requested
         if context.transport.comm.rank == self.rate_from:
             values[self.rate_at] = context.optimizer.rate(context.position.step)
-        values[self.equal_at] = self._for_equality()
-        changed = context.optimizer.changed_flag()
-        values[self.changed_at] = bool(changed)
         own = {mb: {name: float(found[name]) for name in sorted(found)} for mb, found in self.metrics.items()}
         self.metrics.clear()
         for mb, found in own.items():
             metrics[mb] = [found.get(name, 0.0) for name in names]
         values[self.others_at] = any(found.keys() != {*names} for found in own.values())
         context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
-        if sums[self.changed_at].any():
-            refuse(context.transport.group(group), bool(changed), changed)
-        if not are_equal(*sums[self.equal_at].tolist()):
-            raise Stop(
-                f"the learning rate of step {context.position.step + 1} is not the same on all ranks: lr should depend "
-                "on the step alone",
-                1,
-            )
         norms, losses = self.grad_norms.norms(sums[self.norms_at].tolist()), sums[self.losses_at].tolist()
         (leave,), (rate,) = sums[self.leave_at].tolist(), sums[self.rate_at].tolist()
         by_name = [dict(zip(names, of_mb, strict=True)) for of_mb in sums_of_metrics.tolist()]
@@ -144,17 +127,6 @@ class OptimizerStep:
         self.result = StepResult(losses, total_norm(norms), norms, leave > 0, by_name, rate)
         begins = context.position.accumulation_pass == 0
         self.finite = (self.finite or begins) and bool(np.isfinite(sums[: self.losses_at.stop]).all())
-
-    def _for_equality(self) -> Sequence[int]:
-        """Numbers whose sums over ranks tell whether all have the same learning rate."""
-        optimizer = self.context.optimizer
-        if optimizer.recipe.rate is None or not optimizer.by_unit:  # groups may have rates of their own
-            return 0, 0, 0
-        try:
-            value = optimizer.rate(self.context.position.step)
-        except Exception:  # raised again by this rank's STEP, if no other rank ends the run before
-            return 0, 0, 0
-        return numbers_for_equality(value)
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
@@ -169,17 +141,6 @@ class OptimizerStep:
                 context.optimizer.step(unit, gradient, position.step, self.result.grad_norm)
 
         return act
-
-
-def numbers_for_equality(value: float) -> tuple[int, int, int]:
-    """One rank's terms of the sums: 1, a 16-bit hash, its square. Sums over at most 2^20 ranks are less than 2^53."""
-    number = zlib.crc32(struct.pack("d", value)) % 2**16
-    return 1, number, number * number
-
-
-def are_equal(count: float, total: float, squares: float) -> bool:
-    """Whether all hashes were the same, from their sums: then, and only then, their variance is zero."""
-    return int(count) * int(squares) == int(total) ** 2
 
 
 def _first_with_parameters(header: Header, shapes: Sequence[StageShape]) -> int:

@@ -6,32 +6,30 @@ A factory makes one torch optimizer for the parameters that it is given: on a ra
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import io
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.engine.options import SetupOptions
 from mpirun.model.meta_values import like_parameter
-from mpirun.model.parallel_layers import Shard, ShardedDim
-from mpirun.model.parameter_checks import hooked_by
 from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError, clip, raised
 
 Class = TypeVar("Class", bound=torch.optim.Optimizer)
 SPREAD = 2654435761  # odd, so that steps differ in the lower 32 bits of a seed: torch's CPU generator uses no more
-PROBED = 4  # elements per dimension, at most, of the small parameter that stands for a divided one
-# Scales of its gradients, each with a learning rate that makes steps of SGD show; large gradients may be clipped.
-PROBED_SCALES = ((1, 0.1), (1e-3, 100), (1e3, 0.1))
+# Torch's classes, not their subclasses, that step pieces of a parameter as they step the whole.
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop,
+)  # fmt: skip
 NO_OPTIONS = ("params", "param_names", "foreach", "fused")  # of a parameter group: the last two choose kernels
 
 
@@ -59,11 +57,12 @@ Factory = Callable[[Sequence[NamedParameter]], torch.optim.Optimizer]
 class Recipe:
     """An optimizer's factory, its learning rate, and gradient clipping.
 
-    rate       of a step, counted from 0, for all parameter groups; None: the rate that the factory sets
-    scheduler  makes a torch scheduler for an optimizer, stepped once per step; None: there is none
-    clip       the largest norm of the whole gradient; None: no limit
-    name       of the optimizer in checkpoints; empty: the class that the factory makes
-    settings   what checkpoints record, by option, besides the optimizer's defaults
+    rate         of a step, counted from 0, for all parameter groups; None: the rate that the factory sets
+    scheduler    makes a torch scheduler for an optimizer, stepped once per step; None: there is none
+    clip         the largest norm of the whole gradient; None: no limit
+    name         of the optimizer in checkpoints; empty: the class that the factory makes
+    settings     what checkpoints record, by option, besides the optimizer's defaults
+    elementwise  the user says that the optimizer steps element by element
     """
 
     factory: Factory
@@ -72,6 +71,7 @@ class Recipe:
     clip: float | None = None
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    elementwise: bool = False
 
     def make(self, named: Sequence[NamedParameter], seed: int = 0, part: int = -1) -> SteppedOptimizer:
         """The optimizer of these parameters; UsageError if the factory does not make one for all of them.
@@ -91,15 +91,6 @@ class Recipe:
             raise UsageError(
                 f"{type(made).__name__} computes gradients inside step(), which no schedule allows: use another one"
             )
-        for name, parameter, *_ in named:
-            if method := hooked_by(parameter):
-                raise UsageError(
-                    f"the optimizer's factory gives {name} a hook ({method}), which a stage would not call"
-                )
-            if not parameter.requires_grad:
-                raise UsageError(
-                    f"the optimizer's factory freezes {name}: freeze it in the model, before the first step"
-                )
         held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
         missing = [entry.name for entry in named if id(entry.parameter) not in held]
         if missing:
@@ -108,7 +99,35 @@ class Recipe:
             )
         if len(held) > len(named):
             raise UsageError("the optimizer has parameters that its factory was not given")
+        rates = {str(options.get("lr")) for options in group_options(made)}
+        if self.rate is not None and len(rates) > 1:
+            raise UsageError(
+                f"the optimizer's groups have the rates {clip(', '.join(sorted(rates)))}, but lr sets one for all of "
+                "them: leave lr out, and change them from step to step by scheduler="
+            )
+        if not all(entry.whole for entry in named):
+            self._check_pieces(named, made)
         return SteppedOptimizer(self, made, derived_seed(seed, part + 1, named[0].name))
+
+    def _check_pieces(self, named: Sequence[NamedParameter], made: torch.optim.Optimizer) -> None:
+        """UsageError unless pieces of parameters are stepped element by element, and with the options of the whole."""
+        piece = next(entry.name for entry in named if not entry.whole)
+        if not (self.elementwise or type(made) in ELEMENTWISE):
+            raise UsageError(
+                f"several ranks divide {piece}, and {type(made).__name__} is none of torch.optim's classes that step "
+                "element by element: say Engine(elementwise=True) if it does, or compile without --shards and --tensor"
+            )
+        wholes = [
+            entry._replace(parameter=like_parameter(x, x.new_zeros(()).expand(entry.shape)), whole=True)
+            for entry in named
+            for x in [entry.parameter]
+        ]
+        of_wholes = _options_by_name(replace(self, scheduler=None).make(wholes).optimizer, wholes)
+        if _options_by_name(made, named) != of_wholes:
+            raise UsageError(
+                f"the optimizer's groups have other options for pieces of parameters, as of {piece}, than for the "
+                "whole: choose them by the names and shapes of NamedParameters"
+            )
 
 
 class SteppedOptimizer:
@@ -120,8 +139,6 @@ class SteppedOptimizer:
         self.options = group_options(optimizer)  # before the scheduler, which may change them from step to step
         self.scheduler = None if recipe.scheduler is None else _scheduler(recipe.scheduler, optimizer)
         self.scheduled = 0  # steps that the scheduler has taken
-        # Names of the entries of parameter groups that steps change.
-        self.set_names = set() if recipe.rate is None and recipe.scheduler is None else {"lr"}
 
     def step(self, step: int, seed: Callable[[int], None] = seed_generators, update: int = 0) -> None:
         """Step with the learning rate of `step`, counted from 0, and the random numbers of its update number `update`.
@@ -142,11 +159,17 @@ class SteppedOptimizer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns if, after --resume, it is stepped before the optimizer
                 while self.scheduled < step:
-                    before = [dict(group) for group in self.optimizer.param_groups]
                     self.scheduler.step()
                     self.scheduled += 1
-                    for group, was in zip(self.optimizer.param_groups, before, strict=True):
-                        self.set_names |= {name for name in group if group[name] is not was.get(name)}
+
+    def kept_elsewhere(self) -> list[str]:
+        """Names of what its state_dict has and checkpoints lack: options that steps change, and state of no parameter.
+
+        A scheduler changes options, too, again after a restart: with one they are not looked at.
+        """
+        groups = [] if self.scheduler is not None else zip(self.options, group_options(self.optimizer), strict=True)
+        changed = {key for was, now in groups for key in now if key != "lr" and now[key] != was.get(key)}
+        return [*sorted(changed), *(f"state of {key}" for key in self.optimizer.state if not isinstance(key, Tensor))]
 
     @property
     def rate(self) -> float:
@@ -157,8 +180,6 @@ class SteppedOptimizer:
 
 def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The scheduler; UsageError unless its learning rate depends on the step alone."""
-    for group in optimizer.param_groups:  # schedulers change tensors in place, which other optimizers may share
-        group |= {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
     try:
         scheduler = make(optimizer)
     except (Exception, SystemExit) as error:
@@ -202,7 +223,7 @@ def command_line_recipe(options: SetupOptions) -> Recipe:
         "steps": None if options.lr_schedule == "constant" else options.steps,
     }
     rate = functools.partial(command_line_rate, options=options)
-    return Recipe(factory, rate, None, options.clip, class_name(kind), settings)
+    return Recipe(factory, rate, None, options.clip, class_name(kind), settings, elementwise=True)
 
 
 def class_name(optimizer: type[torch.optim.Optimizer]) -> str:
@@ -237,88 +258,9 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return found
 
 
-class _Probe:
-    """A small parameter like `piece`, with two gradients, which an optimizer steps whole and in halves."""
-
-    def __init__(self, recipe: Recipe, piece: NamedParameter, dim: ShardedDim | None) -> None:
-        """`dim`: how tensor shards divide the parameter; None: pieces are flat."""
-        self.recipe, self.piece, self.dim = recipe, piece, dim
-        sizes = [min(size, PROBED) for size in piece.shape]
-        if dim is not None:
-            sizes[dim.dim] = 2 * dim.blocks
-        generator = torch.Generator().manual_seed(0)
-        self.start, *self.gradients = (torch.randn(sizes, generator=generator).to(piece.parameter) for _ in range(3))
-        self.optimizer = "the optimizer"  # in words
-
-    def halves(self, x: Tensor) -> Sequence[Tensor]:
-        if not x.dim():
-            return [x]
-        return x.reshape(-1).tensor_split(2) if self.dim is None else [self.dim.share(x, Shard(t, 2)) for t in range(2)]
-
-    def made(self, x: Tensor, whole: bool) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-        parameter = like_parameter(self.piece.parameter, x.clone())
-        named = NamedParameter(self.piece.name, parameter, self.piece.shape, whole)
-        with contextlib.redirect_stdout(io.StringIO()):  # a factory that prints would do so for every parameter
-            optimizer = self.recipe.make([named]).optimizer
-        self.optimizer = f"the optimizer {type(optimizer).__name__}"
-        return parameter, optimizer
-
-    def options(self, x: Tensor, whole: bool) -> tuple[dict[str, Any], list[str]]:
-        """All, and those that have to be equal: a factory may add others, which its optimizer does not read."""
-        optimizer = self.made(x, whole)[1]
-        (found,) = group_options(optimizer)
-        return found, [key for key in optimizer.defaults if key != "lr" or self.recipe.rate is None]
-
-    def stepped(self, x: Tensor, whole: bool, gradients: Sequence[Tensor], rate: float) -> Tensor:
-        parameter, optimizer = self.made(x, whole)
-        for group in optimizer.param_groups:
-            group["lr"] = 0 * group["lr"] + rate
-        for gradient in gradients:
-            parameter.grad = gradient.clone()
-            optimizer.step()
-        return parameter.detach().double()
-
-    def steps_alike(self, scale: float, rate: float) -> bool:
-        """Whether gradients of this size, at this learning rate, change the halves as they change the whole."""
-        scaled = [gradient * scale for gradient in self.gradients]
-        whole = self.halves(self.stepped(self.start, True, scaled, rate))
-        parts = [
-            self.stepped(half, False, of_half, rate)
-            for half, *of_half in zip(self.halves(self.start), *map(self.halves, scaled), strict=True)
-        ]
-        close = functools.partial(torch.allclose, rtol=1e-3, atol=1e-5 * rate * max(scale, 1), equal_nan=scale != 1)
-        return all(map(close, parts, whole))
-
-
-def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | None, tried: set[str]) -> None:
-    """UsageError unless the optimizer steps pieces of a parameter as it steps the whole: element by element.
-
-    Tried on a small parameter with the name of `piece`: the whole and its halves should have the same options, and the
-    same values after two steps with small, usual and large gradients, at learning rates that make differences show.
-
-    dim    how tensor shards divide the parameter; None: pieces are flat
-    tried  sorts of parameters that are not stepped again: how they are divided, whether they have rows, options
-    """
-    probe, differing, same = _Probe(recipe, piece, dim), list[str](), True
-    why, option = "several ranks own its stage's weights", "--shards"
-    if dim is not None:
-        why, option = "its stage has tensor shards", "--tensor"
-    refused = f"steps pieces of {piece.name} differently from the whole, and {why}: compile without {option}"
-    try:
-        own, equal = probe.options(probe.start, True)
-        for half in probe.halves(probe.start):
-            other, _ = probe.options(half, False)
-            differing += [key for key in equal if own.get(key) != other.get(key)]
-        kind = repr((dim, len(piece.shape) > 1, {**own, "lr": None}))
-        for scale, rate in () if differing or kind in tried else PROBED_SCALES:
-            same &= probe.steps_alike(scale, rate)
-        tried.add(kind)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{probe.optimizer} {refused} ({raised(error)})") from None
-    if differing:
-        raise UsageError(
-            f"{probe.optimizer} has another {differing[0]} for pieces of {piece.name} than for the whole, and {why}: "
-            f"choose groups by the shape of a NamedParameter, or compile without {option}"
-        )
-    if not same:
-        raise UsageError(f"{probe.optimizer} {refused}")
+def _options_by_name(optimizer: torch.optim.Optimizer, named: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:
+    """The options of the group of each of these parameters."""
+    names = {id(entry.parameter): entry.name for entry in named}
+    groups = [group["params"] for group in optimizer.param_groups if group["params"]]
+    options = zip(groups, group_options(optimizer), strict=True)
+    return {names[id(parameter)]: of_group for parameters, of_group in options for parameter in parameters}

@@ -21,7 +21,7 @@ _GIVEN: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()  # modules that 
 
 class Values(NamedTuple):
     """What must be the same on all ranks with a stage: a tied parameter (under the tie's first name), all trained
-    parameters, the optimizer of a part of them, or all else.
+    parameters, or all else.
     """
 
     stage: int  # of the model's

@@ -99,13 +99,19 @@ def stage_apart(model: Model, stage: int, seed: int = 0) -> Iterator[tuple[nn.Mo
 
 
 def stage_with(model: Model, stage: int, values: Mapping[str, Tensor]) -> nn.Module:
-    """The module of a stage, with these values, by name. The caller keeps what the modules that were given had."""
+    """The module of a stage, with these values, by name, of which buffers and frozen ones are copied.
+
+    Trained are the parameters whose value requires a gradient. The caller keeps what the modules that were given had.
+    """
     module = _Builder(model, stage, 0, None).build()
     for name, tensor in own_tensors(module).items():
+        value = values[name].detach() if values[name].requires_grad else values[name].clone()
         if tensor.is_meta:
-            replace_tensors(module, {id(tensor): like(tensor, values[name])})
+            replace_tensors(module, {id(tensor): like(tensor, value)})
         else:
-            tensor.data = values[name]
+            tensor.data = value
+            if tensor.is_leaf:
+                tensor.requires_grad_(values[name].requires_grad)
     return module
 
 

@@ -25,7 +25,10 @@ def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         for part in parts
     ]
     data = [
-        (x, x.data) for part in parts for x in (*part._parameters.values(), *part._buffers.values()) if x is not None
+        (x, x.data, x.requires_grad)
+        for part in parts
+        for x in (*part._parameters.values(), *part._buffers.values())
+        if x is not None
     ]
     try:
         yield
@@ -36,8 +39,10 @@ def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name, content in entries.items():
                 attributes[name].clear()
                 attributes[name].update(content)
-        for x, memory in data:
+        for x, memory, requires_grad in data:
             x.data = memory
+            if x.is_leaf:  # else a forward has made a buffer a part of its graph
+                x.requires_grad_(requires_grad)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:

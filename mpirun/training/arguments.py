@@ -91,6 +91,7 @@ def make_recipe(
     lr: float | Callable[[int], float] | None,
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
     clip: float | None,
+    elementwise: bool = False,
 ) -> Recipe:
     """The optimizer, its rate and clipping, as `Engine` takes them; UsageError if one is wrong or two conflict."""
     if lr is not None and scheduler is not None:
@@ -121,7 +122,7 @@ def make_recipe(
     of_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     factory: Factory = (lambda named: made([entry.parameter for entry in named])) if of_class else made
     recorded = {"clip": None if clip is None else float(clip), "lr": float(lr) if is_number else None}  # type: ignore[arg-type]
-    return Recipe(factory, rate, scheduler, clip, "", recorded)
+    return Recipe(factory, rate, scheduler, clip, "", recorded, elementwise)
 
 
 def check_options(

@@ -102,6 +102,7 @@ class Engine:
                   that count. The loss and the metrics of a step are then means over that
     optimizer     a class, such as torch.optim.Adam, or a list of NamedParameters -> a torch optimizer of them all;
                   None: torch.optim.AdamW
+    elementwise   the optimizer steps element by element, so that it may step pieces; known of torch's own classes
     lr            the learning rate of all parameter groups, or a function of the step, counted from 0; None: those of
                   the optimizer
     scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step
@@ -138,6 +139,7 @@ class Engine:
         stages: int | None = None,
         microbatches: int | None = None,
         optimizer: Optimizers | None = None,
+        elementwise: bool = False,
         lr: float | Callable[[int], float] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         clip: float | None = None,
@@ -182,7 +184,7 @@ class Engine:
             self._shapes, self._weights_directory, recipe = together(self.comm, lambda: (
                 Shapes(self.comm, buckets),
                 None if weights is None else directory_of("weights, if the module does not have them itself", weights),
-                make_recipe(optimizer, lr, scheduler, clip),
+                make_recipe(optimizer, lr, scheduler, clip, elementwise),
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(self.comm, lambda: check_new(directory_of("export", export)))

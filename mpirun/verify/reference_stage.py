@@ -38,9 +38,7 @@ class ReferenceStage:
         if (values := start.get(model.model_stage(index))) is None:
             self.module = build_stage(model, index, setup.seed)
         else:
-            self.module = stage_with(
-                model, index, {name: x.detach() if x.requires_grad else x.clone() for name, x in values.items()}
-            )
+            self.module = stage_with(model, index, values)
         before = [stage.local for stage in earlier]
         self.local: LocalStage = LocalStage(self.module, index, shape, setup.device, owned_parts=(-1,), earlier=before)
         # All layers: trials of other shapes may have found more that draw than that of the first.

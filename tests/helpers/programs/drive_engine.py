@@ -376,19 +376,6 @@ def told() -> Any:
     return [told, [path.name.split(".")[0] for path in (FOLDER / "events").iterdir()] if WORLD.rank == 0 else []]
 
 
-class Alone(torch.optim.Optimizer):
-    """Divides by the norm of a parameter's whole gradient, so that steps of its pieces differ."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1e-4})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter -= group["lr"] * parameter.grad / parameter.grad.norm()
-
-
 def predictions() -> Any:
     """Whether an untrained model predicts the same as in one process, under every schedule in FOLDER/predict."""
     found = {}
@@ -507,13 +494,6 @@ def sentences() -> Any:
 
         return call
 
-    def rates() -> None:
-        run = engine(lr=lambda step: 0.1 + (step and WORLD.rank == 2))
-        try:
-            train(run, run.loader(DATA, 2), 2)
-        finally:
-            run.close()
-
     def ragged(step: int, microbatch: int, rng: Any) -> tuple[Tensor, Tensor]:
         return of_lengths((6 + 3 * (microbatch == 5),))(step, microbatch, rng)
 
@@ -525,31 +505,8 @@ def sentences() -> Any:
         finally:
             run.close()
 
-    class Counting(torch.optim.SGD):
-        """Keeps a number and slow weights in attributes, a tensor in its groups, and a state of no parameter."""
-
-        def step(self, closure: Any = None) -> None:
-            self._calls = getattr(self, "_calls", 0) + 1
-            for group in self.param_groups:
-                group["count"] = group.get("count", torch.zeros(1)) + 1
-                self.slow = {"weights": [parameter.detach() / 2 for parameter in group["params"]]}
-            self.state["t"] = 1
-            super().step()
-
-    def by_stage(named: Sequence[mpirun.NamedParameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p.parameter for p in named], 0.2 if named[0].name.startswith("stage3.") else 0.1)
-
-    def saved_with(made: Any) -> Callable[[], Any]:
-        def call() -> None:
-            options = {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1)}
-            run = engine(optimizer=lambda named: made([p.parameter for p in named], 0.1), **options)
-            try:
-                train(run, run.loader(DATA, 2), 1)
-                run.save(FOLDER / "counted")
-            finally:
-                run.close()
-
-        return call
+    def two_rates(named: Sequence[mpirun.NamedParameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p.parameter], "lr": 0.2 / len(p.shape)} for p in named])
 
     last = WORLD.rank == 3  # alone it is given other options
     settings = argparse.Namespace(momentum=0.1 * last, rank=WORLD.rank)
@@ -571,7 +528,6 @@ def sentences() -> Any:
         "loss_weight": (lambda target: 1.0) if last else (lambda target: 2.0),
     }
     mistakes: dict[str, Callable[[], Any]] = {
-        "kept elsewhere": saved_with(Counting),
         "device": lambda: mpirun.Engine(file, modules(), device="tpu", **plain),
         "lengths": loader(TensorDataset(INPUTS[: 20 + WORLD.rank], TARGETS[: 20 + WORLD.rank])),
         "forwards": lambda: mpirun.Engine(str(FOLDER / "forward.json"), modules(), **plain),
@@ -582,16 +538,12 @@ def sentences() -> Any:
         "other ranks": lambda: mpirun.Engine(program(2), modules(), **plain),
         "threads": lambda: mpirun.Engine(file, modules(), threads=0, **plain),
         "wrong stages": lambda: mpirun.Engine(file, modules(3), **plain),
-        "rate of a rank": rates,
         "export to what is there": lambda: mpirun.Engine(file, modules(), export=FOLDER, **plain),
         "clip": lambda: mpirun.Engine(file, modules(), clip=-1.0, **plain),
         "autocast": lambda: mpirun.Engine(file, modules(), autocast="fp8", **plain),
         "lr and scheduler": lambda: mpirun.Engine(file, modules(), lr=1.0, scheduler=lambda o: o, **plain),
         "left out": stepped(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named[1:]], 0.1)),
-        "rates of groups": stepped(lr=0.1, optimizer=by_stage),
-        "optimizers of copies": stepped(
-            scheme="ddp", optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1 + WORLD.rank // 3)
-        ),
+        "rates of groups": stepped(lr=0.1, optimizer=two_rates),
         "no optimizer": stepped(optimizer=lambda named: 3),
         "closure": stepped(optimizer=lambda named: torch.optim.LBFGS([p.parameter for p in named])),
         "weights": lambda: mpirun.Engine(file, modules(), weights=modules()[0].state_dict(), **plain),
@@ -599,10 +551,7 @@ def sentences() -> Any:
         "no loader": refused_at_once("predict", 5),
         "no loader on some ranks": refused_at_once("evaluate", 3 if WORLD.rank else [(INPUTS, TARGETS)]),
         "plateau": stepped(scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)),
-        "pieces": stepped(scheme="fsdp-shards", optimizer=lambda named: Alone([p.parameter for p in named])),
-        "muon": stepped(
-            scheme="fsdp-shards", optimizer=lambda named: torch.optim.Muon([p.parameter for p in named])
-        ),
+        "pieces": stepped(scheme="fsdp-shards", optimizer=torch.optim.Adafactor),
         "metric": stepped(loss=lambda output, target: (mse_loss(output, target), {"shape": output})),
         "different data": stepped(data=unseeded),
         "different data later": unseeded_later,
@@ -630,8 +579,6 @@ def sentences() -> Any:
         mistakes[f"other {name}"] = lambda name=name: mpirun.Engine(
             file, modules(), **{**plain, name: given_by_rank[name]}
         )
-    if not hasattr(torch.optim, "Muon"):
-        del mistakes["muon"]
     return {name: said(mistake) for name, mistake in mistakes.items()}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.functional import mse_loss
 from mpirun.comm.device import Device
 from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
 from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.recipe import NamedParameter, Recipe, check_steps_pieces
+from mpirun.engine.recipe import ELEMENTWISE, NamedParameter, Recipe
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import part_slices, pieces
 from mpirun.model.contract import Model
@@ -161,7 +160,7 @@ class Counting(torch.optim.SGD):
 DIVIDED = pytest.mark.parametrize("divided", ["into parts", "into tensor shards", "not"])
 
 
-def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer]) -> Optimizer:
+def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer], elementwise: bool = False) -> Optimizer:
     """The optimizer of a linear layer whose weight has an attribute; the rank owns parts of it, a shard, or all."""
     shard = Shard(0, 2) if divided == "into tensor shards" else UNSHARDED
     module = ColumnParallelLinear(4, 8, shard)
@@ -170,13 +169,11 @@ def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer]) ->
     shape = StageShape((), ("weight", "bias"), sharded_dims=sharded_dims(module))
     parts = {"parts": (0, 1, 2), "owned_parts": (0, 1)} if divided == "into parts" else {"owned_parts": (-1,)}
     stage = LocalStage(module, 0, shape, Device(), **parts)
-    return Optimizer(Recipe(factory), model, {0: stage})
+    return Optimizer(Recipe(factory, elementwise=elementwise), model, {0: stage})
 
 
 @DIVIDED
 def test_an_optimizer_sees_the_attributes_of_parameters(divided):
-    """Where they are divided, on the small parameter too on which it is tried."""
-
     def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         for entry in named:
             assert vars(entry.parameter) == ({"kind": "matrix"} if entry.name == "stage0.weight" else {})
@@ -187,85 +184,62 @@ def test_an_optimizer_sees_the_attributes_of_parameters(divided):
 
 @DIVIDED
 def test_what_an_optimizer_keeps_for_a_part_has_its_shape_or_is_not_saved(divided):
-    optimizer = optimizer_of(divided, lambda named: Counting([entry.parameter for entry in named], 0.1))
+    optimizer = optimizer_of(divided, lambda named: Counting([entry.parameter for entry in named], 0.1), True)
     (unit, parameters), *_ = optimizer.parameters.items()
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.by_unit[unit].step(0)
-    part = re.escape(
-        f"of shape (1,), for a part of stage0.weight, of shape {tuple(parameters[0].shape)}: for such a part "
+    refused = pytest.raises(
+        UsageError,
+        match=r"^the optimizer keeps 'calls' for stage0.weight, of shape \(1,\): checkpoints have .* \(for a",
     )
-    refused = pytest.raises(UsageError, match=f"^the optimizer keeps calls, {part}")
     with contextlib.nullcontext() if divided == "not" else refused:
         optimizer.check_saved()
 
 
-class TrustRatio(torch.optim.SGD):
-    """Steps the parameters of some groups by their norm."""
+@DIVIDED
+def test_other_classes_than_torch_s_elementwise_ones_step_pieces_if_the_user_says_so(divided):
+    def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
+        return Counting([entry.parameter for entry in named], 0.1)
 
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad *= parameter.norm() / parameter.grad.norm() if group["adapts"] else 1
-        super().step()
-
-
-class ClipsEach(torch.optim.SGD):
-    """Clips the gradient of each parameter."""
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad *= min(5 / float(parameter.grad.norm()), 1)
-        super().step()
+    why = "^several ranks divide stage0.weight, and Counting is none of torch.optim's classes that step element by ele"
+    with contextlib.nullcontext() if divided == "not" else pytest.raises(UsageError, match=why):
+        optimizer_of(divided, factory)
+    assert optimizer_of(divided, factory, elementwise=True).by_unit
 
 
-class StepsTheSmall(torch.optim.SGD):
-    """Leaves out parameters whose gradient is not small."""
+@DIVIDED
+def test_pieces_have_the_options_of_the_whole(divided):
+    """Groups are often chosen by the dimensions of a parameter, and a flat piece has one."""
 
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad *= float(parameter.grad.norm()) < 0.003
-        super().step()
+    def grouped(sizes: Callable[[NamedParameter], torch.Size]) -> Callable[..., torch.optim.Optimizer]:
+        def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
+            decay = {True: {"weight_decay": 0.1}, False: {}}
+            return torch.optim.SGD([{"params": [x.parameter], **decay[len(sizes(x)) > 1]} for x in named], 0.1)
 
+        return factory
 
-def grouped(**options: Any) -> Any:
-    """A factory with two groups of other options; `by`: which parameters are in the second."""
-    by = options.pop("by")
-
-    def factory(named: Any) -> torch.optim.Optimizer:
-        print("makes groups")
-        groups = [{"params": [x.parameter for x in named if not by(x)]}]
-        groups.append({"params": [x.parameter for x in named if by(x)], **options})
-        return torch.optim.SGD(groups, 0.1, momentum=0.9)
-
-    return factory
+    assert optimizer_of(divided, grouped(lambda x: x.shape)).by_unit
+    refused = pytest.raises(UsageError, match="have other options for pieces of parameters, as of stage0")
+    with refused if divided == "into parts" else contextlib.nullcontext():
+        optimizer_of(divided, grouped(lambda x: x.parameter.shape))
 
 
-def alone(kind: Any) -> Any:
-    """A factory that says which group has the parameter whose name is b."""
-    return lambda named: kind([{"params": [x.parameter], "adapts": x.name == "b"} for x in named], 0.1)
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_torch_s_elementwise_optimizers_step_pieces_as_the_whole(kind):
+    """In every release of torch, so that this list stays right."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(6, 4), torch.randn(3, 6, 4) * torch.tensor([1, 1e-3, 1e3])[:, None, None]
 
+    def stepped(x: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        parameter = torch.nn.Parameter(x.clone())
+        optimizer = kind([parameter], weight_decay=0.1) if kind is not torch.optim.Rprop else kind([parameter])
+        for gradient in given:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        return parameter.detach()
 
-HAS_ROWS = {"by": lambda x: x.parameter.dim() > 1}
-PIECEWISE: dict[str, tuple[Any, float | None, str | None]] = {
-    "the lr of matrices": (grouped(lr=0.5, **HAS_ROWS), None, "SGD has another lr for pieces of a than for the whole"),
-    "which a run sets": (grouped(lr=0.5, **HAS_ROWS), 0.1, None),
-    "their decay": (grouped(weight_decay=1e-6, **HAS_ROWS), 0.1, "SGD has another weight_decay for pieces of a than "),
-    "that of all with rows": (grouped(weight_decay=0.1, lr=0.5, by=lambda x: len(x.shape) > 1), None, None),
-    "entries that are not read": (grouped(elements=0, **HAS_ROWS), None, None),
-    "a later parameter": (alone(TrustRatio), None, "TrustRatio steps pieces of b differently from the whole"),
-    "clipping": (alone(ClipsEach), None, "ClipsEach steps pieces of a differently from the whole"),
-    "small gradients": (alone(StepsTheSmall), None, "StepsTheSmall steps pieces of a differently from the whole"),
-}
-
-
-@pytest.mark.parametrize("case", PIECEWISE)
-def test_an_optimizer_steps_pieces_as_the_whole_or_is_refused(case, capsys):
-    """And nothing that its factory prints is seen."""
-    factory, rate, why = PIECEWISE[case]
-    recipe, tried = Recipe(factory, None if rate is None else lambda step: rate), set[str]()
-    with contextlib.nullcontext() if why is None else pytest.raises(UsageError, match=f"^the optimizer {why}"):
-        for name in ("a", "b"):
-            piece = NamedParameter(name, torch.nn.Parameter(torch.zeros(8)), torch.Size((4, 4)), False)
-            check_steps_pieces(recipe, piece, None, tried)
-    assert not capsys.readouterr().out
+    pieces = [
+        stepped(x, of_x) for x, of_x in zip(start.view(-1).split(12), gradients.view(3, 2, 12).unbind(1), strict=True)
+    ]
+    assert torch.equal(torch.cat(pieces).view(6, 4), stepped(start, gradients))

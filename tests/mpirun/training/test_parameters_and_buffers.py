@@ -61,21 +61,6 @@ for scheme in ("gpipe", "ddp", "pipedream"):
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "pipedream"])
-def test_a_rank_whose_script_freezes_a_parameter_between_steps_ends_all_with_one_sentence(tmp_path, scheme, scripts):
-    script = """
-modules = [torch.nn.Linear(4, 4) for _ in range(2)]
-with mpirun.Engine(sys.argv[2], modules, stages=2, microbatches=2, loss=mse_loss, lr=0.1, timeout=60) as run:
-    run.step((x, x))
-    if run.rank == 1:
-        modules[1].bias.requires_grad_(False)
-    run.step((x, x))
-"""
-    (done,) = scripts(2, [[SAVING + script, tmp_path, scheme]])
-    (line,) = [line for line in done.err.splitlines() if line.startswith("mpirun: ")]
-    assert (done.code, line.partition(", but")[0]) == (2, "mpirun: requires_grad of stage1.bias has become False")
-
-
 def test_modules_that_share_a_parameter_train_it_as_one(scripts):
     """Given as a list, as children of a Sequential, one of which may come twice, or tied by only some of its names."""
     script = """

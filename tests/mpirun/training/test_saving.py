@@ -333,8 +333,8 @@ def weights(step):
     (file,) = (folder / "last" / f"step-{step:08}").glob("weights*")
     return load_file(file)["stage0.weight"]
 def exchanged(run):
-    for parameters in run.session.interpreter.optimizer.parameters.values():
-        for parameter in parameters:
+    for stage in run.session.interpreter.stages.values():
+        for parameter in stage.parameters:
             exec(sys.argv[2])
 for unsaved in (False, True):
     with engine() as run:
