@@ -21,7 +21,6 @@ from schedgen.schemes import (
     ddp,
     dualpipe_v,
     fsdp,
-    fslpp,
     gpipe,
     hanayo,
     interleaved_1f1b,
@@ -60,7 +59,10 @@ SCHEMES: dict[str, BuiltIn] = {
     "gpipe": BuiltIn(gpipe),
     "1f1b": BuiltIn(one_f_one_b),
     "lpp": BuiltIn(lpp),
-    "fslpp": BuiltIn(fslpp),
+    "fslpp": BuiltIn(lpp, {"fully_sharded": True}, """\
+Fully sharded looped pipeline: lpp's placement of jobs, every stage has one owner.
+w(s, b, d) = (h(s, s), h(s, b)), h(s, b) = (R b mod W) + (s mod R)   [Rahimi 2025, "Formal definitions"]
+n: depth-first, greedy"""),
     "interleaved-1f1b": BuiltIn(interleaved_1f1b),
     "depth-first": BuiltIn(breadth_first, {"order": "depth-first"}, """\
 Depth-first: v stages a worker, and whoever is free takes the oldest microbatch.
