@@ -127,8 +127,8 @@ lint: venv
 # weight shards on all workers; TENSOR has two stages of four substages each, in two tensor shards. BUFFERS, with two
 # weight buffers, has 12 microbatches: with 8, every update would use the first version. NAME.graph is the stage
 # graph of NAME's model. The schedules in forward/ contain only forwards.
-ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush pipedream
-TWO_STAGES := interleaved-1f1b interleaved-zb looped-bfs depth-first breadth-first hanayo zb-v v-half v-min dualpipe-v
+ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream
+TWO_STAGES := interleaved-1f1b interleaved-zb depth-first breadth-first hanayo zb-v v-half v-min dualpipe-v
 TIED       := 1f1b-tied
 REPLICAS   := 1f1b-rr
 SHARDED    := fsdp-sharded

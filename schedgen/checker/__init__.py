@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from schedgen.analysis import Memory, analyse
 from schedgen.checker.buffers import rule_2, rule_7, rule_8
-from schedgen.checker.collectives import rule_6
 from schedgen.checker.deadlock import rule_4
 from schedgen.checker.gradient_sums import rule_5, ties_entered_once
 from schedgen.checker.jobs import rule_1
-from schedgen.checker.messages import rule_3
+from schedgen.checker.messages import rule_3, rule_6
 from schedgen.checker.proof import RULES, Proof
 from schedgen.checker.tensor_shards import check_copies, rule_10, rule_11
 from schedgen.checker.weight_versions import rule_9

@@ -1,9 +1,15 @@
-"""Rule 3: every SEND has its RECV or FETCH_W, every receive its SEND."""
+"""Rules 3 and 6: messages and collectives, each entered by all who take part in it."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from schedgen.analysis.messages import entries
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import RECEIVERS, SENDERS
+from schedgen.ir.instructions import EXCHANGED
+from schedgen.util.arrays import Numbers
+from schedgen.util.errors import clip
 
 
 def rule_3(proof: Proof) -> None:
@@ -24,3 +30,34 @@ def rule_3(proof: Proof) -> None:
     if not received or (sent and sent < received):
         proof.refuse(3, send[0], f"rank {peer[send[0]]} never receives this")
     proof.refuse(3, receive[0], f"rank {peer[receive[0]]} never sends this")
+
+
+def rule_6(proof: Proof) -> None:
+    """Refuse a rank whose collectives differ from those of its group's first member, or come in another order."""
+    for group, rows in entries(proof.program):
+        members = proof.header.groups[group]
+        for row in rows[~np.isin(proof.rank[rows], members)][:1]:
+            proof.refuse(6, int(row), f"this rank is not in group {group}, {clip(str(list(members)))}")
+        starts = np.searchsorted(proof.rank[rows], members)
+        ends = np.searchsorted(proof.rank[rows], members, side="right")
+        names, first = _names_in_collectives(proof, rows), np.arange(starts[0], ends[0])
+        if (ends - starts == len(first)).all():
+            by_member = names.reshape(len(names), len(members), len(first))
+            if (by_member == by_member[:, :1]).all():
+                continue  # one by one only to name what differs
+        for rank, start, end in zip(members, starts, ends, strict=True):
+            entered = np.arange(start, end)
+            both = min(len(first), len(entered))
+            for k in np.flatnonzero((names[:, first[:both]] != names[:, entered[:both]]).any(axis=0))[:1]:
+                line = proof.where(int(rows[first[k]]))
+                proof.refuse(6, int(rows[entered[k]]), f"in place of this, rank {members[0]} enters line {line}")
+            if len(first) != len(entered):
+                longer, absent = (first, rank) if len(first) > len(entered) else (entered, members[0])
+                proof.refuse(6, int(rows[longer[both]]), f"rank {absent} of group {group} does not enter this")
+
+
+def _names_in_collectives(proof: Proof, rows: Numbers) -> Numbers:
+    """What the members of a collective must agree on, shape (5, rows): shards enter a sum under their own stage."""
+    of_shards, stages = np.isin(proof.kind[rows], EXCHANGED), (proof.stage[rows], proof.via[rows])
+    stage, via = (np.where(of_shards, proof.header.model_stage(each), each) for each in stages)
+    return np.stack([proof.op[rows], proof.kind[rows], stage, proof.mb[rows], via])

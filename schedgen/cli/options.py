@@ -175,7 +175,6 @@ class SealOptions:
 class StatsOptions(Form, InputFile):
     """stats: a schedule, and what its jobs take."""
 
-    cycles: bool = switch("--cycles", "print instead the jobs that start together, a line for each time")
     cost: Mapping[str, float] | None = option(
         "--cost F=1,B=2", "durations; default: those in the file", costs, group="costs"
     )

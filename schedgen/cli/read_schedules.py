@@ -34,12 +34,12 @@ from schedgen.report.draw.colours import TRANSFER_COLOURS
 from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
-from schedgen.report.stats_table import cycle_line, named_numbers, stats_table
+from schedgen.report.stats_table import named_numbers, stats_table
 from schedgen.report.torch_csv import as_torch_csv, lost_in_csv, refused_by_torch
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
-from schedgen.simulator.stats import clock_cycles, stats
+from schedgen.simulator.stats import stats
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.errors import RefusedFile, UsageError, note, number_of, one_line
 from schedgen.util.files import display_name, is_standard_output, open_output, read_bytes, read_text
@@ -74,20 +74,13 @@ def run_seal(options: SealOptions) -> int:
 
 
 def run_stats(options: StatsOptions) -> int:
-    """Print a schedule's numbers, or the cycles of its jobs, or the seconds of a run."""
+    """Print a schedule's numbers, or the seconds of a run."""
     program = checked(options.file)
-    if options.cycles and options.measured:
-        raise UsageError("--cycles are those of a simulation: leave --measured out")
     cost, machine = _read_profile(options, program) or (options.cost, None)
     if options.measured:
         numbers = run_numbers(program, _read_trace(options.measured, program))
         shown = {key: value for key, value in numbers.items() if key != "profile"}
         print(json.dumps(numbers, indent=1) if options.json else named_numbers(shown))
-        return 0
-    if options.cycles:
-        cycles = clock_cycles(program, cost)
-        text = json.dumps([cycle._asdict() for cycle in cycles]) if options.json else "\n".join(map(cycle_line, cycles))
-        print(text)
         return 0
     numbers = stats(program, cost, machine)
     print(json.dumps(numbers, indent=1) if options.json else stats_table(numbers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,11 +112,9 @@ def place_jobs(
     check_jobs(stages, microbatches, directions * shards * (fourth_axis or [1])[0])
     weights, compute = evaluate("w", scheme.w, shape, values=2)
     for array in (weights, compute):
-        if not np.issubdtype(array.dtype, np.integer):
-            whole = [_is_int64(value) for value in array.flat]
-            if not all(whole):
-                wrong = at_job(array, whole.index(False))
-                raise UsageError(f"w must return whole numbers, not {array.dtype} ({wrong}): use // instead of /")
+        if array.dtype.kind == "f":
+            wrong = f"{array.dtype} ({at_job(array, 0)})"
+            raise UsageError(f"w must return whole numbers, not {wrong}: use // instead of /")
     weights, compute = weights.astype(np.int64), compute.astype(np.int64)
     if takes_part:
         for job in np.flatnonzero(compute != compute[..., :1])[:1]:
@@ -164,28 +161,10 @@ def _part_owners(weights: Ints, counts: Sequence[int], takes_part: bool, workers
 def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) -> NDArray[Any]:
     """n evaluated on every job, (D, S, B)."""
     (n,) = evaluate("n", scheme.n, (stages, microbatches, directions), values=1)
-    is_plain = np.issubdtype(n.dtype, np.number) and np.isrealobj(n)
-    good = np.isfinite(n) if is_plain else np.array([_is_finite(value) for value in n.flat])
+    good = np.isfinite(n)
     if not good.all():
         raise UsageError(f"n must return finite numbers, not {at_job(n, int(np.argmin(good)))}")
-    if not is_plain:
-        try:
-            np.argsort(n, axis=None)
-        except TypeError as error:
-            raise UsageError(f"n must return numbers that can be compared: {error}") from None
     return np.ascontiguousarray(n.transpose(2, 0, 1))
-
-
-def _is_int64(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and bool(-(2**63) <= value < 2**63)
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether a number of any type, for example a Fraction, has a place among all finite numbers."""
-    try:
-        return bool(np.isrealobj(value) and -math.inf < value < math.inf)
-    except (TypeError, ArithmeticError):  # a type that has no order; Decimal("NaN")
-        return False
 
 
 def caps(scheme: Scheme, stages: int) -> Numbers | None:

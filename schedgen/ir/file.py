@@ -8,6 +8,7 @@ Every number is checked against the header's sizes before anything is built from
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import json
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS, Instruction
 from schedgen.ir.limits import MOST_ROWS, Limits
-from schedgen.ir.line_codec import LONGEST_LINE, NO_COMMA, State, read_lines, write_lines
+from schedgen.ir.line_codec import CLOSE, LAST, State, read_lines, write_lines
 from schedgen.ir.program import Program, Rows, rows
 from schedgen.ir.validate_header import Wrong, read_header, read_limits
 from schedgen.ir.validate_instruction import instruction
@@ -34,6 +35,7 @@ from schedgen.util.progress import counted
 VERSION = 1
 CHUNK = 2**16  # rows written at a time
 MOST_LINE = 2**27  # bytes of a line of the header
+MOST_SHOWN = 256  # bytes of a wrong line that are read as an instruction: twice as many as the longest has
 MOST_HEADER = 2**28  # bytes of a header, where each line counts 64 bytes more
 
 _PROGRAMS = ' "programs": ['
@@ -46,19 +48,17 @@ def write(program: Program, out: BinaryIO) -> None:
     """Write a projected program as one canonical file."""
     digest = hashlib.sha256()
 
-    def put(data: bytes | memoryview) -> None:
+    def put(data: bytes) -> None:
         digest.update(data)
         out.write(data)
 
     put("".join(f"{line}\n" for line in header_lines(program.header)).encode("ascii"))
-    buffer = np.empty(min(len(program), CHUNK) * LONGEST_LINE, np.uint8)
     with counted("write", len(program), " instructions") as done:
         for rank, (begin, end) in enumerate(itertools.pairwise(program.bounds.tolist())):
             put(b"  [\n")
             for first in range(begin, end, CHUNK):
                 last = min(first + CHUNK, end)
-                size = write_lines(program.rows, first, last, last == end, buffer)
-                put(buffer[:size].data)
+                put(write_lines(program.rows.take(slice(first, last)), last == end))
                 done(last - first)
             put(b"  ],\n" if rank + 1 < program.header.workers else b"  ]\n")
     put(b" ],\n")
@@ -237,8 +237,14 @@ class _Lines:
         self.rest += data
         return bool(data)
 
-    def take(self, size: int, count: int) -> None:
-        """Take the next `size` bytes, which are `count` whole lines."""
+    def whole(self) -> bytes:
+        """The whole lines that are read from the source, but not taken yet."""
+        return self.rest[: self.rest.rfind(b"\n") + 1]
+
+    def take(self, count: int) -> None:
+        """Take the next `count` lines, which are read already."""
+        feeds = np.flatnonzero(np.frombuffer(self.rest, np.uint8) == ord("\n"))
+        size = int(feeds[count - 1]) + 1 if count else 0
         self.digest.update(memoryview(self.rest)[:size])
         self.rest = self.rest[size:]
         self.number += count
@@ -260,16 +266,16 @@ def _read_programs(lines: _Lines, limits: Limits) -> Rows:
     with counted("read", None, " instructions") as done:
         while state.rank < limits.workers:
             more = lines.read_block()
-            taken = read_lines(np.frombuffer(lines.rest, np.uint8), state, limits)
+            taken = read_lines(lines.whole(), state, limits)
+            if taken is None or not (more and len(lines.rest) <= 2 * BLOCK):
+                raise _wrong_line(lines, state, limits)
             state = taken.state
             for column, block in zip(blocks, taken.rows.columns(), strict=True):
-                column.append(block.copy())  # releases arrays that were allocated for the shortest lines
+                column.append(block)
             length += len(taken.rows.op)
             if length > MOST_ROWS:
                 raise lines.refuse(f"more than {MOST_ROWS} instructions: too many")
-            lines.take(taken.bytes, taken.lines)
-            if taken.wrong or not more or len(lines.rest) > BLOCK:
-                raise _wrong_line(lines, state, limits)
+            lines.take(taken.lines)
             done(len(taken.rows.op))
     if next(lines) != " ],":
         raise lines.refuse("the programs should end here, with ' ],'")
@@ -277,17 +283,23 @@ def _read_programs(lines: _Lines, limits: Limits) -> Rows:
 
 
 def _wrong_line(lines: _Lines, state: State, limits: Limits) -> RefusedFile:
-    """The error to raise for the next line, which `write` would not write."""
-    rank, line = state.rank, next(lines)
-    if not state.inside:
+    """The error to raise for the first of the next lines that `write` would not write."""
+    whole = lines.whole()
+    ends = [match.end() for match in re.finditer(b"\n", whole)]
+    good = bisect.bisect_left(ends, True, key=lambda end: read_lines(whole[:end], state, limits) is None)
+    before = read_lines(whole[: ends[good - 1]] if good else b"", state, limits)
+    assert before is not None
+    lines.take(before.lines)
+    rank, line = before.state.rank, next(lines)
+    if before.state.line == CLOSE:
         return lines.refuse(f"the program of rank {rank} should begin here, with '  ['")
     if line.startswith("  ]"):
         end = "  ]," if rank + 1 < limits.workers else "  ]"
         reason = "a comma stands before this end of its list" if line == end else f"its list should end with '{end}'"
         return lines.refuse(f"rank {rank}: {reason}")
-    if state.before == NO_COMMA:
+    if before.state.line == LAST:
         return lines.refuse(f"rank {rank}: a comma is missing at the end of the line before, or this is its end")
-    item = line.removesuffix(",")[: 2 * LONGEST_LINE]
+    item = line.removesuffix(",")[:MOST_SHOWN]
     try:
         instruction(json.loads(item), limits)
     except (ValueError, RecursionError) as error:

@@ -22,12 +22,13 @@ CHUNKS = (2, 4, 8)  # stages a worker, for schemes that go round the workers sev
 STAGES = (1, 2, 4, 8, 16, 32, 64)  # for schemes that put any number of stages on a worker
 # Both kinds are also tried with a stage a layer, up to 64 stages or 8 a worker.
 
-# Scheme -> stages a worker. Left out are depth-first, which is lpp with one group, pipedream-flush, which is 1f1b,
-# and pipedream and pipedream-2bw, which do not train the same because they do not flush.
+# Scheme -> stages a worker. Left out are depth-first, which is lpp with one group, and pipedream and pipedream-2bw,
+# which do not train the same because they do not flush.
 PIPELINES = {
-    **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "zb-h2", "chimera"), (1,)),
+    "gpipe": (1, *CHUNKS),
+    **dict.fromkeys(("1f1b", "zb-h1", "zb-h2", "chimera"), (1,)),
     **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), (2,)),
-    **dict.fromkeys(("interleaved-1f1b", "interleaved-zb", "looped-bfs", "breadth-first", "hanayo"), CHUNKS),
+    **dict.fromkeys(("interleaved-1f1b", "interleaved-zb", "breadth-first", "hanayo"), CHUNKS),
 }
 GROUPED = {"lpp": "ddp", "fslpp": "fsdp"}  # scheme with groups -> its name if each worker is a group
 SEARCHED = (*PIPELINES, *GROUPED, *GROUPED.values(), "1f1b-rr")

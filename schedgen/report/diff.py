@@ -10,7 +10,7 @@ import numpy as np
 from schedgen.ir.file import CHUNK, header_entries, line_of
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
-from schedgen.ir.line_codec import LONGEST_LINE, write_lines
+from schedgen.ir.line_codec import write_lines
 from schedgen.ir.program import Program, Rows, concatenate
 from schedgen.report.patience_match import patience_match
 from schedgen.simulator.stats import stats
@@ -179,10 +179,8 @@ def _codes(table: Rows) -> Numbers:
 
 def _lines(both: Rows, merged: _Merged, shown: Numbers) -> Iterator[str]:
     """The rows `shown` as text, each after its sign."""
-    buffer = np.empty(min(len(shown), CHUNK) * LONGEST_LINE, np.uint8)
     for begin in range(0, len(shown), CHUNK):
         part = shown[begin : begin + CHUNK]
-        size = write_lines(both.take(merged.row[part]), 0, len(part), True, buffer)
-        listed = buffer[:size].tobytes().decode("ascii").split("\n")
+        listed = write_lines(both.take(merged.row[part]), True).decode("ascii").split("\n")
         for sign, line in zip(merged.sign[part].tolist(), listed, strict=False):
             yield _SIGN[sign] + line.strip(" ,")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from schedgen.ir.instructions import KIND_NAME, KIND_WORDS, Kind
-from schedgen.simulator.stats import Cycle
 from schedgen.util.text_table import aligned
 
 
@@ -54,11 +53,6 @@ def named_numbers(numbers: Mapping[str, Any]) -> str:
         if not isinstance(value, list):
             lines.append(f"{key.replace('_', ' '):22}{_short(value)}")
     return "\n".join(lines)
-
-
-def cycle_line(cycle: Cycle) -> str:
-    """The time of a clock cycle, and its jobs."""
-    return f"{_short(cycle.time):9} {', '.join(f'{d}({s}, {b})' for d, s, b in cycle.jobs)}"
 
 
 def _short(value: object) -> str:

@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 
 from schedgen.ir.limits import check_jobs
 from schedgen.schemes import (
+    breadth_first,
     chimera,
     ddp,
     dualpipe_v,
     fsdp,
-    fslpp,
     gpipe,
     hanayo,
     interleaved_1f1b,
     interleaved_zb,
-    looped_bfs,
     lpp,
     one_f_one_b,
     pipedream_2bw,
@@ -60,17 +59,16 @@ SCHEMES: dict[str, BuiltIn] = {
     "gpipe": BuiltIn(gpipe),
     "1f1b": BuiltIn(one_f_one_b),
     "lpp": BuiltIn(lpp),
-    "fslpp": BuiltIn(fslpp),
+    "fslpp": BuiltIn(lpp, {"fully_sharded": True}, """\
+Fully sharded looped pipeline: lpp's placement of jobs, every stage has one owner.
+w(s, b, d) = (h(s, s), h(s, b)), h(s, b) = (R b mod W) + (s mod R)   [Rahimi 2025, "Formal definitions"]
+n: depth-first, greedy"""),
     "interleaved-1f1b": BuiltIn(interleaved_1f1b),
-    "looped-bfs": BuiltIn(looped_bfs),
-    "depth-first": BuiltIn(looped_bfs, {"order": "depth-first", "mode": "greedy"}, """\
+    "depth-first": BuiltIn(breadth_first, {"order": "depth-first"}, """\
 Depth-first: v stages a worker, and whoever is free takes the oldest microbatch.
 w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "One code to schedule them all"; S = vW]
 n: oldest microbatch first, greedy"""),
-    "breadth-first": BuiltIn(looped_bfs, {"mode": "greedy"}, """\
-Breadth-first: v stages a worker, and whoever is free takes the oldest stage.
-w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "One code to schedule them all"; S = vW]
-n: oldest stage first, greedy"""),
+    "breadth-first": BuiltIn(breadth_first),
     "zb-h1": BuiltIn(zb_h1),
     "zb-h2": BuiltIn(zb_h1, {"h": 2}, """\
 ZB-H2: as ZB-H1, but more forwards warm up, at twice 1F1B's memory.
@@ -87,10 +85,6 @@ n: a building block repeated every 6 jobs and squeezed, W jobs in the gaps, stri
     "dualpipe-v": BuiltIn(dualpipe_v),
     "chimera": BuiltIn(chimera),
     "hanayo": BuiltIn(hanayo),
-    "pipedream-flush": BuiltIn(one_f_one_b, {}, """\
-PipeDream-Flush: another name of 1F1B, from the paper on PipeDream-2BW.
-w(s, b, d) = (s mod W, s mod W)   [Narayanan et al. 2021, "Memory-efficient pipeline-parallel training"; W <= S]
-n(s, b, F) = s + 2b, n(s, b, B) = 2S - 1 - s + 2b, strict"""),
     "1f1b-rr": BuiltIn(round_robin),
     "pipedream": BuiltIn(round_robin, {"updates": "stash"}, """\
 PipeDream: 1F1B-RR without a flush; every backward is followed by a step, which makes a new version of the weights.

@@ -5,7 +5,6 @@ n: depth-first, greedy
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from schedgen.schemes.orders import depth_first
@@ -15,15 +14,11 @@ from schedgen.util.errors import NeedsOption, UsageError
 PARAMETERS = ("workers", "groups")
 
 
-def scheme(sizes: Sizes, name: str) -> Scheme:
-    """The scheme for W = G R workers, which `sizes` must give, with R <= S and G <= B."""
-    W, G, h = grouped(name, sizes)
-    n = depth_first(sizes)
-    return Scheme(name, W, lambda s, b, d: (h(s, b), h(s, b)), n, "depth-first", "greedy", parameters={"groups": G})
+def scheme(sizes: Sizes, name: str, fully_sharded: bool = False) -> Scheme:
+    """The scheme for W = G R workers, which `sizes` must give, with R <= S and G <= B; UsageError if they do not fit.
 
-
-def grouped(name: str, sizes: Sizes) -> tuple[int, int, Callable[[Any, Any], Any]]:
-    """W, G and h of a scheme with G groups of R = W/G workers; UsageError if sizes do not fit."""
+    `fully_sharded`: every stage has one owner.
+    """
     if sizes.workers is None or sizes.groups is None:
         raise NeedsOption(f"{name} needs --workers W and --groups G")
     W, G = sizes.workers, sizes.groups
@@ -38,4 +33,11 @@ def grouped(name: str, sizes: Sizes) -> tuple[int, int, Callable[[Any, Any], Any
         raise UsageError(
             f"{name} gives every group at least one microbatch: {G} groups do not fit {sizes.microbatches} microbatches"
         )
-    return W, G, lambda s, b: (R * b % W) + (s % R)
+
+    def h(s: Any, b: Any) -> Any:
+        return (R * b % W) + (s % R)
+
+    def w(s: Any, b: Any, d: Any) -> Any:
+        return h(s, s if fully_sharded else b), h(s, b)
+
+    return Scheme(name, W, w, depth_first(sizes), "depth-first", "greedy", parameters={"groups": G})

@@ -1,5 +1,5 @@
 """1F1B: GPipe's placement; a worker starts backwards as soon as it can, so few activations are alive.
-w(s, b, d) = (s mod W, s mod W)   [PipeDream, section 3.2, with a flush; W <= S]
+w(s, b, d) = (s mod W, s mod W)   [PipeDream, section 3.2, with a flush: PipeDream-Flush; W <= S]
 n(s, b, F) = s + 2b, n(s, b, B) = 2S - 1 - s + 2b, strict
 """
 

@@ -1,8 +1,8 @@
 """The contract of a scheme: two functions, w (where jobs run) and n (which goes first), and its optional settings.
 
 Functions are called on open grids: s has shape (S, 1, 1), b (1, B, 1) and d (1, 1, D), and what they return is
-broadcast to (S, B, D). A w that takes a fourth argument has grids of four axes. A function that fails on arrays, or
-gives single jobs other numbers, is called job by job, which is slower.
+broadcast to (S, B, D). A w that takes a fourth argument has grids of four axes. A function that raises on arrays is
+called job by job, which is slower. They should be pure functions of their arguments.
 """
 
 from __future__ import annotations

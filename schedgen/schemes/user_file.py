@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
 import functools
 import importlib.util
-import itertools
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -30,7 +27,6 @@ _OPTIONAL: Mapping[str, type | tuple[type, ...]] = {  # what a file may define b
 _OPTIONS: Mapping[str, type | tuple[type, ...]] = {  # of compile, which a file might be thought to have
     "cost": dict, "memory_limit": int, "recompute": (list, tuple, str),
 }  # fmt: skip
-TRIED = 64  # single jobs on which a function for arrays is tried besides the corners: all of a small schedule
 
 
 def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
@@ -71,13 +67,13 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
             raise UsageError(f"{path.name} takes no --{name}: none of its functions has a keyword argument {name}")
 
     def bound(function: Function | None) -> Function | None:
-        return None if function is None else _aside(_checked(bind_sizes(function, options)))
+        return None if function is None else _aside(bind_sizes(function, options))
 
     return Scheme(
         name=path.stem,
         workers=sizes.workers,
-        w=_aside(_checked(bind_sizes(module.w, options))),
-        n=n if n is no_order else _aside(_checked(bind_sizes(n, options))),
+        w=_aside(bind_sizes(module.w, options)),
+        n=n if n is no_order else _aside(bind_sizes(n, options)),
         order=path.stem,
         mode=settings.mode,
         split=settings.split,
@@ -173,88 +169,6 @@ def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return called
-
-
-class OtherNumbers(Exception):
-    """A function gives other numbers for arrays than for single jobs, as `b in array` does, or int64 that overflows.
-
-    `varies`: whether those for arrays differ from job to job, for each array that the function returns.
-    """
-
-    def __init__(self, varies: Sequence[bool]) -> None:
-        """`varies`: as above."""
-        super().__init__()
-        self.varies = varies
-
-
-def _checked(function: Function) -> Function:
-    """The function; called with arrays, it raises OtherNumbers if a single job of `_tried` gets other numbers.
-
-    `~mask` and tables of uint8 count otherwise with Python's ints: arrays of these decide or, where they do not give
-    ints, int64, which may overflow. A function that fails on Python's ints, as s.max() does, is for arrays alone.
-    """
-
-    @functools.wraps(function)
-    def called(*job: Any) -> Any:
-        returned = function(*job)
-        if isinstance(job[0], np.ndarray):
-            shape = np.broadcast_shapes(*(grid.shape for grid in job))
-            with contextlib.suppress(ValueError):  # of another shape: evaluate() says so
-                columns = [np.broadcast_to(np.asarray(column), shape) for column in _columns(returned)]
-                if any(_differ(function, at, [column[at] for column in columns]) for at in _tried(shape)):
-                    raise OtherNumbers([bool(np.any(column != column.flat[0])) for column in columns])
-        return returned
-
-    return called
-
-
-def _differ(function: Function, job: tuple[int, ...], numbers: Sequence[Any]) -> bool:
-    """Whether the function, called for a single job, gives other numbers."""
-    with contextlib.redirect_stdout(None), contextlib.suppress(Exception, SystemExit), np.errstate(all="ignore"):
-        small = False  # whether a small type may be at work: its numbers take no large ints
-        try:
-            single = _columns(function(*job))
-            if len(single) != len(numbers) or all(map(_same, single, numbers)):
-                return len(single) != len(numbers)
-        except OverflowError as error:
-            small = error.args[0] != errno.ERANGE  # else a float is infinite in NumPy
-        try:
-            with np.errstate(over="raise"):  # else a small type may overflow, and become a Python int
-                returned = _columns(function(*(np.full((1,) * len(job), index, object) for index in job)))
-            exact = [one.item() if isinstance(one, np.ndarray | np.generic) else one for one in returned]
-            if all(isinstance(one, int | float) for one in exact):
-                return not all(map(_same, exact, numbers))
-        except OverflowError as error:
-            if not small and error.args[0] != errno.ERANGE:
-                return True
-        except Exception:  # such as FloatingPointError, or that of an object as an index
-            pass
-        try:
-            with np.errstate(over="raise" if small else "ignore"):
-                return not all(map(_same, _columns(function(*map(np.int64, job))), numbers))
-        except FloatingPointError:
-            return True
-    return False
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two numbers are equal, or floats that are but for rounding; nan is nan."""
-    exact = isinstance(one, int | np.integer) and isinstance(other, int | np.integer)
-    return bool(one == other or (one != one and other != other) or (not exact and math.isclose(one, other)))
-
-
-def _columns(returned: Any) -> Sequence[Any]:
-    return returned if isinstance(returned, (tuple, list)) else (returned,)
-
-
-def _tried(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All jobs if they are at most `TRIED`, else so many, spread evenly by multiples of the golden ratio, and the first
-    and the last along each axis in all combinations.
-    """
-    jobs = math.prod(shape)
-    flat = range(jobs) if jobs <= TRIED else (int(number * 0.6180339887498949 % 1 * jobs) for number in range(TRIED))
-    spread = (tuple(map(int, np.unravel_index(index, shape))) for index in flat)
-    return itertools.chain(spread, itertools.product(*({0, length - 1} for length in shape)))
 
 
 def _edges(

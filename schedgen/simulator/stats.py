@@ -2,13 +2,13 @@
 
 schedgen/README.md explains them: "Costs" and, for versions of weights, "Updates without a flush". Times are those of
 `simulate` with messages that take no time, as Rahimi 2025 assumes ("we assume that transmission latencies can be
-hidden"). `clock_cycles` lists the jobs that start together.
+hidden").
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -71,34 +71,6 @@ def most_weights(numbers: Mapping[str, Any]) -> float:
     """Of the numbers of `stats`: the weights of a worker at the most, in stages, of its own and foreign copies."""
     most: float = max(worker["weight_storage"] + worker["peak_memory"]["weight"] for worker in numbers["workers"])
     return most
-
-
-class Cycle(NamedTuple):
-    """The jobs that start together."""
-
-    time: int | float
-    jobs: list[tuple[str, int, int]]  # direction, stage, microbatch; by worker
-
-
-def clock_cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> list[Cycle]:
-    """The cycles of a checked, projected program in the order of time, in the units of `cost` (default: the file's).
-
-    Messages take no time. Where all jobs take one unit, as GPipe's forwards do, these are the cycles that its authors
-    count. An unsplit backward among split ones is B; a RECOMPUTE is a part of its backward.
-    """
-    table = program.rows
-    run = simulate(program, program.header.cost if cost is None else cost)
-    rows = program.rows_of(*LETTER)
-    start = run.start[rows]
-    order = np.lexsort((rows, start))
-    shortest = float((run.end[rows] - start).min())
-    first = np.flatnonzero(np.append(True, np.diff(start[order]) > 1e-6 * shortest))  # rounding makes no new cycle
-    cycles = []
-    for together in np.split(rows[order], first[1:]):
-        columns = (column[np.sort(together)].tolist() for column in (table.op, table.stage, table.mb))
-        jobs = [(LETTER[Op(op)], stage, mb) for op, stage, mb in zip(*columns, strict=True)]
-        cycles.append(Cycle(_plain(float(run.start[together].min())), jobs))
-    return cycles
 
 
 def _plain(value: float) -> int | float:

@@ -35,7 +35,7 @@ class MpirunWarning(UserWarning):
 
 
 class SlowScheme(UserWarning):
-    """A scheme's w or n fails on arrays, or gives them other numbers, so it is called for every job."""
+    """A scheme's w or n fails on arrays, so it is called for every job."""
 
 
 def note(sentence: object) -> None:

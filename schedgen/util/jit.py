@@ -6,8 +6,8 @@ After that it is compiled, once per machine where numba can write its cache to d
 bit for bit.
 
 numba also compiles every NumPy function that a kernel calls, and compiles a kernel a second time for a variable that
-is initialized with a constant. So the kernels that every command needs, which read a file and follow, prove and
-simulate it, allocate no arrays and take such initial values as arguments.
+is initialized with a constant. So the kernels that every command needs, which follow, prove and simulate a
+schedule, allocate no arrays and take such initial values as arguments.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.simulate import simulate
 from schedgen.util.jit import compiled_always
 
-SCHEMES = {"1f1b": 1, "gpipe": 1, "interleaved-1f1b": 2, "looped-bfs": 2}  # stages a worker
+SCHEMES = {"1f1b": 1, "gpipe": 1, "interleaved-1f1b": 2}  # stages a worker
 
 
 class Result(NamedTuple):

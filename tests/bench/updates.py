@@ -23,7 +23,7 @@ from ranks import mpi, schedgen
 SCHEDULES = {
     "pipedream": ["pipedream"],
     "pipedream, vertical sync": ["pipedream", "--updates", "vertical"],
-    "pipedream-flush": ["pipedream-flush"],
+    "pipedream-flush": ["1f1b"],
 }
 QUICK = "--quick" in sys.argv
 STAGES, MICROBATCHES, STEPS = (2, 2, 2) if QUICK else (4, 8, 200)

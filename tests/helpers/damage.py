@@ -100,8 +100,8 @@ NORM = {"op": "NORM"}
 
 
 ONE_STAGE_A_WORKER = (
-    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "pipedream-flush", "1f1b-rr",
-    "pipedream", "pipedream-2bw",
+    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "1f1b-rr", "pipedream",
+    "pipedream-2bw",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from examples import ASKED
 from processes import ROOT
 
 # Golden schedules whose programs are those of another one.
-ALIKE = {"pipedream-flush": "1f1b", "lpp-g4": "ddp", "fslpp-g4": "fsdp", "looped-bfs": "breadth-first"}
+ALIKE = {"lpp-g4": "ddp", "fslpp-g4": "fsdp"}
 EVERY = sorted({path.stem for path in (ROOT / "traces").glob("*.json")} - ALIKE.keys())
 MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",

@@ -37,8 +37,8 @@ settings.register_profile(
 settings.load_profile("schedgen")
 
 FOUR_STAGES = (
-    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "pipedream-flush", "1f1b-rr",
-    "pipedream", "pipedream-2bw",
+    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "1f1b-rr", "pipedream",
+    "pipedream-2bw",
 )  # fmt: skip
 # Compiled with W=4, S=4, B=8, the sizes of the pictures in Rahimi 2025.
 GOLDEN = {

@@ -7,12 +7,10 @@ RECV to an earlier place (`receive_early`) keeps that true. `free` comes last, o
 
 from __future__ import annotations
 
-from schedgen.compiler.passes.gradient_reduction import gradient_reduction
+from schedgen.compiler.passes.gradient_reduction import gradient_reduction, tied_gradients
 from schedgen.compiler.passes.optimizer_step import optimizer_step
-from schedgen.compiler.passes.receive_early import receive_early
-from schedgen.compiler.passes.send_recv import send_recv
+from schedgen.compiler.passes.send_recv import receive_early, send_recv
 from schedgen.compiler.passes.shard_allreduce import shard_allreduce
-from schedgen.compiler.passes.tied_gradients import tied_gradients
 from schedgen.compiler.passes.weight_fetch import weight_fetch
 from schedgen.compiler.passes.weight_versions import weight_versions
 

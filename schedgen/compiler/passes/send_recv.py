@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import defining_rows, next_compute
+from schedgen.compiler.passes.find_rows import defining_rows, earlier_compute, next_compute
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
@@ -88,3 +88,26 @@ def transfers(
     ops = np.tile(np.array([Op.SEND, receive], np.int8), len(source))
     twice = {name: np.repeat(column, 2) for name, column in buffer.items()}
     return rows(ops, rank, kind=kind, peer=peer, **twice), np.repeat(after, 2)
+
+
+def receive_early(program: Program, placed: PlacedScheme) -> Program:
+    """The program with every RECV moved directly before the rank's compute instruction `prefetch` jobs earlier.
+
+    So it is posted before the message leaves. All RECVs of a rank move by the same number of its jobs, and stay in
+    order. Weight fetches are early enough already: `weight_fetch` places them as early as its slots allow.
+    """
+    if not placed.options.prefetch:
+        return program
+    receives = program.rows_of(Op.RECV)
+    behind = earlier_compute(program, receives, placed.options.prefetch) - 1
+    stays = ~program.is_one_of(Op.RECV)
+    kept_until = np.zeros(len(program) + 1, np.int32)  # by row + 1: how many of the rows up to it stay
+    kept_until[1:] = np.cumsum(stays)
+    after = kept_until[behind + 1]
+    order = np.argsort(after, kind="stable")
+    places = after[order] + np.arange(len(receives))
+    is_moved = np.zeros(len(program), bool)
+    is_moved[places] = True
+    source = np.empty(len(program), np.int64)  # by new row: its old row
+    source[places], source[~is_moved] = receives[order], np.flatnonzero(stays)
+    return Program(program.header, program.rows.take(source))

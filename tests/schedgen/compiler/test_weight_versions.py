@@ -23,7 +23,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.file import parse, read
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.limits import Limits
-from schedgen.ir.line_codec import BRACKET, State, read_lines
+from schedgen.ir.line_codec import OPEN, State, read_lines
 from schedgen.ir.program import Program
 from schedgen.ir.validate_instruction import instruction
 from schedgen.report.chakra import dependencies
@@ -562,9 +562,8 @@ def slow(line, sizes):
 
 def fast(line, sizes):
     """What the reader of lines reads, or None, from the second line of rank 0's list."""
-    data = np.frombuffer(f"   {line}\n".encode(), np.uint8)
-    taken = read_lines(data, State(0, True, BRACKET), Limits(*sizes))
-    return None if taken.wrong else Program(None, taken.rows).instruction(0)
+    taken = read_lines(f"   {line}\n".encode(), State(0, OPEN), Limits(*sizes))
+    return taken and Program(None, taken.rows).instruction(0)
 
 
 LINES = st.one_of(

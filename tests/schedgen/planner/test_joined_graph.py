@@ -102,7 +102,7 @@ def test_a_plan_of_a_graph_takes_what_plan_says_with_that_graph(run, refused, tm
     profile, graph, path = (tmp_path / name for name in ("profile.json", "graph.json", "plan.json"))
     profile.write_text(json.dumps(COSTS | {"activation": [6, 5, 4, 3, 2, 1], "apart": [*range(1, 8)], "tied": 8}))
     graph.write_text(json.dumps({"stages": 6, "edges": SKIPS, "apart": [0, 2], "tied": [[0, 5]]}))
-    options = ("--workers", 2, "--microbatches", 4, "--schemes", "looped-bfs", "--graph", graph)
+    options = ("--workers", 2, "--microbatches", 4, "--schemes", "gpipe", "--graph", graph)
     best = json.loads(run("plan", profile, *options, "--json", "-o", path).out)["schedules"][0]
     for command, name in (("simulate", "makespan"), ("stats", "peak_bytes")):
         numbers = json.loads(run(command, path, "--profile", profile, "--graph", graph, "--json").out)

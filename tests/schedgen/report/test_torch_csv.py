@@ -64,7 +64,7 @@ def test_what_is_written_is_read_as_the_same_schedule(scheme, actions, golden, r
 # torch's schedules, and the names of those that are also schemes of ours.
 TORCH = {
     "ScheduleInterleaved1F1B": "interleaved-1f1b",
-    "ScheduleLoopedBFS": "looped-bfs",
+    "ScheduleLoopedBFS": "breadth-first",
     "ScheduleInterleavedZeroBubble": "interleaved-zb",
     "ScheduleZBVZeroBubble": "zb-v",
     "ScheduleDualPipeV": "dualpipe-v",
@@ -82,7 +82,7 @@ def test_torchs_own_csv_reads_checks_and_simulates(name, golden, run, tmp_path):
     expected = numbers(run, ours)
     for what in ("latency", "bubble", "own_window_bubble", "peak_activations", "messages"):
         assert result[what] == expected[what], what
-    if TORCH[name] != "looped-bfs":  # whose backwards torch takes last microbatch first
+    if TORCH[name] != "breadth-first":  # whose backwards torch takes last microbatch first
         theirs, of_ours = (json.loads(path.read_text())["programs"] for path in (file, ours))
         assert theirs == of_ours
 

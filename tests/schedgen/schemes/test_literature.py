@@ -18,7 +18,7 @@ from schedgen.simulator.stats import stats
 
 TABLE = json.loads((Path(__file__).parents[2] / "data" / "literature.json").read_text())
 TWO_STAGES = (
-    "interleaved-1f1b", "looped-bfs", "depth-first", "breadth-first", "interleaved-zb", "zb-v", "v-half", "v-min",
+    "interleaved-1f1b", "depth-first", "breadth-first", "interleaved-zb", "zb-v", "v-half", "v-min",
     "dualpipe-v", "hanayo",
 )  # fmt: skip
 

@@ -69,9 +69,9 @@ WRONG = {
     "w: a Fraction": (
         w("from fractions import Fraction; return int(s), Fraction(int(b), 3)"),
         [],
-        "whole numbers, not object (Fraction(0, 1) for (s=0, b=0, d=F))",
+        "w(s=0, b=0, d=F) must return numbers, not (0, Fraction(0, 1))",
     ),
-    "w: huge for one job": (w("return s, 10**30 if (int(s), b, d) == (1, 2, 1) else 0"), [], "0 for (s=1, b=2, d=B)"),
+    "w: huge for one job": (w("return s, 10**30 if (int(s), b, d) == (1, 2, 1) else 0"), [], "w must return numbers"),
     "w: raises": (w("return s, (0, 1, 2)[int(s)]"), [], "w(s=3, b=0, d=F) raised IndexError"),
     "w: raises in two lines": (w("raise ValueError('one\\ntwo')"), [], "w(s=0, b=0, d=F) raised ValueError: one"),
     "w: never returns": (w("return w(s, b, d)"), [], "raised RecursionError"),
@@ -88,18 +88,8 @@ WRONG = {
         [],
         "nan for (s=1, b=2, d=B)",
     ),
-    "n: NaN for one job, a Decimal": (
-        n("from decimal import Decimal; return Decimal('NaN' if (int(s), b, d) == (1, 2, 1) else b)"),
-        [],
-        "finite numbers, not Decimal('NaN') for (s=1, b=2, d=B)",
-    ),
-    "n: Fractions beside long doubles": (
-        n("from fractions import Fraction; import numpy; return Fraction(int(b)) if d else numpy.longdouble(b)"),
-        [],
-        "n must return numbers that can be compared",
-    ),
     "n: infinity": (n("return b * float('inf')"), [], "finite"),
-    "n: complex": (n("return b * 1j"), [], "finite numbers"),
+    "n: complex": (n("return b * 1j"), [], "must return numbers"),
     "n: a string": (n("return 'soon'"), [], "must return numbers, not 'soon'"),
     "n: a mask": (
         n("import numpy; return numpy.ma.masked_equal(0 * (b + d) + s, 1)"),
@@ -416,28 +406,6 @@ def n(s, b, d):
     assert all("np.where" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    ("n", "same"),
-    [
-        ("Fraction(int(b), 3) + int(d)", "b + 3 * d"),
-        ("b * Fraction(1, 3) + d", "b + 3 * d"),
-        ("Decimal(int(b)) / 4 + int(d)", "b + 4 * d"),
-        ("10**30 * (b + 3 * d)", "b + 3 * d"),
-        ("10**18 - int(b) if d == 0 else 2e18", "100 * d - b * (1 - d)"),
-    ],
-)
-def test_numbers_that_no_other_array_holds_are_compared_exactly(n, same, scheme, compiled):
-    imports = "from decimal import Decimal\nfrom fractions import Fraction\n"
-    results = [compiled(scheme(f"{imports}def n(s, b, d): return {text}")) for text in (n, same)]
-    assert json.loads(results[0].out)["programs"] == json.loads(results[1].out)["programs"]
-
-
-def test_w_may_look_workers_up_in_an_array_of_objects(scheme, compiled):
-    tables = [f"import numpy\nTABLE = numpy.array([0, 1, 1, 0], {kind})\n" for kind in ("object", "int")]
-    results = [compiled(scheme(f"{table}def w(s, b, d): return TABLE[s], TABLE[s]")) for table in tables]
-    assert json.loads(results[0].out)["programs"] == json.loads(results[1].out)["programs"]
-
-
 def test_files_of_one_name_may_have_dataclasses(tmp_path, compiled):
     """Dataclasses look up the types of their fields in the module that defines them."""
     results = []
@@ -483,74 +451,24 @@ def test_the_papers_definitions_are_one_liners(scheme, compiled, golden):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right", "notes"),
+    "text",
     [
-        ("def w(s, b, d): return s, 1 if b in {} else 0", None, "w"),
-        ("def w(s, b, d): return s, (s + (1 if b in {} else 0)) % 4", None, "w"),
-        ("def n(s, b, d): return -1 if b in {} else b", None, "n"),
-        ("def n(s, b, d): return np.where(d == 0, b + s - 50 * (b in {}), b + 8 - s)", None, "n"),
-        ("def n(s, b, d): return b + s - 9 * ((s > 0) & (s < 3) & (b > 0) & (b < 69)) * (b in {})", None, "n"),
-        ("def n(s, b, d): return -(2**b)", "def n(s, b, d): return -b", "n"),
-        ("def n(s, b, d): return (1 << 60) + b * (1 if b in {} else -1)", None, "n"),
-        ("def n(s, b, d): return 2**b + d", "def n(s, b, d): return 2 ** int(b) + d", "n"),
-        ("def n(s, b, d): return 3**b % 7 * 999 + b", "def n(s, b, d): return pow(3, int(b), 7) * 999 + b", "n"),
-        ("def n(s, b, d): return 3**b % 7 / 2 + b", "def n(s, b, d): return pow(3, int(b), 7) / 2 + b", "n"),
-        (
-            "def n(s, b, d): return np.where(d == 0, 3**b % 7 * 999 + b, b)",
-            "def n(s, b, d): return pow(3, int(b), 7) * 999 + b if d == 0 else b",
-            "n",
-        ),
-        ("split = True\ndef unsplit_backward(s, b): return (b in {}) | (s < 0)", None, "unsplit_backward"),
-        ("def w(s, b, d): return s + 1 if np.ndim(s) else (s, s)", "def w(s, b, d): return s, s", "w"),
+        "def w(s, b, d): return s, 1 if b in {} else 0",
+        "def w(s, b, d): return s, (s + (1 if b in {} else 0)) % 4",
+        "def n(s, b, d): return -1 if b in {} else b",
+        "def n(s, b, d): return np.where(d == 0, b + s - 50 * (b in {}), b + 8 - s)",
+        "split = True\ndef unsplit_backward(s, b): return (b in {}) | (s < 0)",
+        "def n(s, b, d): return b + (s.max() - s) * (d == 1)",
+        "def n(s, b, d): return np.argsort(np.argsort(np.ravel(b * 8 + s + d))).reshape(np.shape(b + s + d))",
     ],
 )
-def test_what_numpy_answers_for_all_jobs_at_once_is_asked_for_each(wrong, right, notes, scheme, compiled):
-    """`b in array` is one answer for all microbatches, and int64 wraps, without an error."""
-    array, numbers = "__import__('numpy').array([66])", "[66]"
-    own, expected = (
-        compiled(scheme(f"import numpy as np\n{text}"), "--workers", 4, microbatches=70)
-        for text in (wrong.format(array), right or wrong.format(numbers))
-    )
-    assert json.loads(own.out)["programs"] == json.loads(expected.out)["programs"]
-    said = [line.split(" gives arrays other numbers, ")[0] for line in own.err.splitlines()]
-    assert said == [f"schedgen: note: {notes}"] * bool(notes)
-
-
-def test_the_last_microbatch_is_tried(scheme, compiled):
-    """The only one for which int64 wraps."""
-    own = compiled(scheme("def n(s, b, d): return 2**b * 4 + (d != 0) * 2 + s"), stages=2, microbatches=62)
-    assert own.err.startswith("schedgen: note: n gives arrays other numbers, ")
-    right = compiled(scheme("def n(s, b, d): return b * 4 + (d != 0) * 2 + s"), stages=2, microbatches=62)
-    assert json.loads(own.out)["programs"] == json.loads(right.out)["programs"]
-
-
-def test_what_is_infinite_in_numpy_alone_is_right_for_arrays(scheme, compiled):
-    """Python's floats raise OverflowError."""
-    own, right = (
-        compiled(
-            scheme(f"import numpy as np\n@np.errstate(over='ignore')\ndef n(s, b, d): return {n}"),
-            stages=2,
-            microbatches=1100,
-        )
-        for n in ("np.minimum(2.0**b, 99) + s + d", "np.minimum(2.0 ** np.minimum(b, 9), 99) + s + d")
-    )
-    assert own.err == "" and json.loads(own.out)["programs"] == json.loads(right.out)["programs"]
-
-
-@pytest.mark.parametrize(
-    ("n", "said"),
-    [
-        ("b * 2**62 + np.where(d == 0, s, 7 - s)", "n(s=0, b=2, d=F) raised OverflowError: "),
-        (
-            "np.argsort(np.argsort(np.ravel(b * 8 + s + d))).reshape(np.shape(b + s + d))",
-            "n gives each single job 0, ",
-        ),
-    ],
-)
-def test_numbers_that_only_arrays_have_are_refused(n, said, scheme, compiled):
-    """What wraps in int64 is too large for a single job, and the rank of a single job is 0."""
-    result = compiled(scheme(f"import numpy as np\ndef n(s, b, d): return {n}"))
-    assert result.code == 2 and result.err.startswith(f"schedgen: {said}"), result.err
+def test_what_arrays_answer_for_all_jobs_at_once_is_refused(text, scheme, compiled, refused):
+    """`b in array` is one answer for all microbatches; with a list it raises, and jobs are asked one by one."""
+    arrays, numbers = (text.replace("{}", b) for b in ("np.array([66])", "[66]"))
+    own = compiled(scheme(f"import numpy as np\n{arrays}"), "--workers", 4, microbatches=70)
+    assert " for this job alone, but another in arrays of all jobs: " in refused(own, 2)
+    if numbers != arrays:
+        assert compiled(scheme(f"import numpy as np\n{numbers}"), "--workers", 4, microbatches=70).code == 0
 
 
 @pytest.mark.parametrize("n", ["RATES[s] * b + 1000 * d", "(b + d) * RATES[s]"])
@@ -564,30 +482,20 @@ def test_tables_of_small_numbers_are_counted_with_as_arrays_count(kind, n, schem
     assert own.out == wide.out and own.err == wide.err == ""
 
 
-@pytest.mark.parametrize(
-    ("arrays", "jobs"),
-    [
-        ("(d == 0) * s + ~(d == 0) * (9 - s)", "s if d == 0 else 9 - s"),
-        ("b + (s.max() - s) * (d == 1)", "b + (3 - s if d == 1 else 0)"),
-        ("np.arange(s.size)[s] + b", "s + b"),
-        ("b * 99999 * np.float16(1) + s", "b * 99999 + s"),
-        ("b * 99 * np.uint8(9) + s", "b * 99 + s"),
-    ],
-)
-def test_numpy_s_own_arithmetic_is_right_for_arrays(arrays, jobs, scheme, compiled):
-    """`~True` is -2 for a single job, and ints have neither max nor size."""
+def test_numpy_s_own_arithmetic_is_right_for_arrays(scheme, compiled):
+    """`~True` is -2 for Python's numbers."""
     own, one_by_one = (
-        compiled(scheme(f"import numpy as np\ndef n(s, b, d): return {n}"), "--mode", "greedy", stages=4)
-        for n in (arrays, jobs)
+        compiled(scheme(f"def n(s, b, d): return {n}"), "--mode", "greedy", stages=4)
+        for n in ("(d == 0) * s + ~(d == 0) * (9 - s)", "s if d == 0 else 9 - s")
     )
     assert own.err == "" and json.loads(own.out)["programs"] == json.loads(one_by_one.out)["programs"]
 
 
-def test_a_large_schedule_s_function_is_tried_on_few_jobs(scheme, compiled):
+def test_a_large_schedule_s_function_is_compared_on_few_jobs(scheme, compiled):
     """Such as one that makes its table in every call."""
     n = "import sys\ndef n(s, b, d):\n    sys.stderr.write('called ')\n    return b + 2.5 * s + d"
     result = compiled(scheme(n), microbatches=1000)
-    assert result.code == 0 and result.err == "called " * 73
+    assert result.code == 0 and result.err == "called " * 65
 
 
 def test_a_number_that_is_none_is_named_not_compared(scheme, compiled):

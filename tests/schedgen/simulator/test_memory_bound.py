@@ -16,7 +16,8 @@ from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 
-PLACEMENTS = {"zb-h1": 1, "zb-v": 2, "looped-bfs": 2, "chimera": 1}  # stages a worker: chain, V, loop, both directions
+# Stages a worker: chain, V, loop, both directions.
+PLACEMENTS = {"zb-h1": 1, "zb-v": 2, "breadth-first": 2, "chimera": 1}
 PROBLEMS = 50 if ASKED else 20  # of each placement
 
 

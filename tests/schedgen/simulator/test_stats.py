@@ -143,38 +143,3 @@ def test_the_table_has_what_json_says_is_received_by_kind(run, golden, tmp_path)
         owned, away, *received = map(int, row.split()[3:])
         assert received == list(worker["receives"].values()) and sum(received)
         assert (owned, away) == (worker["weight_storage"], worker["weight_uses_away_from_home"])
-
-
-# What torchgpipe's _clock_cycles(5, 3) gives: (microbatch, partition)
-TORCHGPIPE = [
-    [(0, 0)],
-    [(1, 0), (0, 1)],
-    [(2, 0), (1, 1), (0, 2)],
-    [(3, 0), (2, 1), (1, 2)],
-    [(4, 0), (3, 1), (2, 2)],
-    [(4, 1), (3, 2)],
-    [(4, 2)],
-]
-
-
-@pytest.mark.parametrize("cost", ["F=1,B=1", "F=0.1,B=0.2"])
-def test_cycles_of_gpipe_are_those_of_torchgpipe(run, tmp_path, cost):
-    path = tmp_path / "gpipe.json"
-    assert run("compile", "gpipe", "--stages", 3, "--microbatches", 5, "-o", path) == (0, "", "")
-    result = run("stats", path, "--cycles", "--json", "--cost", cost)
-    cycles = [[tuple(job) for job in one["jobs"]] for one in json.loads(result.out)]
-    assert [[(b, s) for _, s, b in jobs] for jobs in cycles[:7]] == TORCHGPIPE
-    assert {d for jobs in cycles[:7] for d, _, _ in jobs} == {"F"}
-    assert [[(b, s) for _, s, b in jobs] for jobs in cycles[7:]] == [  # the last partition first
-        sorted(jobs, key=lambda job: job[1]) for jobs in ([(b, 2 - s) for b, s in one] for one in TORCHGPIPE)
-    ]
-    text = run("stats", path, "--cycles").out.splitlines()
-    assert text[2] == "2         F(0, 2), F(1, 1), F(2, 0)" and len(text) == 14
-
-
-def test_cycles_are_of_a_simulation(run, refused, tmp_path):
-    path = tmp_path / "zb.json"
-    assert run("compile", "zb-h1", "--stages", 2, "--microbatches", 2, "--recompute", "all", "-o", path).code == 0
-    assert run("stats", path, "--cycles").out.startswith("0         F(0, 0)\n1         F(0, 1), F(1, 0)\n")
-    words = refused(run("stats", path, "--cycles", "--measured", path), 2)
-    assert words == "schedgen: --cycles are those of a simulation: leave --measured out"

@@ -91,16 +91,6 @@ def test_both_ways_refuse_alike(monkeypatch):
     assert len(refusals) >= 4  # of the rules
 
 
-def test_numbers_of_every_size_are_read_alike(monkeypatch):
-    """256 and 65536 are where narrow integers would overflow."""
-    sizes = Sizes(1, 300)
-    file = io.BytesIO()
-    write(compile(load("gpipe", sizes), sizes), file)
-    first, second = both(monkeypatch, lambda: read(io.BytesIO(file.getvalue()), "file")[0])
-    assert all((a == b).all() for a, b in zip(first.rows, second.rows, strict=True))
-    assert first.rows.mb.max() == 299
-
-
 def test_a_kernel_is_compiled_when_its_work_adds_up(monkeypatch):
     monkeypatch.setattr(schedgen.util.jit, "SMALL", 10)
 

@@ -298,7 +298,7 @@ def test_a_limit_that_built_in_schemes_leave_no_room_under():
         workspace={"I": [3, 3, 3, 3, 2, 3], "W": [9, 9, 0, 0, 8, 0]},
     )  # fmt: skip
     cost = {"F": [8, 8, 1, 5, 9, 4], "B": [8.39, 6.1, 7.64, 1.46, 4.57, 8.67]}
-    scheme = load("looped-bfs", sizes)._replace(edges=edges, per_consumer=(2,))
+    scheme = load("gpipe", sizes)._replace(edges=edges, per_consumer=(2,))
     best = search_order(Question(scheme, sizes, cost, machine, Limits(bytes=76)), 3)
     assert best.value < 183
 

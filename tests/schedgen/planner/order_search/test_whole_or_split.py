@@ -125,7 +125,7 @@ def test_a_built_in_whole_backward_counts_as_measured_not_as_its_halves():
     cost = {"F": 6, "B": 11, "I": 3, "W": 1}
     dear = {"F": 1, "B": 3, "I": 1, "W": 1}  # dualpipe-v's whole backwards take more than halves
     assert not len(both("dualpipe-v", Sizes(2, 2, 1), dear, budget=1).program.rows_of(Op.BWD))
-    best = both("looped-bfs", Sizes(2, 2, 1), cost, budget=1)
+    best = both("gpipe", Sizes(2, 2, 1), cost, budget=1)
     assert measured(simulate(best.program, cost), False) == best.value == best.bound == 4 * (6 + 3 + 1)
 
 
