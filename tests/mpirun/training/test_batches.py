@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from engine_scripts import SAVING
 
-from mpirun.data.loader import DREW
-
 COLUMN = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
@@ -34,30 +32,6 @@ with mpirun.Engine("1f1b", stages, loss=loss, microbatches=4, verify=True, canon
 """
     (done,) = scripts(2, [[SAVING + script, tmp_path]])
     assert done.code == 0, done.err
-
-
-def test_rank_0_prints_what_only_another_rank_sees_in_the_data(scripts):
-    """That samples draw random numbers, when the rank first reads one in training, and in an evaluation."""
-    script = """
-import random, torch, mpirun
-from torch.nn.functional import mse_loss
-class Rows:
-    def __init__(self, drawn):
-        self.drawn = drawn
-    def __len__(self):
-        return 8
-    def __getitem__(self, index):
-        row = torch.full((4,), random.random() if index in self.drawn else 0.0)
-        return row, row
-with mpirun.Engine("ddp", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
-    run.evaluate(run.loader(Rows([3])))
-    print(f"evaluated on {run.rank}", flush=True)
-    for batch in run.loader(Rows([1])):
-        run.step(batch)
-"""
-    (done,) = scripts(2, [[script]])
-    late, first = done.err.splitlines()
-    assert done.code == 0 and late == f"mpirun: note: {DREW}" and "they are made between the steps" in first
 
 
 CHANGED_DATA = """
