@@ -25,6 +25,7 @@ from mpirun.data.chunks import in_own_memory
 from mpirun.data.load_ahead import items_of, start_worker
 from mpirun.data.microbatches import Microbatch, plain
 from mpirun.data.sampling import Dealt
+from mpirun.data.values import named_leaves
 from schedgen.util.errors import UsageError
 
 
@@ -196,9 +197,9 @@ class Loader(ABC):
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
         """A `Microbatch` from its collated samples; `real`: samples of the step, without padding."""
         data, target = pytree.tree_map(in_own_memory, self.pair(plain(collated)))
-        leaves, structure = pytree.tree_flatten(data)
+        leaves, names = named_leaves(data)
         divisor = real / dealt.real if dealt.real else math.inf
-        return Microbatch(leaves, target, divisor, len(dealt.samples), dealt.padding, structure)
+        return Microbatch(leaves, target, divisor, len(dealt.samples), dealt.padding, names)
 
     def _made(self, items: Dataset[Any], ahead: int, **batches: Any) -> Generator[Any, None, None]:
         """The items that torch's DataLoader makes of `items`; workers prefetch `ahead` of them."""
