@@ -50,6 +50,8 @@ class Checkpoints:
             writer.open(str(saving.directory), None if self.resumed is None else str(self.resumed))
         else:
             other = f"save: this run saves to {self.last.directory}, and a run has one folder: export the best"
+            refuse(comm, saving.directory != self.last.directory, other)
+        self.last = saving
         writer.settings.pop("loader", None)
         if saving.data is not None:
             writer.settings["loader"] = saving.data.state()
