@@ -272,7 +272,7 @@ class Engine:
         microbatch_size  samples of a microbatch; a function's has as many as dimension 0 of what it returns
         shuffle          a new order in every epoch, from `seed` and the epoch; the same for any number of ranks
         seed             None: the run's
-        workers          processes that load samples; 0: a thread
+        workers          processes that load samples ahead; 0: this one loads them, between the steps
         last             what to do with an epoch's last samples if they do not fill a step: "pad" or "drop"
         collate          makes a batch from a list of items; None: torch's default
         """

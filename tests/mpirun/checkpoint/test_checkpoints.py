@@ -291,18 +291,7 @@ def test_old_checkpoints_are_removed(several, schedules, text, tmp_path):
     command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 5]
     ((code, _),) = several(2, [[*command, "--save", tmp_path / "kept", "--every", 1, "--keep", 2]])
     assert code == 0
-    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000005"]
-
-
-def test_a_checkpoint_that_is_damaged_stays_and_does_not_count(several, schedules, text, tmp_path):
-    command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--save", tmp_path]
-    ((code, _),) = several(2, [[*command, "--steps", 3, "--every", 1]])
-    assert code == 0
-    (tmp_path / "step-00000003" / "weights-0.safetensors").write_bytes(b"")
-    again = [*command, "--resume", tmp_path, "--steps", 4, "--keep", 2]
-    ((code, out),) = several(2, [again])
-    assert code == 0 and "resumed after step 2: " in out
-    assert sorted(one.name for one in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (2, 3, 4)]
+    assert sorted(one.name for one in (tmp_path / "kept").glob("step-*")) == ["step-00000004", "step-00000005"]
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, text, tmp_path):
@@ -317,7 +306,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, t
         line,
     )
     assert result.code == 0 and "step 4/4" in result.out
-    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == [f"step-{step:08d}" for step in (1, 2, 4)]
+    assert sorted(one.name for one in (tmp_path / "kept").glob("step-*")) == [f"step-{step:08d}" for step in (1, 2, 4)]
 
 
 # Tied, frozen and other parameters
