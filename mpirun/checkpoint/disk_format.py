@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +59,6 @@ class Manifest(NamedTuple):
     seed: int
     settings: dict[str, Any]  # of the run, as `run_settings` returns them, including step and seed
     files: list[CheckpointFile]
-    skipped: Sequence[Path] = ()  # the folders of newer checkpoints, which are not whole
 
     def entry_files(self, kind: str) -> dict[str, Path]:
         """The file of every entry; `kind`: weights or optimizer."""
@@ -148,14 +147,13 @@ def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequ
     return folder
 
 
-def prune(directory: Path, step: int, keep: int, damaged: Collection[Path] = ()) -> None:
+def prune(directory: Path, step: int, keep: int) -> None:
     """Keep the newest `keep` checkpoints up to a step; remove older ones, and unfinished ones.
 
-    Checkpoints of later steps stay: they are of an earlier run, and this run could not resume from them. Checkpoints
-    that cannot be removed, or are `damaged`, stay, too, and do not count towards `keep`.
+    Checkpoints of later steps stay: this run could not resume from them. Those that cannot be removed stay, too.
     """
     folders = [folder for folder in step_folders(directory) if step_of(folder) <= step and (folder / MANIFEST).exists()]
-    for folder in [folder for folder in folders if folder.resolve() not in damaged][keep:]:
+    for folder in folders[keep:]:
         with contextlib.suppress(OSError):
             _remove(folder)
     remove_unfinished(directory)
@@ -212,9 +210,8 @@ def read_manifest(folder: Path) -> Manifest:
         sound &= all(isinstance(entry, str) for file in files for entry in file.entries)
         sound &= isinstance(settings["optimizer"], str) and isinstance(settings["options"], dict)
         sound &= isinstance(settings.get("groups", {}), dict)  # missing in older checkpoints
-        sound &= all(isinstance(path, str) for path in list(settings.get("inputs", [])))
         sound &= all(type(threads) is int for threads in list(settings["threads"]))
-        sound &= all(isinstance(words, str) for words in [*settings["changed"], *settings["runs"], *settings["sums"]])
+        sound &= all(isinstance(words, str) for words in [*settings["changed"], *settings["sums"]])
         sound &= settings["data"].keys() >= {"text", "microbatches"}
         if not sound or not all(_FILE_NAME.fullmatch(file.name) for file in files):
             raise RefusedFile(f"{path}: damaged")

@@ -37,9 +37,9 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
     """
     directory = Path(resume)
     folders = from_rank_0(comm, lambda: disk_format.step_folders(directory))
-    for number, folder in enumerate(folders):
+    for folder in folders:
         try:
-            return _verified(comm, folder)._replace(skipped=folders[:number])
+            return _verified(comm, folder)
         except Stop as stop:
             if comm.rank == 0:
                 say(f"mpirun: {stop}: skipped", sys.stderr)

@@ -6,13 +6,11 @@ they divide its weights, this one gathers their parts first. Every tensor shard 
 
 from __future__ import annotations
 
-import secrets
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -32,7 +30,7 @@ from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.module_tensors import temporary_buffers
 from schedgen.ir.header import Header
-from schedgen.util.errors import RefusedFile, UsageError, listed
+from schedgen.util.errors import UsageError, listed
 
 
 class CheckpointWriter:
@@ -58,7 +56,6 @@ class CheckpointWriter:
         name, settings, _ = descriptions[0] if descriptions else ("", {}, [])
         groups = [options for *_, of_rank in descriptions for options in of_rank]
         self.settings = run_settings(header, setup, (name, settings), groups, schedule, comm.rank)
-        self.settings["runs"] = [comm.bcast(secrets.token_hex(8))]  # the ids of runs, the oldest first
         written = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
         own = [(entry, stage.index) for stage in written for entry in written_untrained(setup.model, stage)]
         untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
@@ -66,10 +63,8 @@ class CheckpointWriter:
         self._check_entries([entry for entry, _ in untrained])
         self._note_unsaved(written)
         self.directory: Path | None = None
-        self.locks: dict[Path, FolderLock] = {}  # on rank 0, of all folders that this run saves to
-        self.checked: set[Path] = set()  # those in which it has looked for checkpoints of other runs
+        self.lock: FolderLock | None = None  # on rank 0
         self.last = 0
-        self.damaged: set[Path] = set()  # checkpoints that could not be resumed from
 
     def _check_entries(self, untrained: list[str]) -> None:
         model = self.setup.unsharded_model
@@ -104,88 +99,32 @@ class CheckpointWriter:
         on_rank_0(comm, lambda: check_all_read(manifest, read or ()))
         self.last = manifest.step
         if self.comm.rank == 0:
-            self.damaged = {folder.resolve() for folder in manifest.skipped}
             say(f"resumed after step {manifest.step}: {manifest.folder}", sys.stdout)
             differing = differing_settings(manifest.settings, self.settings)
             for words in [*differing, *other_threads(manifest.settings, self.settings)]:
                 note(comm, f"the checkpoint was made with {words}")
-            for kept in ("runs", "threads", "sums"):
+            for kept in ("threads", "sums"):
                 self.settings[kept] = [*manifest.settings[kept], *self.settings[kept]]
             self.settings["changed"] = [*manifest.settings["changed"], *differing]
 
     def open(self, directory: str, resumed: str | None) -> None:
         """Save to a directory from now on. Collective.
 
-        UsageError if ranks do not see one folder, or if it has checkpoints of other runs and is not the `resumed` one.
+        UsageError if another run saves there, if ranks do not see one folder, or if it has checkpoints and is not the
+        `resumed` one.
         """
-        self.lock(directory)
         path = Path(directory)
-        on_rank_0(self.comm, lambda: self._check_once(path, resumed))
+        self.lock = on_rank_0(self.comm, lambda: _locked(path, resumed))
         on_rank_0(self.comm, lambda: _make_seen(path))
         together(self.comm, lambda: _check_visible(path))
         on_rank_0(self.comm, lambda: _tidy(path))
         self.directory = path
 
-    def lock(self, directory: str) -> None:
-        """Make a folder, and lock it until the run ends, unless this run has locked it before. Collective."""
-        on_rank_0(self.comm, lambda: self._lock(Path(directory)))
-
-    def _lock(self, directory: Path) -> None:
-        _prepare(directory)
-        if not self._holds(directory):
-            if (lost := self.locks.pop(path := directory.resolve(), None)) is not None:
-                lost.release()
-            self.checked.discard(path)
-            self.locks[path] = FolderLock(directory, self.settings["runs"][-1])
-
-    def _holds(self, directory: Path) -> bool:
-        return any(lock.is_in(directory) for lock in self.locks.values())
-
-    def _check_once(self, directory: Path, resumed: str | None) -> None:
-        """Check what a folder holds, unless this run has done so since it locked it."""
-        if (path := directory.resolve()) not in self.checked:
-            try:
-                self._check_others(directory, resumed is not None and Path(resumed).resolve() == path)
-            except (UsageError, RefusedFile):
-                if path in self.locks:
-                    self.locks.pop(path).release()
-                raise
-            self.checked.add(path)
-
-    def _hold(self, directory: Path) -> None:
-        """Lock the folder that is there now, if it is not the one that was locked: another run may save to it."""
-        self._lock(directory)
-        self._check_once(directory, None)
-
-    def _check_others(self, directory: Path, is_resumed: bool) -> None:
-        """A note if a folder has a checkpoint of a later step; UsageError if one is not `_is_of_this_run`.
-
-        `is_resumed`: this run continues what is there, and whatever comes later was saved meanwhile.
-        """
-        newest = 0
-        for folder in disk_format.step_folders(directory):
-            if (folder / disk_format.MANIFEST).exists() and folder.resolve() not in self.damaged:
-                if not (is_resumed or self._is_of_this_run(disk_format.read_manifest(folder).settings)):
-                    what = "it has checkpoints of another run: resume from it, move it, or save elsewhere"
-                    raise UsageError(f"saving to {directory}: {what}")
-                newest = max(newest, disk_format.step_of(folder))
-        if newest > self.last:
-            ahead = f"has a checkpoint of step {newest}, but this run went on from step {self.last}"
-            note(self.comm, f"{directory} {ahead}")
-
-    def _is_of_this_run(self, saved: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint is of a run that this one continues, or of one with the same first run and settings."""
-        (*before, own), theirs = self.settings["runs"], saved["runs"]
-        if not theirs or not before:
-            return own in theirs
-        alike = theirs[0] == before[0] and not differing_settings(saved, self.settings)
-        return alike or theirs[-1] in (*before, own)
-
     def close(self) -> None:
-        """Release the locks, so that other runs may save; this run saves no more."""
-        for lock in self.locks.values():
-            lock.release()
-        self.locks.clear()
+        """Release the lock, so that other runs may save; this run saves no more."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
 
     def save(self, step: int, keep: int) -> bool:
         """Write a checkpoint after `step` steps, and keep the newest `keep`; False if that failed. Collective."""
@@ -194,18 +133,15 @@ class CheckpointWriter:
         together(comm, self.optimizer.check_saved)
         begin = time.perf_counter()
         try:
-            on_rank_0(comm, lambda: self._hold(directory))
             on_rank_0(comm, lambda: disk_format.begin(directory, step))
             divided = self._gather_divided()
             of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, divided)))
             files = [file for of_rank in of_ranks or () for file in of_rank]
             on_rank_0(comm, lambda: disk_format.publish(directory, step, {"step": step, **self.settings}, files))
-            self.damaged.discard(disk_format.step_folder(directory, step).resolve())
-            on_rank_0(comm, lambda: disk_format.prune(directory, step, keep, self.damaged))
+            on_rank_0(comm, lambda: disk_format.prune(directory, step, keep))
         except Stop as stop:
             if comm.rank == 0:
-                if self._holds(directory):
-                    disk_format.remove_unfinished(directory)
+                disk_format.remove_unfinished(directory)
                 last = f"the last one is that of step {self.last}" if self.last else "there is none"
                 say(f"mpirun: no checkpoint of step {step}: {stop}; {last}", sys.stderr)
             return False
@@ -263,8 +199,8 @@ class CheckpointWriter:
                 yield entry, value.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _prepare(directory: Path) -> None:
-    """Make the folder; UsageError if it cannot be made, or is a checkpoint."""
+def _locked(directory: Path, resumed: str | None) -> FolderLock:
+    """Make the folder and lock it; UsageError if that fails, or if it has checkpoints and is not the `resumed` one."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         is_checkpoint = (directory / disk_format.MANIFEST).exists()
@@ -272,6 +208,12 @@ def _prepare(directory: Path) -> None:
         raise UsageError(f"saving to {directory}: {error.strerror}") from None
     if is_checkpoint:
         raise UsageError(f"saving to {directory}: it is a checkpoint itself: save to another folder")
+    lock = FolderLock(directory)
+    if disk_format.step_folders(directory) and (resumed is None or Path(resumed).resolve() != directory.resolve()):
+        lock.release()
+        others = "it has checkpoints of another run: resume from it, move it, or save elsewhere"
+        raise UsageError(f"saving to {directory}: {others}")
+    return lock
 
 
 def _make_seen(directory: Path) -> None:

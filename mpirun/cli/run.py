@@ -50,13 +50,11 @@ class Run:
         self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
         session.build(made, options.verify, checkpoint is not None)
         if options.save:
-            session.checkpoint_writer().lock(options.save)  # before a run that saves there may remove what is resumed
+            session.checkpoint_writer().open(options.save, options.resume)
         if checkpoint is not None:
             session.resume(checkpoint)
-        if options.save:
-            session.checkpoint_writer().open(options.save, options.resume)
         self.progress = on_rank_0(comm, lambda: Progress(session.begun, setup.steps, options.metrics))
-        session.sigterm.leave_after_step()
+        session.sigterm.take()
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
@@ -98,7 +96,7 @@ class Run:
             if options.save and (left or last or session.steps % options.every == 0):
                 saved = session.save(options.keep)
         if not left:
-            session.sigterm.end_at_once()
+            session.sigterm.end()
         if self.progress is not None:
             self.progress.close(session.header)
         return saved, left

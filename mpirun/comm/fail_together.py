@@ -5,10 +5,9 @@ Otherwise the other ranks would wait in MPI for the rank that has ended.
 
 from __future__ import annotations
 
-import contextlib
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpirun.comm.waiting import sleep_until, sleeping_any
+from mpirun.comm.waiting import sleeping_any
 from schedgen.util.errors import RefusedFile, UsageError
 
 T = TypeVar("T")
@@ -57,30 +56,6 @@ def refuse(comm: MPI.Comm, wrong: bool, sentence: str) -> None:
             raise UsageError(sentence)
 
     together(comm, look)
-
-
-@contextlib.contextmanager
-def any_before(comm: MPI.Comm) -> Iterator[Callable[[bool], bool]]:
-    """Yields a collective function that returns whether some rank passed True to the previous call.
-
-    Ranks that are less than a call apart therefore do not wait for each other.
-    """
-    anywhere, done = np.zeros(1, bool), lambda: True
-
-    def ask(here: bool) -> bool:
-        nonlocal done
-        sleep_until(comm, done)
-        before = bool(anywhere[0])
-        anywhere[0] = here
-        done = comm.Iallreduce(MPI.IN_PLACE, anywhere, MPI.LOR).Test
-        return before
-
-    try:
-        yield ask
-    except Stop:  # on all ranks; any other error is on this rank alone
-        sleep_until(comm, done)
-        raise
-    sleep_until(comm, done)
 
 
 def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:

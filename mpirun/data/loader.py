@@ -1,11 +1,11 @@
-"""The batches of a run, from a dataset: each rank makes the microbatches that its list reads, ahead of their use.
+"""The batches of a run, from a dataset: each rank makes the microbatches that its list reads.
 
 In: a dataset, and the numbers of the microbatches that this rank reads. Out: a `Batch` per step. No MPI: every rank has
 its own loader. Microbatches are made by their numbers (`numbered_loader`) or read in order (`stream_loader`).
 
 The content of a microbatch depends on the dataset, the seed, the epoch, the step and its number; not on ranks, workers,
 or what was read before. This includes random numbers that samples or their collation draw from the global generators of
-torch, numpy and Python.
+torch, numpy and Python, which are seeded for each microbatch; for a stream by the epoch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,16 @@ from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from mpirun.data.chunks import in_own_memory
-from mpirun.data.load_ahead import made_ahead, start_worker, watched
+from mpirun.data.load_ahead import items_of, start_worker
 from mpirun.data.microbatches import Microbatch, plain
 from mpirun.data.sampling import Dealt
+from mpirun.data.values import named_leaves
 from schedgen.util.errors import UsageError
-
-DREW = (
-    "random numbers were drawn while a thread made samples: if the samples drew them, as the first ones did not, this "
-    "run cannot be repeated: use workers=1, so that a process makes the samples"
-)
 
 
 class Batch(NamedTuple):
@@ -56,17 +51,17 @@ class Batch(NamedTuple):
 class Loader(ABC):
     """The batches of a dataset: an iteration goes through the rest of the epoch, the next one through the next epoch.
 
-    Only one iteration at a time. Leaving one ends its thread or processes; the next one, or a restart, continues after
-    the last batch that was trained on: later batches are returned again, unless the iteration was exhausted.
+    Only one iteration at a time. Leaving one ends its processes; the next one, or a restart, continues after the last
+    batch that was trained on: later batches are returned again, unless the iteration was exhausted.
 
     UsageError if an argument is wrong, or the dataset has no step.
 
     microbatches  how many a step has
     reads         those of a step that this rank reads, in this order
     pair          collated samples -> (input, target)
-    say           prints a line on what is done with the last step, or on random numbers; it may get a line twice
+    say           prints a line on what is done with the last step; it may get a line twice
     shuffle       a new order in every epoch
-    workers       processes that make microbatches; 0: a thread does
+    workers       processes that make microbatches ahead; 0: this one does, between the steps
     last          if the last step of an epoch has too few samples: "pad" repeats some, which do not count, "drop"
                   leaves the step out
     collate       a list of samples -> a microbatch, instead of torch's default_collate
@@ -168,14 +163,6 @@ class Loader(ABC):
         if self.sample_count is not None and step >= len(self):  # where steps are larger, or the last is dropped now
             self.epoch, self.step = self.epoch + 1, 0
 
-    @contextmanager
-    def watching(self, number: int) -> Iterator[None]:
-        """Report if item `number` draws random numbers; torch's generator is watched only for powers of 2."""
-        with watched(number & (number - 1) == 0) as drew:
-            yield
-            if drew():
-                self.say(DREW)
-
     # For subclasses
 
     @abstractmethod
@@ -210,19 +197,12 @@ class Loader(ABC):
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
         """A `Microbatch` from its collated samples; `real`: samples of the step, without padding."""
         data, target = pytree.tree_map(in_own_memory, self.pair(plain(collated)))
-        leaves, structure = pytree.tree_flatten(data)
+        leaves, names = named_leaves(data)
         divisor = real / dealt.real if dealt.real else math.inf
-        return Microbatch(leaves, target, divisor, len(dealt.samples), dealt.padding, structure)
+        return Microbatch(leaves, target, divisor, len(dealt.samples), dealt.padding, names)
 
-    def _made(
-        self, items: Dataset[Any], may_be_made_by_thread: Callable[[bool], bool], ahead: int, **batches: Any
-    ) -> Generator[Any, None, None]:
-        """The items that torch's DataLoader makes of `items`; `ahead` of them are prefetched.
-
-        `may_be_made_by_thread`: as `may_be` of `made_ahead`; it takes whether the first item drew from the generators
-        of this process.
-        """
-        seed = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
+    def _made(self, items: Dataset[Any], ahead: int, **batches: Any) -> Generator[Any, None, None]:
+        """The items that torch's DataLoader makes of `items`; workers prefetch `ahead` of them."""
         workers = self.workers if ahead else 0
         data: DataLoader[Any] = DataLoader(
             items,
@@ -233,7 +213,7 @@ class Loader(ABC):
             # _exit, which neither finalizes MPI nor runs the exit handlers of the rank.
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=start_worker,
-            generator=torch.Generator().manual_seed(seed),  # not the one from which the model draws
+            generator=torch.Generator(),  # not the one from which the model draws
             **batches,
         )
-        return made_ahead(data, ahead, may_be_made_by_thread)
+        return items_of(data)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from numbers import Number
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from mpirun.data.chunks import Dims, chunk, cut_dims, in_own_memory, sample_count
-from mpirun.data.values import by_path, digest_of
+from mpirun.data.values import digest_of, named_leaves
 from schedgen.util.errors import UsageError, clip
 
 T = TypeVar("T")
@@ -35,8 +34,8 @@ class Minibatch(NamedTuple):
             None go to every microbatch uncut. A list of strings, one for each sample, is cut as a tensor is.
             If samples do not divide evenly, the first microbatches have one more; all samples have the same weight in
             the loss.
-    leaves  the leaves of a microbatch's input in the order in which stages count them; None: as in the pytree.
-            UsageError if the model cannot take them.
+    leaves  the leaves of a microbatch's input in the order in which stages count them; None: that of the pytree, with
+            a dict's in sorted order of its keys. UsageError if the model cannot take them.
     """
 
     make: MakeBatch
@@ -47,12 +46,12 @@ class Minibatch(NamedTuple):
 class Microbatch(NamedTuple):
     """The data of one forward and backward through all stages."""
 
-    leaves: list[Any]  # of the input, flattened as a pytree
+    leaves: list[Any]  # of the input, as `named_leaves` returns them
     target: Any
     loss_divisor: float  # minibatch's samples / this one's samples: its loss counts 1 / loss_divisor in the mean
     size: int = 0  # its samples with padding; 0: not known
     padding: int = 0  # how many of them, the last ones, do not count
-    structure: pytree.TreeSpec | None = None  # of its input; None: its leaves are in the order of the run's first
+    names: tuple[str, ...] = ()  # of its input's leaves, as `named_leaves` returns them; all microbatches have the same
     target_dims: Dims = None  # as `cut_dims` returns them; None: it was not cut from a minibatch, or `target` is uncut
 
     @property
@@ -60,45 +59,17 @@ class Microbatch(NamedTuple):
         """The shape of its input."""
         return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in self.leaves)
 
-    @property
-    def by_path(self) -> dict[str, Any]:
-        """As `by_path`: the leaves of its input, whose structure is known."""
-        assert self.structure is not None
-        return by_path(pytree.tree_unflatten(self.leaves, self.structure))
-
-
-class LeafOrder:
-    """The order of the leaves of inputs: that of the keys in a first input, whatever the others have."""
-
-    def __init__(self, paths: list[str]) -> None:
-        """`paths`: of the first input's leaves, as in `by_path`, in their order."""
-        self.paths = paths
-        self.structure: pytree.TreeSpec | None = None  # one that is known to have this order
-
-    def of(self, microbatch: Microbatch) -> Microbatch:
-        """The microbatch with its input in this order; entries that the first did not have come last.
-
-        An input that lacks keys of the first keeps its own order; UsageError if a key of both then has another place.
-        """
-        leaves, structure = microbatch.leaves, microbatch.structure
-        if structure is not None and structure != self.structure:
-            found = microbatch.by_path
-            places = {path: place for place, path in enumerate(self.paths)}
-            if list(found) == self.paths:
-                self.structure = structure
-            elif found.keys() >= places.keys():
-                leaves = [found[path] for path in sorted(found, key=lambda path: places.get(path, len(places)))]
-            elif any(places.get(path, place) != place for place, path in enumerate(found)):
-                has, had = (clip(", ".join(paths)) for paths in (found, self.paths))
-                raise UsageError(f"the input of a microbatch has {has}, but that of the first had {had}")
-        return microbatch._replace(leaves=leaves, structure=None)
+    def check_names(self, first: tuple[str, ...]) -> None:
+        """UsageError if the leaves have other names than those of the first microbatch's input."""
+        if self.names != first:
+            has, had = (clip(", ".join(names)) for names in (self.names, first))
+            raise UsageError(f"the input of a microbatch has {has}, but that of the first had {had}")
 
 
 class MicrobatchSource(ABC):
     """All microbatches of a run, `count` per step."""
 
     count: int
-    order: LeafOrder | None  # of their inputs; None: not known
 
     @abstractmethod
     def __call__(self, step: int, number: int) -> Microbatch:
@@ -136,22 +107,21 @@ class Microbatches(MicrobatchSource):
         self.batch, self.text, self.seed, self.count = batch, text, seed, count
         self.chunked_step = -1  # the step of `chunks`, where `batch` is a Minibatch
         self.chunks: list[Microbatch] = []
-        self.order = None  # later that of microbatch 0 of step 0, which every rank can make
+        self.names: tuple[str, ...] | None = None  # of the first input that this rank has made
 
     def __call__(self, step: int, number: int) -> Microbatch:
-        """Microbatch `number` of a step; UsageError if it is not a pair, cannot be cut, or as in `LeafOrder.of`."""
+        """Microbatch `number` of a step; UsageError if it is not a pair, cannot be cut, or has other names."""
         made = self._make(step, number)
-        if self.order is None:
-            self.order = LeafOrder(list((self._make(0, 0) if step or number else made).by_path))
-        return self.order.of(made)
+        self.names = made.names if self.names is None else self.names
+        made.check_names(self.names)
+        return made
 
     def _make(self, step: int, number: int) -> Microbatch:
-        """As `__call__`, but the input has the order of its own keys."""
         if not isinstance(self.batch, Minibatch):
             pair = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
             data, target = pytree.tree_map(in_own_memory, checked_pair(pair, "the model's batch should return"))
-            leaves, structure = pytree.tree_flatten(data)
-            return Microbatch(leaves, target, self.count, structure=structure)
+            leaves, names = named_leaves(data)
+            return Microbatch(leaves, target, self.count, names=names)
         if step != self.chunked_step:
             self.chunks = self._chunks(self.batch, step)
             self.chunked_step = step
@@ -162,9 +132,9 @@ class Microbatches(MicrobatchSource):
         samples = sample_count(pair, batch.dims)
         _, target_dims = cut_dims(pair, batch.dims, samples)
         return [
-            Microbatch(leaves, target, samples / size, size, 0, structure, target_dims)
+            Microbatch(leaves, target, samples / size, size, 0, names, target_dims)
             for number, (data, target) in enumerate(chunk(pair, self.count, batch.dims))
-            for leaves, structure in [pytree.tree_flatten(data if batch.leaves is None else batch.leaves(data))]
+            for leaves, names in [named_leaves(data if batch.leaves is None else batch.leaves(data))]
             for size in [samples // self.count + (number < samples % self.count)]
         ]
 
@@ -181,9 +151,8 @@ def tokens(microbatch: Microbatch) -> int:
 
 def digest(microbatch: Microbatch) -> str:
     """A hash of a microbatch's input and target."""
-    # By key: other ranks may have the keys in another order.
-    target = sorted(by_path(microbatch.target).items(), key=lambda item: item[0])
-    return digest_of(chain(microbatch.leaves, *target))
+    leaves, names = named_leaves(microbatch.target)
+    return digest_of([*microbatch.leaves, *names, *leaves])
 
 
 def checked_pair(made: Any, what: str) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from mpirun.data.load_ahead import reading, seeded
+from mpirun.data.load_ahead import seed, states_kept
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, checked_pair
 from mpirun.data.sampling import Dealt, deal, epoch_order
@@ -35,7 +35,8 @@ class NumberedLoader(Loader):
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
         """Microbatch `number` of any step, the same as in an iteration."""
         dealt = self._deal(epoch)(step)
-        collated = _Microbatches(self, epoch).__getitems__((step, number, dealt[number].samples))
+        with states_kept():
+            collated = _Microbatches(self, epoch).__getitems__((step, number, dealt[number].samples))
         return self._microbatch(collated, dealt[number], sum(one.real for one in dealt))
 
     def _batches(self) -> Generator[Batch, None, None]:
@@ -49,12 +50,12 @@ class NumberedLoader(Loader):
                 dealt = deal_step(step)
                 yield from ((step, number, dealt[number].samples) for number in self.reads)
 
-        items = _Microbatches(self, epoch)
-        with closing(self._made(items, items.may_be_made_by_thread, len(self.reads), batch_sampler=wanted())) as made:
+        with closing(self._made(_Microbatches(self, epoch), len(self.reads), batch_sampler=wanted())) as made:
             for step in steps():
                 dealt = deal_step(step)
                 real = [one.real for one in dealt]
-                mine = {number: self._microbatch(next(made), dealt[number], sum(real)) for number in self.reads}
+                with states_kept():
+                    mine = {number: self._microbatch(next(made), dealt[number], sum(real)) for number in self.reads}
                 is_last = self.sample_count is not None and step == len(self) - 1
                 yield Batch(epoch, step, real, mine, self, is_last)
 
@@ -124,25 +125,8 @@ class _Microbatches(Dataset[Any]):
 
     def __init__(self, loader: NumberedLoader, epoch: int) -> None:
         self.loader, self.epoch = loader, epoch
-        self.seeded = True  # False in a thread: the generators are the whole process's
-        self.drew = False
-        self.made = 0  # by a thread
 
     def __getitems__(self, wanted: tuple[int, int, list[int]]) -> Any:
-        """`wanted`: step, number of the microbatch, indices of its samples."""
-        if not self.seeded:
-            self.made += 1
-            with reading(), self.loader.watching(self.made):
-                return self.loader.collated(*wanted)
-        with reading(), seeded(self.loader.seed, self.epoch, *wanted[:2]) as drew:
-            made = self.loader.collated(*wanted)
-            self.drew = drew()
-        return made
-
-    def may_be_made_by_thread(self, drew: bool) -> bool:
-        self.seeded = drew or self.drew
-        if self.seeded:
-            self.loader.say(
-                "samples draw random numbers, so they are made between the steps: with workers=1 a process makes them"
-            )
-        return not self.seeded
+        """`wanted`: step, number of the microbatch, indices of its samples. It seeds the global generators."""
+        seed(self.loader.seed, self.epoch, *wanted[:2])
+        return self.loader.collated(*wanted)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from itertools import count, islice
 from typing import Any
 
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate
 
-from mpirun.data.load_ahead import reading, seeded
+from mpirun.data.load_ahead import seed, set_states, states, states_kept
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.numbered_loader import FunctionLoader, MapLoader
@@ -51,10 +51,14 @@ class StreamLoader(Loader):
         """The rest of the epoch; a step is known to be the last by the number of samples after it."""
         epoch, first, size = self.epoch, self.step, self.step_size
         drop = self.last == "drop"
-        steps = _Steps(self, epoch, first)
-        with closing(self._made(steps, steps.may_be_made_by_thread, 1, batch_size=None)) as made:
+        with closing(self._made(_Steps(self, epoch, first), 1, batch_size=None)) as made:
             here = 0
-            for step, (here, following, collated) in zip(count(first), made, strict=False):
+            for step in count(first):
+                with states_kept():
+                    item = next(made, None)
+                if item is None:
+                    break
+                here, following, collated = item
                 if drop and here < size:
                     break
                 if is_last := following == 0 or (drop and following < size):
@@ -74,38 +78,30 @@ class StreamLoader(Loader):
 
 
 class _Steps(IterableDataset[Any]):
-    """The steps from `first` on: (samples in the step, samples in the next, its collated microbatches by number)."""
+    """The steps from `first` on: (samples in the step, samples in the next, its collated microbatches by number).
+
+    The stream draws from generators that are seeded by seed and epoch, the collation of a microbatch from others, which
+    are seeded by step and number, too.
+    """
 
     def __init__(self, loader: StreamLoader, epoch: int, first: int) -> None:
         self.loader, self.epoch, self.first = loader, epoch, first
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[int, Any]]]:
         loader, size = self.loader, self.loader.step_size
-        watching = loader.watching if get_worker_info() is None else lambda number: nullcontext()
-        with reading():
-            stream = iter(loader.dataset)
-            deque(islice(stream, self.first * size), maxlen=0)
-            here = list(islice(stream, size))
-        for number in count():
+        seed(loader.seed, self.epoch)
+        stream = iter(loader.dataset)
+        deque(islice(stream, self.first * size), maxlen=0)
+        here = list(islice(stream, size))
+        for step in count(self.first):
             if not here:
                 return
-            with reading(), watching(number) if number else nullcontext():  # `made_ahead` checks the first
-                following = list(islice(stream, size))
-                dealt = deal(here, loader.microbatch_size, loader.microbatches)
-                collated = {n: self._collate(self.first + number, n, dealt[n].samples) for n in loader.reads}
+            following = list(islice(stream, size))
+            of_stream = states()
+            dealt, collated = deal(here, loader.microbatch_size, loader.microbatches), {}
+            for number in loader.reads:
+                seed(loader.seed, self.epoch, step, number)
+                collated[number] = (loader.collate or default_collate)(dealt[number].samples)
             yield len(here), len(following), collated
+            set_states(of_stream)
             here = following
-
-    def _collate(self, step: int, number: int, samples: list[Any]) -> Any:
-        """Collate samples. In a worker the generators are seeded by seed, epoch, step and microbatch, then restored."""
-        loader = self.loader
-        with nullcontext() if get_worker_info() is None else seeded(loader.seed, self.epoch, step, number):
-            return (loader.collate or default_collate)(samples)
-
-    def may_be_made_by_thread(self, drew: bool) -> bool:
-        if drew:
-            raise UsageError(
-                "the IterableDataset draws from the global random numbers, which a thread would share with the model: "
-                "with workers=1 a process reads it"
-            )
-        return True

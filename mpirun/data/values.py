@@ -45,6 +45,19 @@ def by_path(tree: Any) -> dict[str, Any]:
     return {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(tree)}
 
 
+def named_leaves(tree: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """The leaves of a pytree and their names, as in `by_path`; those of a dict in sorted order of its keys."""
+    found = by_path(_in_order(tree))
+    return list(found.values()), tuple(found)
+
+
+def _in_order(tree: Any) -> Any:
+    def of_dict(x: Any) -> Any:
+        return {key: _in_order(x[key]) for key in sorted(x)} if isinstance(x, dict) else x
+
+    return pytree.tree_map(of_dict, tree, is_leaf=lambda x: isinstance(x, dict))
+
+
 def copy_of(values: Any) -> Any:
     """A pytree with copies of its tensors."""
     return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), values)

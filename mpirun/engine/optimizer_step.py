@@ -51,7 +51,7 @@ class OptimizerStep:
         self.context, self.versions, self.losses, self.metrics = context, versions, losses, metrics
         setup = context.setup
         self.grad_norms = GradNorms(context.header, setup.shapes, context.transport.comm.rank, setup.canonical)
-        self.leave_requested = False  # by this rank: all ranks learn it at the next NORM
+        self.leave_requested: Callable[[], bool] = lambda: False  # by this rank: all ranks learn it at the next NORM
         self.finite = True  # whether all losses and norms of the step so far are
         facts = setup.shapes[-1].loss
         self.metric_names = () if facts is None else facts.metrics
@@ -108,7 +108,7 @@ class OptimizerStep:
         if self.losses:
             values[self.losses_at][list(self.losses)] = torch.stack(list(self.losses.values())).tolist()
         self.losses.clear()
-        values[self.leave_at] = self.leave_requested
+        values[self.leave_at] = self.leave_requested()
         if context.transport.comm.rank == self.rate_from:
             values[self.rate_at] = context.optimizer.rate(context.position.step)
         own = {mb: {name: float(found[name]) for name in sorted(found)} for mb, found in self.metrics.items()}

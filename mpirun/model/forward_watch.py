@@ -5,7 +5,7 @@ And whether its eval() reads its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpirun.data.load_ahead import arguments_of, draws
 from mpirun.model.rng import layers_of
 
 BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in training, whatever the schema says
@@ -23,6 +22,18 @@ BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in tra
 def memory(x: Tensor) -> Any:
     """A tensor's storage, or itself if not strided. Views share its `_cdata`, which is unique while it is alive."""
     return x.untyped_storage() if x.layout == torch.strided else x
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by name, also those that have their defaults."""
+    parameters = func._schema.arguments
+    values = {parameter.name: parameter.default_value for parameter in parameters}
+    return values | {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | dict(kwargs)
+
+
+def draws(func: Any, values: Mapping[str, Any]) -> bool:
+    """Whether an operation with these arguments draws; attention is tagged so, but draws only with dropout."""
+    return torch.Tag.nondeterministic_seeded in func.tags and values.get("dropout_p", 1.0) != 0.0
 
 
 class ForwardWatch(TorchDispatchMode):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -14,8 +13,8 @@ from torch import Tensor
 from mpirun.comm.fail_together import Stop, together
 from mpirun.data.chunks import chunk, cut_dims, sample_count
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import LeafOrder, Microbatch, MicrobatchSource, input_and_target, plain
-from mpirun.data.values import copy_of
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, input_and_target, plain
+from mpirun.data.values import copy_of, named_leaves
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from mpirun.model.loss import without_padding
@@ -31,9 +30,9 @@ LossWeight = Callable[[Any], float]  # target -> the weight of a microbatch's lo
 class StepBatches(MicrobatchSource):
     """The microbatches of a script's steps: those of the current step, and those kept or made again."""
 
-    def __init__(self, example: Microbatch, count: int, order: InputOrder | None = None) -> None:
-        """`example`: what a microbatch looks like; `count`: microbatches of a step; `order`: of their inputs."""
-        self.example, self.count, self.order = example, count, order
+    def __init__(self, example: Microbatch, count: int) -> None:
+        """`example`: what a microbatch looks like; `count`: microbatches of a step."""
+        self.example, self.count = example, count
         self.step = -1
         self.current: Mapping[int, Microbatch] = {}
         self.kept: dict[int, Batch] = {}  # by step; of a loader's batch only its place: the loader can make it again
@@ -66,53 +65,11 @@ class StepBatches(MicrobatchSource):
         if batch.loader is None:
             return batch.microbatches[number]
         made = batch.loader.microbatch(batch.epoch, batch.number, number)
-        made = made if self.order is None else self.order.of(made)
         return _weighted(made, self.divisors[step][number]) if step in self.divisors else made
 
     def examples(self) -> list[Microbatch]:
         """All microbatches have the size of the example."""
         return [self.example]
-
-
-class InputOrder(LeafOrder):
-    """The order of the leaves of a run's inputs: that of the keys in the first microbatch, whatever others have.
-
-    A resumed run has the order of the run that it continues, unless its inputs have other keys.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """`comm`: of the run."""
-        super().__init__([])  # there is no microbatch yet
-        self.comm = comm
-        self.resumed: list[str] = []  # `paths` of the run that this one continues; empty: not known
-
-    def resume(self, paths: list[str]) -> None:
-        """Take the order from a checkpoint; microbatches that were evaluated before count no more."""
-        self.resumed, self.paths, self.structure = paths, [], None
-
-    @property
-    def to_save(self) -> list[str]:
-        """`paths` for a checkpoint: before the first microbatch those of the run that this one continues."""
-        return self.paths or self.resumed
-
-    def arranged(self, batch: Batch) -> Batch:
-        """The batch with its inputs in this order; collective for the run's first batch. UsageError as in `of`.
-
-        It is a Stop if all ranks have this batch.
-        """
-        if not self.paths:
-            own = [list(microbatch.by_path) for microbatch in batch.microbatches.values()]
-            first: list[str] = next(chain.from_iterable(self.comm.allgather(own[:1])), [])
-            kept = [path for path in self.resumed if path in first]
-            alike = len(kept) in (len(self.resumed), len(first))
-            self.paths = list(dict.fromkeys([*kept, *first])) if alike else first
-        try:
-            arranged = {number: self.of(microbatch) for number, microbatch in batch.microbatches.items()}
-        except UsageError as error:
-            if batch.loader is not None:
-                raise
-            raise Stop(str(error)) from None
-        return batch._replace(microbatches=arranged)
 
 
 def loss_weights(weigh: LossWeight, batch: Batch, comm: MPI.Intracomm) -> list[float]:
@@ -193,6 +150,6 @@ def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
     _, target_dims = input_and_target(cut_dims(data, 0, samples))
     microbatches = {}
     for number, (given, target) in enumerate(pairs):
-        leaves, structure = pytree.tree_flatten(given)
-        microbatches[number] = Microbatch(leaves, target, float(count), size, 0, structure, target_dims)
+        leaves, names = named_leaves(given)
+        microbatches[number] = Microbatch(leaves, target, float(count), size, 0, names, target_dims)
     return Batch(0, 0, [size] * count, microbatches)

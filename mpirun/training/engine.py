@@ -25,10 +25,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.export import check_new, whole_state
 from mpirun.checkpoint.export import export as write_export
-from mpirun.comm.fail_together import Stop, any_before, on_rank_0, refuse, together
+from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.output import note, print_notes
 from mpirun.comm.run_comm import RunComm
-from mpirun.comm.waiting import sleeping_any
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.numbered_loader import FunctionLoader, NumberedLoader
 from mpirun.data.stream_loader import StreamLoader, loader_class
@@ -206,8 +205,7 @@ class Engine:
             expanded = together(self.comm, lambda: expanded_model(self._model, session.header))
             self._reads = read_by(session.instructions, session.header, expanded, accumulate)
             self._prepared = Prepared(session, self._model, self._options, self._host, verify, loss_weight)
-            self._checkpoints = Checkpoints(session, self._prepared.order)
-            session.sigterm.unsaved = self._checkpoints.unsaved
+            self._checkpoints = Checkpoints(session)
             self._log = on_rank_0(self.comm, lambda: make_log(log, self._ending))
             session.watchdog.state[IN_SCRIPT] = True
 
@@ -276,7 +274,7 @@ class Engine:
         microbatch_size  samples of a microbatch; a function's has as many as dimension 0 of what it returns
         shuffle          a new order in every epoch, from `seed` and the epoch; the same for any number of ranks
         seed             None: the run's
-        workers          processes that load samples; 0: a thread
+        workers          processes that load samples ahead; 0: this one loads them, between the steps
         last             what to do with an epoch's last samples if they do not fill a step: "pad" or "drop"
         collate          makes a batch from a list of items; None: torch's default
         """
@@ -317,7 +315,6 @@ class Engine:
         self._prepared.batches.give(session.steps, batch, self._prepared.verifies, weights)
         compared = is_compared(session.steps - session.begun)
         result = session.step(shares(batch.samples if weights is None else weights), total * of_shape.tokens)
-        self._checkpoints.note_step()
         if batch.loader is not None:
             batch.loader.trained(batch)
         if compared:
@@ -392,9 +389,8 @@ class Engine:
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
         """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
-        The newest `keep` checkpoints are kept. SIGTERM saves to the directory that a restart will resume: that of the
-        last `save` or `resume` with `data`, whether or not `resume` found one; without any the first that was saved
-        to, or the one that was resumed.
+        The newest `keep` checkpoints are kept. A run saves to one directory, which is new or the one it resumed from.
+        SIGTERM saves as the last call did.
         """
         self._build_stages("save")
         together(self.comm, lambda: check_saving(data, keep))
@@ -405,7 +401,7 @@ class Engine:
     def resume(self, directory: str | os.PathLike[str], data: Loader | None = None) -> bool:
         """Continue from the newest whole checkpoint: weights, optimizer, step, and the position in `data`.
 
-        Returns False if the directory has no checkpoint: then it only tells where SIGTERM will save (see `save`).
+        Returns False if the directory has no checkpoint.
         """
         session = self._running
         refuse(self.comm, bool(session.steps), "resume: this run has done steps already: make a new Engine")
@@ -519,7 +515,7 @@ class Engine:
     def _batch(self, batch: Any) -> Batch:
         """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
 
-        UsageError on a rank whose microbatch of a loader has a key of the first one's input in another key's place.
+        UsageError on a rank whose microbatch of a loader has other keys than the run's first.
         """
         count = self._prepared.count
         if not isinstance(batch, Batch):
@@ -530,17 +526,18 @@ class Engine:
             others = list(batch.loader.reads) != self._reads
             refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
-        return self._prepared.order.arranged(batch)
+        self._prepared.check_names(batch)
+        return batch
 
     def _build_stages(self, method: str) -> None:
         """Build the stages if the run was resumed with data and has used none yet: all of its steps may be done.
 
         Stop if the stages are still not built; `method`: for the message.
         """
-        resumed = self._checkpoints.resumed
-        if not self._prepared.has_stages and resumed is not None and resumed.data is not None:
-            with resumed.data.from_the_start():
-                batch = self._batch(next(iter(resumed.data)))
+        data = self._checkpoints.data
+        if not self._prepared.has_stages and data is not None:
+            with data.from_the_start():
+                batch = self._batch(next(iter(data)))
             self._prepared.build(batch, Shapes(self.comm, self._shapes.buckets).of(batch, "batch 1"))
         refuse(self.comm, not self._prepared.has_stages, f"{method}: nothing has been trained or evaluated yet")
 
@@ -560,22 +557,10 @@ class Engine:
         shapes = Shapes(self.comm, self._shapes.buckets)
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
-        # If other runs are open in this process, this may be a teacher: the student's next step saves and leaves.
-        # If a script has changed the weights of a step that is not saved, the next step, with those it trains, does.
-        checkpoints = self._checkpoints
-        may_leave = checkpoints.at_sigterm is not None and not sleeping_any(
-            self.comm, not (session.sigterm.is_alone and checkpoints.has_step())
-        )
-        leaves = False
-
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
-            nonlocal leaves
-            with any_before(self.comm) as asked_before:
-                for number, given in enumerate(islice(loader, batches), start=1):
-                    batch = self._batch(given)
-                    yield self._prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
-                    if leaves := may_leave and asked_before(session.sigterm.asked):
-                        return
+            for number, given in enumerate(islice(loader, batches), start=1):
+                batch = self._batch(given)
+                yield self._prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
 
         found = evaluators()
         whole = loader.from_the_start() if isinstance(loader, Loader) else contextlib.nullcontext()
@@ -586,6 +571,4 @@ class Engine:
             assert first is not None
             result = use(session, chain([first], found))
         self._data_notes.print_unsaid()
-        if leaves:
-            self._checkpoints.leave()
         return result

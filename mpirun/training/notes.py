@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping
 from itertools import chain
 
 import torch
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpirun.comm.output import note
 from mpirun.data.loader import Batch
 from mpirun.data.values import by_path
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
-from mpirun.model.dataflow import Input, unread_outputs
+from mpirun.model.dataflow import unread_outputs
 from schedgen.ir.header import Header
 from schedgen.util.errors import listed
 
@@ -66,28 +65,6 @@ def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
     for stage in sorted({value.stage for value in unread}):
         outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)
         note(comm, f"no stage reads output {outputs} of stage {stage}")
-
-
-def note_other_names(comm: MPI.Intracomm, setup: Setup, modules: Mapping[int, nn.Module]) -> None:
-    """Name the stages whose forward has other names for the entries of a dict than their keys. Collective.
-
-    `modules`: this rank's, by stage.
-    """
-    if (order := setup.microbatches.order) is None or setup.model.reads is not None:
-        return
-    lines = []
-    for stage, module in modules.items():
-        try:
-            names = [f"[{name!r}]" for name in inspect.signature(module.forward).parameters]
-        except (TypeError, ValueError):  # it is no Python function
-            continue
-        keys = order.paths[: sum(isinstance(source, Input) for source in setup.dataflows[0].reads[stage])]
-        if {*keys} <= {*names} and keys != (first := names[: len(keys)]):
-            takes, gets = (", ".join(path[2:-2] for path in paths) for paths in (first, keys))
-            then = "the entries of a dict go by position, so give them in the forward's order"
-            lines.append(f"the forward of stage {stage} takes {takes}, but gets the input's {gets}: {then}")
-    for line in sorted(set(chain.from_iterable(comm.gather(lines) or ()))):
-        note(comm, line)
 
 
 def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[int, str]], step: int) -> None:

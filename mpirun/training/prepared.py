@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,10 @@ from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import loss_input, why_uncut
-from mpirun.training.batches import InputOrder, LossWeight, StepBatches, loss_weight
+from mpirun.training.batches import LossWeight, StepBatches, loss_weight
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
-from schedgen.util.errors import MpirunWarning
+from schedgen.util.errors import MpirunWarning, UsageError
 
 
 class OfShape(NamedTuple):
@@ -61,12 +62,25 @@ class Prepared:
         self.of_shape: dict[Shape, OfShape] = {}
         self.evaluators: dict[Shape, Evaluator] = {}
         self.batches: StepBatches  # of the steps
-        self.order = InputOrder(session.comm)
+        self.names: tuple[str, ...] | None = None  # of the run's first input
 
     @property
     def has_stages(self) -> bool:
         """Whether the stages are built."""
         return bool(self.of_shape)
+
+    def check_names(self, batch: Batch) -> None:
+        """UsageError if an input has other names than the run's first; Stop if all ranks have this batch."""
+        found = [microbatch.names for microbatch in batch.microbatches.values()]
+        if self.names is None:
+            self.names = next(chain.from_iterable(self.session.comm.allgather(found[:1])), ())
+        try:
+            for microbatch in batch.microbatches.values():
+                microbatch.check_names(self.names)
+        except UsageError as error:
+            if batch.loader is None:
+                raise Stop(str(error)) from None
+            raise
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.
@@ -116,13 +130,13 @@ class Prepared:
     def build(self, batch: Batch, shape: Shape) -> None:
         """Build the stages, now that a microbatch's shape is known, and resume from a checkpoint if there is one."""
         session, example = self.session, self._example(batch)
-        self.batches = StepBatches(example, self.count, self.order)
+        self.batches = StepBatches(example, self.count)
         with print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(self.model))
             setup = set_up(session.comm, session.header, self.model, self.batches, self.options, self.host)
             session.build(setup, self.verifies, self.resumed is not None)
         self.of_shape[shape] = _of_shape(session.interpreter, setup, example)
-        session.sigterm.leave_after_step()
+        session.sigterm.take()
         if self.resumed is not None:
             session.resume(self.resumed)
 

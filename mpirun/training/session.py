@@ -34,11 +34,11 @@ from mpirun.engine.same_start import check_same_start, given_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
-from mpirun.training.notes import note_odd_model, note_other_names, note_uncaptured, note_unreached
+from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification, check_repeatable
-from mpirun.watchdog import ASKED, BEAT, ENDING, EXPORTING, PHASE, ROW, SAVING, TRYING, VERIFYING
+from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, SAVING, TRYING, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
 
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
@@ -87,7 +87,7 @@ class Session:
         self.end = contextlib.ExitStack()
         self.end.push(self.watchdog.end)
         self.end.callback(self._end_saving)
-        self.sigterm = Sigterm(self._leave_after_step, self._show_sigterm)
+        self.sigterm = Sigterm()
         self.end.callback(self.sigterm.give_back)
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
@@ -110,6 +110,7 @@ class Session:
             self.comm, self.program, self.instructions, setup, self.watchdog.state
         )
         self.interpreters.append(self.interpreter)
+        self.interpreter.optimizer_step.leave_requested = self.sigterm.asks
         if not resumes:
             check_same_start(self.comm, given)
         if verify:
@@ -117,7 +118,6 @@ class Session:
         if self.comm.rank == 0 and self.setup.device.description:
             say(self.setup.device.description, sys.stdout)
         note_odd_model(self.comm, setup, self.header)
-        note_other_names(self.comm, setup, {s: stage.module for s, stage in self.interpreter.stages.items()})
 
     def add_interpreter(self, setup: Setup) -> Interpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
@@ -125,6 +125,7 @@ class Session:
             self.comm, self.program, self.instructions, setup, self.watchdog.state, self.interpreters[-1]
         )
         made.optimizer_step.on_gradients = self.interpreter.optimizer_step.on_gradients
+        made.optimizer_step.leave_requested = self.sigterm.asks
         self.interpreters.append(made)
         return made
 
@@ -135,8 +136,6 @@ class Session:
             interpreter.use()
         if self.trace is not None:
             self.trace.attach(interpreter)
-        if self.sigterm.asked:  # by a signal, which may come at any time
-            self._leave_after_step()
 
     def free(self) -> None:
         """Free the MPI resources of the interpreters. Collective."""
@@ -261,16 +260,9 @@ class Session:
     def _line(self, row: int) -> str:
         return f"line {self.schedule.first_line + row}: {self.instructions[row]}"
 
-    def _leave_after_step(self) -> None:
-        self.interpreter.optimizer_step.leave_requested = True
-
-    def _show_sigterm(self) -> None:
-        """Tell the watchdog that SIGTERM ends this rank."""
-        self.watchdog.state[ASKED] = True
-
     def leave(self, saved: bool) -> None:
         """Stop after SIGTERM, on all ranks together: a nonzero exit code makes launchers end the other ranks."""
-        self.sigterm.end_at_once()
+        self.sigterm.end()
         sleeping_barrier(self.comm)
         what = "saved" if saved else "nothing is saved"
         raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT)

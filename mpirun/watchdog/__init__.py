@@ -11,7 +11,7 @@ All but `rank_side` import only Python's standard library, so that a watchdog st
 A rank shows `WORDS` 64-bit words. These are their indices:
 """
 
-WORDS = 8
+WORDS = 7
 PHASE = 0
 STEP = 1
 ROW = 2  # the instruction that the rank executes, or NOTHING
@@ -21,7 +21,6 @@ BEAT = 4  # counts up during work in which the row does not change for long
 # two could be read between their changes.
 CALL = 5
 IN_SCRIPT = 6  # whether the script runs code of its own, between two calls
-ASKED = 7  # whether SIGTERM ends this rank now
 # Values of PHASE, and how messages call them.
 SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, TRYING, ENDING, EXPORTING = range(10)
 PHASES = (

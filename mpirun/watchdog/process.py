@@ -23,7 +23,7 @@ import sys
 import time
 from typing import Any
 
-from mpirun.watchdog import ASKED, DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
+from mpirun.watchdog import DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
 from mpirun.watchdog.hang import different_calls, explain_hang
 from mpirun.watchdog.hosts import SILENCE, Hosts, Link
 from mpirun.watchdog.rank_state import Rank, State, in_a_line, launcher, os_process
@@ -33,7 +33,7 @@ REPORT = 1.0  # seconds between two reports to the other watchdogs, and comparis
 SET_UP = 300.0  # seconds without a move that the set-up may take, if the time limit is not longer
 LAST_WORDS = 5.0  # seconds that a failing rank has to report why and to end the others
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
-DIED = "ended without a word: killed, perhaps for lack of memory"
+DIED = "ended without a word: killed, perhaps by SIGTERM or for lack of memory"
 DIED_AT = {PHASES[TRYING]: "MPI died on GPU memory: take gpu messages host"}
 
 
@@ -132,17 +132,14 @@ class WatchdogProcess:
             rank.gone = True
             self._hear_failures()
             if rank.words[PHASE] != DONE:
-                # The launcher kills the others at once, so the first to be seen may not be the first that ended.
-                asked = next((other for other in self.ranks if other.words[ASKED]), rank)
-                self._rank_died(asked.state(self.host))
+                self._rank_died(rank.state(self.host))
 
     def _rank_died(self, state: State) -> None:
         """A rank ended before it was done: the first host's watchdog says so, and all ranks are ended."""
         if self.first or not self.hosts.links:
             if not self.spoken:
                 self.spoken = True
-                why = "asked to leave (SIGTERM)" if state["asked"] else DIED_AT.get(state["at"], DIED)
-                _speak(f"{in_a_line(state)}: {why}")
+                _speak(f"{in_a_line(state)}: {DIED_AT.get(state['at'], DIED)}")
             self.hosts.send(end="soon")
         else:
             self.hosts.send(died=state)

@@ -6,7 +6,7 @@ import json
 import time
 from typing import NamedTuple, TypedDict
 
-from mpirun.watchdog import ASKED, BEAT, CALL, IN_SCRIPT, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
+from mpirun.watchdog import BEAT, CALL, IN_SCRIPT, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
 
 LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
 ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
@@ -25,7 +25,6 @@ class State(TypedDict):
     calls: int  # how many methods of the Engine its script has called
     call: str  # the last one
     in_script: bool  # whether that has returned
-    asked: bool  # whether SIGTERM ends it
 
 
 class OsProcess(NamedTuple):
@@ -98,7 +97,7 @@ class Rank:
         calls, method = divmod(self.words[CALL], len(METHODS))
         return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": activity,
                 "moved": moved, "calls": calls, "call": METHODS[method].removeprefix("begin_").removeprefix("end_"),
-                "in_script": bool(self.words[IN_SCRIPT]), "asked": bool(self.words[ASKED])}  # fmt: skip
+                "in_script": bool(self.words[IN_SCRIPT])}  # fmt: skip
 
 
 def in_a_line(state: State) -> str:

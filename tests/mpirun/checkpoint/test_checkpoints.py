@@ -100,20 +100,6 @@ def test_a_checkpoint_names_every_parameter_of_the_model_once(saved):
     assert (manifest["step"], manifest["seed"], manifest["data"]["microbatches"]) == (STEPS // 2, 0, 4)
 
 
-def test_manifests_name_their_run_and_those_before_it(saved, resumed):
-    """All checkpoints of a run have its name, and no other run has it."""
-
-    def runs(folder):
-        (found,) = {tuple(json.loads(file.read_text())["runs"]) for file in folder.glob("*/manifest.json")}
-        return found
-
-    first = {name: runs(saved / name / "half") for name in ("adamw", "sgd")}
-    second = {key: runs(folder) for key, folder in resumed.items()}
-    assert all(of_run[:-1] == first[optimizer] for (optimizer, _), of_run in second.items())
-    assert all(len(of_run) == 1 for of_run in first.values())
-    assert len({of_run[-1] for of_run in [*first.values(), *second.values()]}) == len(first) + len(second)
-
-
 @pytest.mark.parametrize(("optimizer", "schedule"), RESUMED)
 def test_it_goes_on_with_the_same_bits_under_any_schedule(saved, resumed, optimizer, schedule):
     whole = last(saved / optimizer / "whole")
@@ -203,6 +189,7 @@ def test_what_a_dead_run_left_unfinished_is_removed(damaged):
     assert ended.code == 0 and f"resumed after step {STEPS}: " in ended.out
     assert f"\n{STEPS} of {STEPS} steps are done" in ended.out
     assert sorted(one.name for one in (damaged[1] / "unfinished").iterdir()) == [
+        ".lock",
         f"step-{STEPS // 2:08d}",
         f"step-{STEPS:08d}",
     ]
@@ -211,13 +198,6 @@ def test_what_a_dead_run_left_unfinished_is_removed(damaged):
 def test_one_that_was_set_aside_counts_where_its_run_ended_before_another_took_its_place(damaged):
     ended = damaged[0]["half replaced"]
     assert (ended.code, ended.err) == (0, "") and f"resumed after step {STEPS}: " in ended.out
-
-
-def test_a_run_goes_on_from_an_older_checkpoint_in_its_own_folder(damaged):
-    ended, folder = damaged[0]["older of its own"], damaged[1] / "branch"
-    ahead = f"{folder} has a checkpoint of step {STEPS}, but this run went on from step {STEPS // 2}"
-    assert (ended.code, ended.err) == (0, f"mpirun: note: {ahead}\n")
-    assert f"checkpoint of step {STEPS}: " in ended.out
 
 
 def test_a_trace_of_no_step_is_not_written_and_a_line_says_so(damaged):
@@ -244,7 +224,10 @@ def test_the_first_of_several_runs_by_one_command_begins_at_the_beginning(damage
         ),
         ("into itself", 2, r"saving to \S.*: it is a checkpoint itself: save to another folder"),
         ("no name", 2, r"--save: the folder has no name \(see .*\)"),
-        ("used", 2, r"saving to \S.*: it has checkpoints of another run: resume from it, move it, or save elsewhere"),
+        *(
+            (name, 2, r"saving to \S.*: it has checkpoints of another run: resume from it, move it, or save elsewhere")
+            for name in ("used", "older of its own")
+        ),
     ],
 )
 def test_what_cannot_be_resumed_or_saved_is_refused(damaged, name, code, sentence):
@@ -308,18 +291,7 @@ def test_old_checkpoints_are_removed(several, schedules, text, tmp_path):
     command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 5]
     ((code, _),) = several(2, [[*command, "--save", tmp_path / "kept", "--every", 1, "--keep", 2]])
     assert code == 0
-    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000005"]
-
-
-def test_a_checkpoint_that_is_damaged_stays_and_does_not_count(several, schedules, text, tmp_path):
-    command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--save", tmp_path]
-    ((code, _),) = several(2, [[*command, "--steps", 3, "--every", 1]])
-    assert code == 0
-    (tmp_path / "step-00000003" / "weights-0.safetensors").write_bytes(b"")
-    again = [*command, "--resume", tmp_path, "--steps", 4, "--keep", 2]
-    ((code, out),) = several(2, [again])
-    assert code == 0 and "resumed after step 2: " in out
-    assert sorted(one.name for one in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (2, 3, 4)]
+    assert sorted(one.name for one in (tmp_path / "kept").glob("step-*")) == ["step-00000004", "step-00000005"]
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, text, tmp_path):
@@ -334,7 +306,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, t
         line,
     )
     assert result.code == 0 and "step 4/4" in result.out
-    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == [f"step-{step:08d}" for step in (1, 2, 4)]
+    assert sorted(one.name for one in (tmp_path / "kept").glob("step-*")) == [f"step-{step:08d}" for step in (1, 2, 4)]
 
 
 # Tied, frozen and other parameters

@@ -20,7 +20,6 @@ SETTINGS: dict[str, Any] = {
     "threads": [1],
     "sums": ["canonical"],
     "changed": [],
-    "runs": ["a"],
 }
 
 
@@ -107,10 +106,6 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
         {"optimizer": None},
         {"options": 1},
         {"groups": 1},
-        {"inputs": [1]},
-        {"inputs": 1},
-        {"runs": [1]},
-        {"runs": 1},
         {"changed": [1]},
         {"changed": 1},
         {"threads": ["1"]},

@@ -1,4 +1,4 @@
-"""A loader gives every sample once an epoch, the same on any rank, and leaves no thread or process behind."""
+"""A loader gives every sample once an epoch, the same on any rank, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import os
 import random
 import re
 import signal
-import threading
-import time
 import traceback
 from collections import Counter, UserDict
 from collections.abc import Iterator
@@ -25,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from mpirun.data.load_ahead import made_ahead, start_worker
-from mpirun.data.loader import DREW, Batch, Loader
+from mpirun.data.load_ahead import items_of, start_worker
+from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import digest, input_and_target, tokens
 from mpirun.data.sampling import deal, epoch_order
 from mpirun.data.stream_loader import loader_class
@@ -52,6 +50,13 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return ((index, index) for index in range(self.length))
+
+
+class NoisyStream(Stream):
+    """Draws from a global generator."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((index, random.randrange(9)) for index in range(self.length))
 
 
 class Noisy(Dataset):
@@ -114,9 +119,8 @@ def shown(batch: Batch) -> Any:
 
 
 def left() -> list[Any]:
-    """Threads and processes of loaders."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("mpirun-loader")]
-    return threads + multiprocessing.active_children()
+    """Processes of loaders."""
+    return multiprocessing.active_children()
 
 
 @given(kind=st.sampled_from([numbers, Stream]), shuffle=st.booleans(), **SHAPES)
@@ -238,7 +242,9 @@ def make(step: int, microbatch: int, rng: np.random.Generator) -> tuple[torch.Te
     return torch.full((2,), 10 * step + microbatch), torch.tensor(rng.random(2))
 
 
-@pytest.mark.parametrize("dataset", [numbers(21), Noisy(), Whole(), Stream(21), make], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "dataset", [numbers(21), Noisy(), Whole(), Stream(21), NoisyStream(21), make], ids=lambda x: type(x).__name__
+)
 def test_workers(dataset):
     """The same batches for any number of workers, also of random samples; the model's generators are not touched."""
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
@@ -283,9 +289,8 @@ def test_a_rank_that_reads_nothing(dataset, workers):
     assert steps == [(0, 0, [2] * 4, {}), (0, 1, [2] * 4, {}), (0, 2, last, {})]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_one_step_ahead(workers):
-    """The next step's samples are prefetched; the state does not count them."""
+def test_one_step_ahead():
+    """The next step's samples are prefetched by workers; the state does not count them."""
     made = multiprocessing.get_context("fork").Semaphore(0)
 
     class Counted(Whole):
@@ -293,7 +298,7 @@ def test_one_step_ahead(workers):
             made.release()
             return super().__getitems__(indices)
 
-    some = loader(Counted(), workers=workers)
+    some = loader(Counted(), workers=2)
     batches = iter(some)
     some.trained(next(batches))
     assert all(made.acquire(timeout=60) for _ in range(8))
@@ -305,7 +310,7 @@ def test_one_step_ahead(workers):
 @pytest.mark.parametrize("dataset", [Noisy(), Stream(21), make], ids=["map", "stream", "function"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_abandoned(dataset, workers):
-    """No thread or process stays; the next iteration goes on after the last trained batch, unless that was the end."""
+    """No process stays; the next iteration goes on after the last trained batch, unless that was the end."""
     some = loader(dataset, workers=workers)
     for trained in (True, False):
         for batch in some:
@@ -359,86 +364,27 @@ def test_what_becomes_of_the_last_step_is_said(dataset, options, line):
     assert said == ({f"{name}: {line}"} if line else set())
 
 
-def test_random_samples_are_said():
-    """A thread would share the generators with the model."""
-    said: set[str] = set()
-    some = loader(Noisy(16), say=said.add)
-    assert len(list(some)) == len(list(some)) == len(some)
-    sentence = "samples draw random numbers, so they are made between the steps: with workers=1 a process makes them"
-    assert said == {sentence}
+def test_samples_draw_what_they_draw_in_another_place_and_the_script_draws_on():
+    """Also those behind the first microbatch, and whatever the script, or a model, draws meanwhile."""
 
-
-def drawing(draw):
-    """A dataset whose second half draws random numbers."""
-
-    class Later(Dataset):
-        def __len__(self):
-            return 64
-
+    class Later(Noisy):
         def __getitem__(self, index):
-            return index, draw() if index >= 32 else 0
+            return super().__getitem__(index) if index >= 12 else (index, 0.0)
 
-    return Later()
-
-
-DRAWS = {
-    "torch": lambda: int(torch.randint(9, ())),
-    "numpy": lambda: int(np.random.randint(9)),
-    "python": lambda: random.randrange(9),
-    "own": lambda: int(torch.randint(9, (), generator=torch.Generator())) + random.Random(0).randrange(9),
-}
-
-
-@pytest.mark.parametrize("of", DRAWS)
-def test_random_samples_behind_the_first_microbatch_are_said(of):
-    said: set[str] = set()
-    some = loader(drawing(DRAWS[of]), say=said.add)
-    assert len(list(some)) == len(some)
-    assert said == (set() if of == "own" else {DREW})
-
-
-def test_streams_are_watched_too():
-    def stream():
-        yield from ((index, 0 if index < 32 else random.randrange(9)) for index in range(64))
-
-    said: set[str] = set()
-    some = loader(type("Late", (IterableDataset,), {"__iter__": lambda self: stream()})(), say=said.add)
-    assert len(list(some)) == 8 and said == {DREW}
-
-
-class OneReader(Dataset):
-    """Fails if two threads read it at once; notes whether their operations would be seen by autograd."""
-
-    def __init__(self):
-        self.readers, self.modes = 0, set()
-
-    def __len__(self):
-        return 80
-
-    def __getitem__(self, index):
-        self.readers += 1
-        time.sleep(1e-4)
-        assert self.readers == 1
-        self.readers -= 1
-        self.modes.add(torch.is_grad_enabled())
-        return index, index
-
-
-def test_two_loaders_do_not_read_one_dataset_at_once():
-    """If both seek in one file, they read samples of wrong places."""
-    data = OneReader()
-    train, test = (loader(data) for _ in range(2))
-    with torch.no_grad():
-        for _ in train:
-            assert len(list(test)) == 10
-    assert data.modes == {False}
-
-
-class NoisyStream(Stream):
-    """Draws from a global generator."""
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((index, random.randrange(9)) for index in range(self.length))
+    given = []
+    for drawn in (False, True):
+        torch.manual_seed(int(drawn))
+        batches = []
+        for batch in loader(Later(), workers=0):
+            batches.append(shown(batch))
+            if drawn:
+                torch.rand(()), np.random.random(), random.random()
+        given.append(batches)
+    assert given[0] == given[1]
+    torch.manual_seed(1)
+    drawn = [torch.rand(()).item() for _ in given[1]]
+    torch.manual_seed(1)
+    assert drawn == [torch.rand(()).item() for _ in loader(Later())]
 
 
 class WithoutLength(Dataset):
@@ -479,12 +425,6 @@ class WithoutLength(Dataset):
         (Stream(9), {"shuffle": True}, "an IterableDataset cannot be shuffled: its samples come in its own order"),
         (make, {"collate": list}, "a function that makes microbatches leaves nothing to collate"),
         (lambda step, number, rng: 3, {}, "the function should return a pair (input, target), not int"),
-        (
-            NoisyStream(9),
-            {},
-            "the IterableDataset draws from the global random numbers, which a thread would share with the model: with "
-            "workers=1 a process reads it",
-        ),
         (
             [1, 2],
             {},
@@ -594,13 +534,13 @@ def test_collate_of_a_stream():
     def masked(samples: list[Any]) -> Any:
         return torch.tensor(samples), torch.rand(3).double() + random.random() + np.random.random()
 
-    def made(reads: list[int], step: int = 0) -> list[Any]:
-        some = loader(NoisyStream(21), reads=reads, workers=1, collate=masked)
+    def made(reads: list[int], step: int = 0, workers: int = 1) -> list[Any]:
+        some = loader(NoisyStream(21), reads=reads, workers=workers, collate=masked)
         some.restore({**some.state(), "step": step})
         return [shown(batch)[3] for batch in some]
 
     steps = made([0, 1, 2, 3])
-    assert made([3, 2, 1, 0]) == steps and len(steps) == 3
+    assert made([3, 2, 1, 0]) == made([0, 1, 2, 3], workers=0) == steps and len(steps) == 3
     assert made([2], 1) == [{2: step[2]} for step in steps[1:]]
     assert len({tuple(target) for step in steps for _, target, *_ in step.values()}) == 12
 
@@ -643,5 +583,5 @@ def test_a_signal_does_not_end_a_worker_that_has_just_started(number):
         start_worker(worker)
 
     data = DataLoader(range(6), batch_size=2, num_workers=2, worker_init_fn=start, multiprocessing_context="fork")
-    assert torch.cat(list(made_ahead(data, 1, lambda drew: False))).tolist() == list(range(6))
+    assert torch.cat(list(items_of(data))).tolist() == list(range(6))
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}

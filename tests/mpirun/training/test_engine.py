@@ -224,7 +224,7 @@ SENTENCES = {
     "size": "the loader's microbatch_size is 0",
     "trace first": "trace: the first step builds the stages: trace a later one",
     "trace in a trace": "trace: steps are traced already",
-    "two save": "another run saves there: run ",
+    "two save": "another run saves there: on ",
     "another optimizer": "the optimizer is torch.optim.sgd.SGD: ",
     "other data": ", but the loader 7: other samples would follow",
     "two shapes": "the microbatches of step 2 have shape (2, 8), not (4, 8) as the first: leave out an epoch's smaller",

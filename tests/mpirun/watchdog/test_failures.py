@@ -104,7 +104,9 @@ def test_the_end_is_explained(failure):
         assert re.fullmatch(RAISED[failure.model], reason), reason
         assert place.endswith("models_for_tests.py")
     else:
-        found = re.fullmatch(rf"mpirun: {WHERE}: ended without a word: killed, perhaps for lack of memory", message)
+        found = re.fullmatch(
+            rf"mpirun: {WHERE}: ended without a word: killed, perhaps by SIGTERM or for lack of memory", message
+        )
         assert found is not None, message
         rank, line, instruction = found.groups()
     assert (int(rank), instruction) == (failure.rank, INSTRUCTION)
@@ -306,7 +308,7 @@ def test_a_step_that_is_skipped_changes_nothing(agreed):
 def test_a_rank_that_is_asked_to_leave_takes_all_along_after_the_step(agreed):
     ended = agreed[0]["asked to leave"]
     assert (ended.code, ended.err) == (143, "mpirun: asked to leave (SIGTERM): saved after step 2\n")
-    assert [folder.name for folder in (agreed[1] / "left").iterdir()] == ["step-00000002"]
+    assert [folder.name for folder in (agreed[1] / "left").glob("step-*")] == ["step-00000002"]
     ended = agreed[0]["asked to leave, nothing to save to"]
     *notes, last = ended.err.splitlines()
     assert (ended.code, last) == (143, "mpirun: asked to leave (SIGTERM): nothing is saved after step 2")
@@ -330,7 +332,7 @@ def test_a_rank_that_is_asked_to_leave_after_the_steps_does_so_at_once(launch, t
     command = [two_ranks, "--model", "models_for_tests:asked_to_leave_in_stage", "--text", text]
     result = launch(2, *command, "--steps", 2, "--verify")
     assert "step 2/2" in result.out and result.code != 0 and len(result.ours) == 1, result.err
-    assert re.fullmatch(r"mpirun: rank 0 on \S+: verifying: asked to leave \(SIGTERM\)", result.ours[0]), result.err
+    assert re.fullmatch(r"mpirun: rank 0 on \S+: verifying: ended without a word: .*", result.ours[0]), result.err
 
 
 def test_a_loss_without_a_gradient_trains_nothing_and_is_refused(launch, compiled, text):

@@ -218,7 +218,8 @@ def test_a_rank_that_dies_is_explained_by_the_first_host_and_the_others_are_ende
     b.ranks[0].kill()
     expected = (
         'mpirun: rank 2 on b: step 5: line 11: {"op": "FWD", "stage": 1, "mb": 0}, waiting for line 10: '
-        '{"op": "RECV", "buf": "x.0.0", "from": 0}: ended without a word: killed, perhaps for lack of memory\n'
+        '{"op": "RECV", "buf": "x.0.0", "from": 0}: ended without a word: '
+        "killed, perhaps by SIGTERM or for lack of memory\n"
     )
     assert (a.ended(10), b.ended(10)) == (expected, "")
 
