@@ -37,9 +37,9 @@ def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         for part, attributes, containers in before:
             vars(part).clear()
             vars(part).update(attributes)
-            for x, content in containers:
-                x.clear()
-                x.extend(content) if isinstance(x, list) else x.update(content)
+            for container, content in containers:
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
         for x, memory in data:
             x.data = memory
 
