@@ -104,6 +104,8 @@ class ForwardList:
         finally:
             for in_run, _ in self.moved:
                 in_run.use_weights()
+            for stage in self.stages.values():
+                stage.give_back()
             for module, training in modes:  # parents come first: `train`, which may do more, sets children, too
                 if module.training != training:
                     module.train(training)

@@ -84,18 +84,17 @@ class Interpreter:
         return self.shard_allreduce.allreduce(row, i)
 
     def use(self) -> None:
-        """Point modules and hooks to this interpreter after another has used them; no autograd graph may be alive."""
+        """Let what looks for messages look for this interpreter's, after another was in use."""
         self.progress.poll = self.transport.poll
-        for index in self.context.slots.fetched:
-            self.stages[index].use_weights()
-        self.context.grad_buffers.detach()
 
     def run(self, step: int) -> StepResult:
-        """Execute the list once for every accumulation pass of a step."""
+        """Execute the list once for every accumulation pass of a step; no autograd graph may be alive."""
         self.position.step = self.state[STEP] = step
         self.state[PHASE] = TRAINING
         self.forward_backward.forget_pass()
         self.optimizer.take_assigned()
+        for index in self.context.slots.fetched:  # another interpreter, or the script, may have moved `data`
+            self.stages[index].use_weights()
         self.context.grad_buffers.detach()
         losses: list[float] = []
         metrics: list[dict[str, float]] = []
@@ -107,6 +106,8 @@ class Interpreter:
             self.execute_list()
             losses += self.optimizer_step.result.losses
             metrics += self.optimizer_step.result.metrics
+        for stage in self.stages.values():
+            stage.give_back()
         self.state[ROW] = NOTHING
         return self.optimizer_step.result._replace(losses=losses, metrics=metrics)
 

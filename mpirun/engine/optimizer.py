@@ -127,6 +127,7 @@ class Optimizer:
         for parameter, view, value in self._assigned():
             view.copy_(value)
             parameter.data = view
+        self._copy_to_twins()
 
     @contextlib.contextmanager
     def assigned(self) -> Iterator[None]:
@@ -139,10 +140,17 @@ class Optimizer:
         try:
             for _, view, value in found:
                 view.copy_(value)
+            self._copy_to_twins()
             yield
         finally:
             for (_, view, _), value in zip(found, before, strict=True):
                 view.copy_(value)
+
+    def _copy_to_twins(self) -> None:
+        """Copy parameters that two stages have to the weights of the second: a script writes to those of the first."""
+        for stage in self.stages.values():
+            for view, parameter in stage.twins:
+                view.copy_(parameter.data)
 
     def _assigned(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
         """The parameters whose `data` a script has assigned, their weights, and copies of `data`.

@@ -27,6 +27,7 @@ from mpirun.model.stage_shape import StageShape, flat_layout
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
+Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a submodule's parameters, a name, what belongs there
 MakeArguments = Callable[[list[Tensor], Sequence[Any]], list[Any]]
 
 
@@ -85,7 +86,10 @@ class LocalStage:
         }  # fmt: skip
         self.owns_separate_parts = not owns_all and bool(self.owned)
         # Parameters that the module gets before a job of this stage, since jobs of others give it their own.
-        self.places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self.places: list[Place] = []
+        # Of those that an earlier stage has, too: where the script has its own, and the weights that follow these.
+        self.given: list[Place] = []
+        self.twins: list[tuple[Tensor, nn.Parameter]] = []
         self.parameters: list[nn.Parameter] = []
         holders = {id(parameter): stage for stage in earlier for parameter in stage.parameters}
         if owns_all or memory is not None:
@@ -108,12 +112,21 @@ class LocalStage:
         own = like_parameter(parameter, view)
         holder.places += _places(holder.module, parameter, parameter)
         self.places += _places(self.module, parameter, own)
+        self.given += _places(self.module, parameter, parameter)
+        self.twins.append((view, parameter))
         return own
 
     def bind(self) -> None:
         """Give the module this stage's parameters where other stages, or other versions of its weights, have theirs."""
         for parameters, name, parameter in self.places:
             parameters[name] = parameter
+
+    def give_back(self) -> None:
+        """Between two calls of a script: the module has the script's parameters, and its forward seeds nothing."""
+        self.bind()
+        for parameters, name, parameter in self.given:
+            parameters[name] = parameter
+        self.layer_rng.at = ()
 
     def _copy_of_part(self, part: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         """A part of the weights in memory of its own, flat."""
@@ -269,9 +282,7 @@ class LocalStage:
             weight_half(half, self.parameters)
 
 
-def _places(
-    module: nn.Module, parameter: nn.Parameter, own: nn.Parameter
-) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
+def _places(module: nn.Module, parameter: nn.Parameter, own: nn.Parameter) -> list[Place]:
     """Where a module has a parameter: the submodule's parameters, the name there, and what belongs there instead."""
     return [
         (part._parameters, name, own)

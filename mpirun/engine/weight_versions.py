@@ -73,4 +73,3 @@ class StageVersions:
         for stage, last in self.last.items():
             if last is not self.version_0[stage]:
                 self.version_0[stage].weights.copy_(last.weights)
-                self.version_0[stage].bind()

@@ -7,6 +7,7 @@ has planned it. What runs a module for another purpose, as the trial does, runs 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,13 @@ from mpirun.model.meta_values import MetaStage
 
 @contextlib.contextmanager
 def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, modules may get other tensors, hooks, modes and attributes: in the end they have those from before."""
+    """Inside, modules may get other tensors, hooks, modes and attributes: in the end they have those from before.
+
+    So do lists, dicts and sets that are attributes, where forwards cache what they make.
+    """
     parts = [part for module in modules for part in module.modules()]
     before = [
-        (part, dict(vars(part)), {name: dict(x) for name, x in vars(part).items() if isinstance(x, dict)})
+        (part, dict(vars(part)), [(x, copy.copy(x)) for x in vars(part).values() if isinstance(x, dict | list | set)])
         for part in parts
     ]
     data = [
@@ -33,12 +37,12 @@ def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for part, attributes, entries in before:
+        for part, attributes, containers in before:
             vars(part).clear()
             vars(part).update(attributes)
-            for name, content in entries.items():
-                attributes[name].clear()
-                attributes[name].update(content)
+            for container, content in containers:
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
         for x, memory, requires_grad in data:
             x.data = memory
             if x.is_leaf:  # else a forward has made a buffer a part of its graph

@@ -75,8 +75,8 @@ def layers_of(module: nn.Module, layers: Sequence[str]) -> Sequence[str]:
 class LayerRng:
     """Seeds the generator before each forward of the layers of a stage that draw.
 
-    `at` is set before a job of the stage: the run's seed, the step, the microbatch. `begin` is called with a layer's
-    name before its forward.
+    `at` is set before a job of the stage: the run's seed, the step, the microbatch. It is empty between two calls of a
+    script, whose own forwards are not seeded. `begin` is called with a layer's name before its forward.
     """
 
     def __init__(self, module: nn.Module, stage: int, layers: Sequence[str], seed: Callable[[int], None]) -> None:
@@ -100,6 +100,7 @@ class LayerRng:
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any], None]:
         def before(_: nn.Module, __: Any) -> None:
-            self.begin(name)
+            if self.at:
+                self.begin(name)
 
         return before

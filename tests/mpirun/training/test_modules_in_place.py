@@ -16,13 +16,18 @@ class Net(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.emb, self.mix = nn.Embedding(13, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.temperature, held = 1.0, (self.emb.weight,)
+        self.temperature, self.masks, held = 1.0, [], (self.emb.weight,)
         self.head = {
             "attribute": lambda t: t @ self.emb.weight.t(),
             "partial": functools.partial(linear, weight=self.emb.weight),
             "tuple": lambda t: t @ held[0].t(),
+            "cache": lambda t: self.mask() * t @ self.emb.weight.t(),
         }.get(how)
         self.kept = [self.emb]
+    def mask(self):
+        if not self.masks:
+            self.masks.append(torch.arange(8) / 8)
+        return self.masks[0]
     def forward(self, x):
         x = self.mix(self.emb(x)) / self.temperature
         return self.head(x) if self.head else x @ self.kept[0].weight.t()
@@ -48,10 +53,10 @@ def modules(how):
         body = Body()
         return [body, Head(body.emb)]
     return [Net(how), nn.Identity()]
-def plainly(how, anneal):
+def plainly(how, anneal, steps=STEPS):
     net = nn.Sequential(*modules(how))
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
-    for step in range(STEPS):
+    for step in range(steps):
         anneal(net[0], step)
         optimizer.zero_grad()
         value = loss(net(tokens), target)
@@ -91,9 +96,13 @@ for scheme in schemes:
 
 
 def test_parameters_are_reached_as_plain_torch_reaches_them(scripts):
-    """By lambdas, partials, tuples and lists; tied by storage, or by a submodule of two stages, on one rank or two."""
+    """By lambdas, partials, tuples and lists; tied by storage, or by a submodule of two stages, on one rank or two.
+
+    A list may also cache what a forward makes.
+    """
     every = "ddp,1f1b,zb-h1,fsdp"
     cases = [(how, every, "modules") for how in ("attribute", "partial", "tuple", "list", "storage", "submodule")]
+    cases.append(("cache", every, "modules"))
     cases += [("list", "pipedream", "modules"), *((how, "1f1b,ddp", "split") for how in ("partial", "storage"))]
     for done in scripts(2, [[TRAINED + CASES, *case] for case in cases]):
         assert done.code == 0, done.err
@@ -150,6 +159,46 @@ for scheme in ("ddp", "1f1b"):
     losses = [run.step((tokens, target)).loss for _ in range(STEPS // 2) for run in (first, second)]
     close(losses, plainly("attribute", fixed))
     first.close(), second.close()
+"""
+    (done,) = scripts(2, [[TRAINED + script]])
+    assert done.code == 0, done.err
+
+
+def test_what_a_script_writes_to_its_parameters_between_steps_counts_in_all_stages(scripts):
+    """In place or assigned to `data`, also of one that two stages of a rank have, or that a rank fetches."""
+    script = """
+def written(body, step):
+    for x in body.parameters():
+        x.detach().mul_(0.9)
+def assigned(body, step):
+    for x in body.parameters():
+        x.data = x.data * 0.9
+for scheme in ("ddp", "1f1b", "fsdp"):
+    for anneal in (written, assigned):
+        given, losses = modules("submodule"), []
+        with engine(scheme, given) as run:
+            for step in range(STEPS):
+                anneal(given[0], step)
+                losses.append(run.step((tokens, target)).loss)
+            assert given[0].emb.weight is given[1].emb.weight
+            anneal(given[0], STEPS)
+            losses.append(run.evaluate([(tokens, target)]).loss)
+        close(losses, plainly("submodule", anneal, STEPS + 1))
+"""
+    (done,) = scripts(2, [[TRAINED + script]])
+    assert done.code == 0, done.err
+
+
+def test_a_forward_that_a_script_calls_between_steps_draws_as_plain_torch_does(scripts):
+    script = """
+given = modules("attribute")
+given[0].mix.append(nn.Dropout(0.5))
+with engine("ddp", given) as run:
+    run.step((tokens, target))
+    state = torch.get_rng_state()
+    first, second = given[0](tokens), given[0](tokens)
+    torch.set_rng_state(state)
+    assert not torch.equal(first, second) and torch.equal(first, given[0](tokens))
 """
     (done,) = scripts(2, [[TRAINED + script]])
     assert done.code == 0, done.err
