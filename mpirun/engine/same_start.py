@@ -16,7 +16,8 @@ from mpirun.model.contract import Model
 from mpirun.model.module_tensors import given_modules, own_tensors
 from schedgen.ir.header import Header
 
-_GIVEN: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()  # modules that runs of this process were given
+# Modules that runs of this process were given: whether this rank owned their stage in the last of them.
+_GIVEN: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
 
 
 class Values(NamedTuple):
@@ -47,19 +48,21 @@ def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> d
     return digests
 
 
-def given_digests(model: Model, header: Header) -> dict[Values, str]:
+def given_digests(model: Model, header: Header, rank: int) -> dict[Values, str]:
     """Digests of the trained parameters of the modules that a script gave, also of stages that this rank does not hold.
 
     Those whose values weights may replace, stages that functions build, and stages that all ranks own, whose built
-    values are compared, have none; nor have modules of an earlier run of this process, whose ranks trained their own.
+    values are compared, have none; nor have modules of an earlier run of this process on ranks that own their stage in
+    neither run: the ranks that owned it then have the trained values, and those that own it now begin with theirs.
     """
     digests = dict[Values, str]()
     for index, entry in enumerate(model.stages):
         modules = [module for _, module in given_modules(entry)]
-        is_new = not any(module in _GIVEN for module in modules)
-        _GIVEN.update(dict.fromkeys(modules))
+        owned = rank in header.owners[index]
+        counts = owned or all(_GIVEN.get(module, True) for module in modules)
+        _GIVEN.update(dict.fromkeys(modules, owned))
         several = model.weights is None and model.is_first_shard(index) and len(header.owners[index]) < header.workers
-        if several and is_new:
+        if several and counts:
             named = [item for prefix, module in given_modules(entry) for item in module.named_parameters(prefix)]
             trained = {name: tensor for name, tensor in named if tensor.requires_grad and not tensor.is_meta}
             if trained:
@@ -74,7 +77,8 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
         raise Stop(
             f"ranks {one} and {other} begin with different values of stage {values.stage}, {values.what}: the code "
             "that makes them should draw the same numbers on every rank, as after torch.manual_seed with the same "
-            "number of threads",
+            "number of threads; modules that an earlier Engine has trained have their values on its owners' ranks: "
+            "save and resume",
         )
 
 

@@ -102,12 +102,12 @@ class Session:
         `verify`: record the steps for the method `verify`; `resumes`: a checkpoint will replace all values.
         """
         self.setup = setup
-        given = {} if resumes else given_digests(setup.model, self.header)
+        given = given_digests(setup.model, self.header, self.comm.rank)
         start = first_values(setup.unsharded_model, setup.seed) if verify and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: Interpreter = build_interpreter(
-            self.comm, self.program, self.instructions, setup, self.watchdog.state
+            self.comm, self.program, self.instructions, setup, self.watchdog.state, resumes=resumes
         )
         self.interpreters.append(self.interpreter)
         self.interpreter.optimizer_step.leave_requested = self.sigterm.asks

@@ -202,3 +202,20 @@ with engine("ddp", given) as run:
 """
     (done,) = scripts(2, [[TRAINED + script]])
     assert done.code == 0, done.err
+
+
+def test_an_engine_whose_ranks_own_other_stages_than_the_one_before_resumes_or_is_refused(scripts, tmp_path):
+    script = """
+net = [*modules("list"), nn.Identity(), nn.Linear(13, 13)]
+options = dict(stages=4, microbatches=4, loss=loss, optimizer=torch.optim.SGD, lr=0.5, timeout=60)
+with mpirun.Engine("1f1b", net, **options) as run:
+    run.step((tokens, target))
+    run.save(sys.argv[1])
+with mpirun.Engine("zb-v", net, **options) as run:
+    if sys.argv[2] == "resumes":
+        assert run.resume(sys.argv[1])
+    run.step((tokens, target))
+"""
+    for case, code in (("resumes", 0), ("begins", 2)):
+        (done,) = scripts(2, [[TRAINED + script, tmp_path / case, case]])
+        assert done.code == code and ("that an earlier Engine has trained" in done.err) == bool(code), done.err
