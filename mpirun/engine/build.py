@@ -93,12 +93,12 @@ def _local_stages(
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     versions = {i.stage for i in instructions if i.op == Op.STEP and i.version >= 0 and slots.version(i) is not None}
     modules, stages, digests = {}, dict[int, LocalStage](), dict[Values, str]()
-    for index in sorted(named | owned_parts.keys()):
+    # What is owned first: stages that share a parameter copy its value before one moves it to where it is fetched.
+    for index in sorted(named | owned_parts.keys(), key=lambda index: (index not in owned_parts, index)):
         owned = index in owned_parts
         modules[index] = build_stage(setup.model, index, setup.seed, values=owned, mapped=True)
         digests |= value_digests(setup.model, index, modules[index], owned)
-    # What is owned first: stages that share a parameter copy its value before one moves it to where it is fetched.
-    for index, module in sorted(modules.items(), key=lambda item: item[0] not in owned_parts):
+    for index, module in modules.items():
         if index in versions and (referred := setup.shapes[index].referred):
             raise UsageError(
                 f"stage {index} reads {referred[0]} by a reference that its module keeps, as in a tuple, but the "

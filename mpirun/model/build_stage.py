@@ -193,7 +193,13 @@ class _Builder:
             wanted = needs_values if self.needs_values else None
             builder = _Builder(self.model, first_stage, self.seed, wanted, self.mapped, self.making)
             with _given_apart(self.model, first_stage, copied=False):
-                self._make_alike(of_stage, tie[0], _parameter(builder.untied(), *tie[0]), copied)
+                first = _parameter(builder.untied(), *tie[0])
+                self._make_alike(of_stage, tie[0], first, copied)
+            if self.needs_values and copies[0].is_meta:
+                value = first.detach() if copied else torch.empty_like(copies[0], device="cpu")
+                kept, copies[0] = copies[0], like(copies[0], value.clone())  # type: ignore[call-overload]
+                for part in (module, *self._sources()):
+                    replace_tensors(part, {id(kept): copies[0]})
         for name in names[1:]:
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, copies[0])
@@ -217,7 +223,7 @@ class _Builder:
                     f"{self.stage}, which is {other}"
                 )
         kept = next(iter(of_stage.values()))
-        if copied and kept is not first:
+        if copied and kept is not first and not kept.is_meta:
             kept.data.copy_(first.data)
 
     def untied(self) -> nn.Module:
@@ -229,6 +235,12 @@ class _Builder:
             layers = OrderedDict((name, self._layer(make, name, f"{name}.")) for name, make in entry.items())
             return nn.Sequential(layers)
         return self._layer(entry, getattr(entry, "seeded", f"stage {self.model.model_stage(self.stage)}"), "")
+
+    def _sources(self) -> list[nn.Module]:
+        """The modules whose tensors those of the stage are, where it is on the meta device."""
+        entry = self.model.stages[self.stage]
+        makes = entry.values() if isinstance(entry, Mapping) else [entry]
+        return [make.source.module for make in makes if isinstance(make, MetaStage)]
 
     def _needs_value(self, name: str, tensor: Tensor) -> bool:
         return self.needs_values is not None and self.needs_values(name, tensor)
@@ -261,7 +273,11 @@ class _Builder:
     def _give_values(self, module: nn.Module, make: object, prefix: str) -> None:
         """Give a module the values that `weights` has for it, and values to those on the meta device that need some."""
         values, seed, tensors = self._load(module, prefix), torch.initial_seed(), own_tensors(module)
-        on_meta = {name: x for name, x in tensors.items() if x.is_meta}
+        tied = {
+            name for tie in self.model.tied if tie[0][0] != self.stage for place, name in tie if place == self.stage
+        }
+        tied -= {prefix + name for name in values}  # these get the value of the tie's first
+        on_meta = {name: x for name, x in tensors.items() if x.is_meta and prefix + name not in tied}
         unset = {name: x for name, x in on_meta.items() if name not in values and self._needs_value(prefix + name, x)}
         source = make.source if isinstance(make, MetaStage) else MetaModule(module, None)
         if unset and not isinstance(make, nn.Module | MetaStage):

@@ -219,3 +219,19 @@ with mpirun.Engine("zb-v", net, **options) as run:
     for case, code in (("resumes", 0), ("begins", 2)):
         (done,) = scripts(2, [[TRAINED + script, tmp_path / case, case]])
         assert done.code == code and ("that an earlier Engine has trained" in done.err) == bool(code), done.err
+
+
+def test_a_submodule_of_two_stages_on_the_meta_device_begins_with_the_values_of_the_first(scripts):
+    script = """
+first = {}
+for scheme in ("ddp", "1f1b", "fsdp"):
+    with torch.device("meta"):
+        shared = nn.Linear(8, 8)
+        net = nn.Sequential(nn.Embedding(13, 8), nn.Sequential(shared), nn.Sequential(shared), nn.Linear(8, 13))
+    with mpirun.Engine(scheme, mpirun.split_sequential(net, 2), stages=2, microbatches=4, loss=loss, canonical=True,
+                       optimizer=torch.optim.SGD, lr=0.1, verify=True, timeout=60) as run:
+        losses = [run.step((tokens, target)).loss for _ in range(2)]
+        assert run.verify() and losses == first.setdefault("losses", losses)
+"""
+    (done,) = scripts(2, [[TRAINED + script]])
+    assert done.code == 0, done.err
