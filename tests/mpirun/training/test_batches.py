@@ -34,31 +34,6 @@ with mpirun.Engine("1f1b", stages, loss=loss, microbatches=4, verify=True, canon
     assert done.code == 0, done.err
 
 
-CHANGED_DATA = """
-import sys, torch, mpirun
-from torch import nn
-from torch.nn.functional import mse_loss
-def halved(output, target):
-    return mse_loss(output, target.mul_(0.5))
-x, y = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
-torch.manual_seed(0)
-with mpirun.Engine(sys.argv[1], [nn.Linear(6, 6), nn.Linear(6, 6)], loss=halved, verify=True, canonical=True) as run:
-    whole, targets = torch.empty(8, 6), torch.empty(8, 6)
-    for batch in run.loader(list(zip(x, y)), 2):
-        run.step(batch)
-    for rows in (slice(0, 8), slice(8, 16)):
-        run.step((whole.copy_(x[rows]), targets.copy_(y[rows])))
-    print(run.evaluate([(whole, targets)]).loss == run.evaluate([(whole, targets)]).loss, run.verify())
-"""
-
-
-def test_the_loss_may_change_its_target_and_the_script_its_batch(scripts, compiled):
-    """Also where a forward, and its loss, are done again."""
-    schedule = compiled("ddp", workers=1, stages=2, microbatches=4, recompute="all")
-    (done,) = scripts(1, [[CHANGED_DATA, schedule]])
-    assert done.code == 0 and done.out.split()[-2:] == ["True"] * 2, done.out + done.err
-
-
 KEYS = """
 import sys, torch, mpirun
 from torch import nn
