@@ -91,15 +91,14 @@ class LocalStage:
         self.given: list[Place] = []
         self.twins: list[tuple[Tensor, nn.Parameter]] = []
         self.parameters: list[nn.Parameter] = []
+        # Of a stage that the rank fetches: what the script has in its parameters, whose slots stages may share.
+        self.first = [] if owns_all else [(parameter, parameter.data) for _, parameter in named]
         holders = {id(parameter): stage for stage in earlier for parameter in stage.parameters}
         if owns_all or memory is not None:
             for (_, parameter), view in zip(named, self.views(self.weights), strict=True):
                 if owns_all:
                     view.copy_(parameter.detach())
                 self.parameters.append(self._own(parameter, view, holders.get(id(parameter))))
-        elif self.owns_separate_parts:  # it never computes the stage, so the module needs no values
-            for _, parameter in named:
-                parameter.data = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
         module.to(device.torch)
         self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
         self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
@@ -124,6 +123,8 @@ class LocalStage:
     def give_back(self) -> None:
         """Between two calls of a script: the module has the script's parameters, and its forward seeds nothing."""
         self.bind()
+        for parameter, data in self.first:
+            parameter.data = data
         for parameters, name, parameter in self.given:
             parameters[name] = parameter
         self.layer_rng.at = ()

@@ -239,7 +239,7 @@ def uneven(stages: int) -> Model:
     def make(text: Tensor, rng: np.random.Generator) -> tuple[dict[str, object], dict[str, Tensor]]:
         starts = torch.from_numpy(rng.integers(0, len(text) - 17, 22))
         pieces = text[starts[:, None] + torch.arange(17)].long()
-        return {"tokens": pieces[:, :16].T, "ones": torch.ones(5), "name": "text"}, {"next": pieces[:, 16]}
+        return {"what": "text", "bytes": pieces[:, :16].T, "ones": torch.ones(5)}, {"next": pieces[:, 16]}
 
     class Turned(Several):
         def forward(self, tokens: Tensor, ones: Tensor) -> tuple[Tensor, ...]:
@@ -252,7 +252,7 @@ def uneven(stages: int) -> Model:
 
     first, second, third, last = model.reads or ()
     reads = [[*first, Input(1)], second, third, last]
-    batch = Minibatch(make, ({"tokens": 1, "ones": None, "name": None}, 0))
+    batch = Minibatch(make, ({"bytes": 1, "ones": None, "what": None}, 0))
     return model._replace(stages=[Turned, model.stages[1], Twisted, End], reads=reads, batch=batch)
 
 

@@ -70,10 +70,10 @@ def begins() -> None:
         BEGIN.append((event(), BUSY[-1][1]))
 
 
-def outputs(self: LocalStage, *arguments: Any) -> list[torch.Tensor]:
-    """As `LocalStage._outputs`."""
+def forward(self: LocalStage, *arguments: Any) -> Any:
+    """As `LocalStage.forward`."""
     begins()
-    return real_outputs(self, *arguments)
+    return real_forward(self, *arguments)
 
 
 def backward(self: LocalStage, *arguments: Any) -> None:
@@ -97,12 +97,12 @@ def delays(instants: list[Instant], last: Instant) -> list[float]:
     return [1e6 * (at - first[1] - pace * first[0].elapsed_time(e)) for e, at in instants[len(instants) // 2 :]]
 
 
-real_wait, real_outputs, real_backward = Transport.wait, LocalStage._outputs, LocalStage.backward
+real_wait, real_forward, real_backward = Transport.wait, LocalStage.forward, LocalStage.backward
 
 if __name__ == "__main__":
     with (
         mock.patch.object(Transport, "wait", wait),
-        mock.patch.object(LocalStage, "_outputs", outputs),
+        mock.patch.object(LocalStage, "forward", forward),
         mock.patch.object(LocalStage, "backward", backward),
         mock.patch.object(Cuda, "mark", lambda self: SeenMark()),
     ):

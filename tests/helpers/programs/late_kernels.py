@@ -17,16 +17,16 @@ from mpirun.comm.device import Cuda
 from mpirun.engine.stage import LocalStage
 
 CYCLES = 20_000_000
-real_outputs, real_mark = LocalStage._outputs, Cuda.mark
+real_forward, real_mark = LocalStage.forward, Cuda.mark
 
 
-def outputs(self: LocalStage, *arguments: Any) -> list[torch.Tensor]:
-    """As `LocalStage._outputs`, late."""
+def forward(self: LocalStage, *arguments: Any) -> Any:
+    """As `LocalStage.forward`, late."""
     torch.cuda._sleep(CYCLES)
-    return real_outputs(self, *arguments)
+    return real_forward(self, *arguments)
 
 
 if __name__ == "__main__":
     mark = (lambda self: None) if "UNMARKED" in os.environ else real_mark
-    with mock.patch.object(LocalStage, "_outputs", outputs), mock.patch.object(Cuda, "mark", mark):
+    with mock.patch.object(LocalStage, "forward", forward), mock.patch.object(Cuda, "mark", mark):
         sys.exit(main())

@@ -106,16 +106,6 @@ def test_two_layers_of_one_shape_begin_with_different_weights():
     assert not torch.equal(blocks["block1.0.attention.qkv.weight"], blocks["block2.0.attention.qkv.weight"])
 
 
-@BOTH
-def test_a_module_given_as_it_is_is_copied(name):
-    make, _ = TINY[name]
-    model = make(2)
-    of_modules = model._replace(stages=modules(model))
-    with torch.no_grad():
-        next(build_stage(of_modules, 0, 0).parameters()).fill_(7)
-    assert not (next(build_stage(of_modules, 0, 0).parameters()) == 7).any()
-
-
 def test_a_microbatch_of_gpt_is_text_and_the_same_text_one_byte_on():
     (data,), target, *_ = microbatch(gpt.tiny(1), TEXT, 0, 0, 0)
     assert data.shape == target.shape == (4, 64)

@@ -238,7 +238,8 @@ with mpirun.Engine(scheme, modules, loss=torch.nn.functional.mse_loss, microbatc
     (done,) = scripts(2, [[script, scheme, drawn]])
     sentence = (
         f"mpirun: ranks 0 and 1 begin with different values of stage 0, {what}: the code that makes them should draw "
-        "the same numbers on every rank, as after torch.manual_seed with the same number of threads\n"
+        "the same numbers on every rank, as after torch.manual_seed with the same number of threads; modules that an "
+        "earlier Engine has trained have their values on its owners' ranks: save and resume\n"
     )
     assert (done.code, done.err) == ((0, "") if what is None else (2, sentence))
 
