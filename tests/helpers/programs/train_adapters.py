@@ -91,8 +91,10 @@ def train(run: Engine, loader: Loader, steps: int) -> list[Any]:
     return numbers
 
 
-def trained(scheme: str, other: str, cut: Cut) -> dict[str, Any]:
+def trained(scheme: str, other: str) -> dict[str, Any]:
     """The results of training under a scheme, whose checkpoint is then resumed under the other one."""
+    points = [f"transformer.h.{number}" for number in range(1, STAGES)]
+    cut = mpirun.split(network(), {"input_ids": torch.zeros(SAMPLES, LENGTH, dtype=torch.long)}, points=points)
     run, out = engine(scheme, cut, True), io.StringIO()
     loader = run.loader(DATA, SAMPLES)
     numbers = train(run, loader, SAVED)
@@ -149,9 +151,7 @@ def compare(exported: Path, expected: nn.Module) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    points = [f"transformer.h.{number}" for number in range(1, STAGES)]
-    once = mpirun.split(network(), {"input_ids": torch.zeros(SAMPLES, LENGTH, dtype=torch.long)}, points=points)
-    found: dict[str, Any] = {"1f1b": trained("1f1b", "fsdp", once), "fsdp": trained("fsdp", "1f1b", once)}
+    found: dict[str, Any] = {"1f1b": trained("1f1b", "fsdp"), "fsdp": trained("fsdp", "1f1b")}
     if MPI.COMM_WORLD.rank == 0:
         net, found["plain"] = plain()
         for folder in ("1f1b", "fsdp", "resumed-1f1b", "resumed-fsdp"):

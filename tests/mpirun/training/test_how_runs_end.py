@@ -273,8 +273,8 @@ def test_scripts_that_exit_on_all_ranks_end_with_their_code(scripts):
 import sys, torch, mpirun
 from torch.nn.functional import mse_loss
 x, stages = torch.zeros(8, 4), [torch.nn.Linear(4, 4) for _ in range(2)]
-with mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss,
-                   lr=lambda step: sys.exit(3) if step else 0.1) as run:
+with mpirun.Engine("ddp", stages, stages=2, microbatches=2,
+                   loss=lambda output, target: sys.exit(3) if run.steps else mse_loss(output, target)) as run:
     run.step((x, x))
     run.step((x, x))
 """
