@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mpi4py import MPI
+from torch import nn
 
 from mpirun.comm.fail_together import together
 from mpirun.comm.gpu_transport import make_transport
@@ -22,6 +23,7 @@ from mpirun.engine.same_start import Values, check_same_start, value_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage
+from mpirun.model.contract import StageEntry
 from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
@@ -114,6 +116,13 @@ def _local_stages(
             header.parts_of(index),
             owned_parts.get(index, []),
             stages.values(),
+            is_given=_has_values(setup.model.stages[index]),
         )
         stages[index].tied_to_earlier = setup.model.tied_to_earlier(index, stages[index].names)
     return dict(sorted(stages.items())), digests
+
+
+def _has_values(entry: StageEntry) -> bool:
+    """Whether a stage's entry has modules with values of their own, which no function builds, off the meta device."""
+    layers = entry.values() if isinstance(entry, Mapping) else [entry]
+    return any(isinstance(layer, nn.Module) for layer in layers)

@@ -61,6 +61,7 @@ class LocalStage:
         parts: Sequence[int] = (-1,),
         owned_parts: Collection[int] = (),
         earlier: Iterable[LocalStage] = (),
+        is_given: bool = False,
     ) -> None:
         """Move the memory of a module's parameters into flat weights; they stay the objects that they are.
 
@@ -69,6 +70,7 @@ class LocalStage:
         parts           of the weights; (-1,) where they are not divided
         owned_parts     the parts that the rank owns; if it does not own all, they lie outside of `weights`
         earlier         stages of this rank, whose parameters may be some of the module's: it gets others for these
+        is_given        the module is a script's, which has its own values of what the rank fetches between two calls
         """
         self.module, self.index, self.shape, self.device = module, index, shape, device
         self.autocast_dtype = autocast_dtype
@@ -91,14 +93,16 @@ class LocalStage:
         self.given: list[Place] = []
         self.twins: list[tuple[Tensor, nn.Parameter]] = []
         self.parameters: list[nn.Parameter] = []
-        # Of a stage that the rank fetches: what the script has in its parameters, whose slots stages may share.
-        self.first = [] if owns_all else [(parameter, parameter.data) for _, parameter in named]
+        self.first = [(parameter, parameter.data) for _, parameter in named] if is_given and not owns_all else []
         holders = {id(parameter): stage for stage in earlier for parameter in stage.parameters}
         if owns_all or memory is not None:
             for (_, parameter), view in zip(named, self.views(self.weights), strict=True):
                 if owns_all:
                     view.copy_(parameter.detach())
                 self.parameters.append(self._own(parameter, view, holders.get(id(parameter))))
+        elif self.owns_separate_parts and not is_given:  # it never computes the stage, so the module needs no values
+            for _, parameter in named:
+                parameter.data = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
         module.to(device.torch)
         self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
         self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
