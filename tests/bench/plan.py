@@ -1,7 +1,7 @@
 """The time of plan, and how it grows with layers and workers: seconds, the second of two runs.
 
-PipeDream's dynamic programme for a chain of random layers, so that few are left out early; on one level, and with a
-memory limit on two. Then the search for a schedule of a GPT of so many equal layers, 4 microbatches a worker.
+PipeDream's dynamic programme for a chain of random layers, so that few are left out early. Then the search for a
+schedule of a GPT of so many equal layers, 4 microbatches a worker.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import time
 
 import numpy as np
 
-from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Hierarchy, Level, partition
+from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.plan import plan
 from schedgen.simulator.machine import Machine
 
@@ -40,12 +39,12 @@ def gpt(layers: int) -> Layers:
     return Layers(tuple(map(str, range(layers))), edges, {"F": seconds, "B": 2 * seconds}, machine)
 
 
-def seconds(layers: int, levels: list[Level], memory: float = np.inf) -> float:
+def seconds(layers: int, workers: int) -> float:
     model = chain(layers)
     found = 0.0
     for _ in range(2):  # the first compiles the kernel
         begin = time.perf_counter()
-        partition(all_downsets(model), levels, memory)
+        partition(prefixes(model), workers, 1e9)
         found = time.perf_counter() - begin
     return found
 
@@ -55,19 +54,15 @@ def main() -> None:
     sizes = (10,) if quick else (50, 100, 200, 400, 800)
     print(f"{'layers':20}{''.join(f'{size:>10}' for size in sizes)}")
     for workers in (4,) if quick else (4, 16, 64, 256):
-        found = (seconds(size, [Level(workers, 1e9)]) for size in sizes)
+        found = (seconds(size, workers) for size in sizes)
         print(f"{workers:3} workers{'':9}{''.join(f'{one:10.3f}' for one in found)}", flush=True)
-    for a, b in ((2, 2),) if quick else ((4, 4), (8, 8)):
-        for words, memory in (("", np.inf), (", limit", 3e9)):
-            found = (seconds(size, [Level(a, 1e10), Level(b, 1e9)], memory * size) for size in sizes[:4])
-            print(f"{f'{a} x {b} workers{words}':20}{''.join(f'{one:10.3f}' for one in found)}", flush=True)
     print(f"\n{'search':20}{'layers':>10}{'schedules':>10}{'simulated':>10}{'seconds':>10}")
     for workers in (2,) if quick else (4, 16, 64):
         for layers in (4,) if quick else (32, 96):
             model = gpt(layers)
             for _ in range(2):
                 begin = time.perf_counter()
-                found = plan(model, Hierarchy([Level(workers, 1e10)]), 4 * workers)
+                found = plan(model, workers, 1e10, 4 * workers)
                 took = time.perf_counter() - begin
             counts = f"{layers:10}{found.schedules:10}{found.simulated:10}"
             print(f"{f'{workers} workers':20}{counts}{took:10.1f}", flush=True)
