@@ -12,7 +12,8 @@ from schedgen.ir.cost import REDO
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
 from schedgen.planner.candidates import SEARCHED
-from schedgen.planner.order_search.question import BUDGET, OBJECTIVES
+from schedgen.planner.order_search.budget import BUDGET
+from schedgen.planner.order_search.question import OBJECTIVES
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
 from schedgen.simulator.machine import Machine

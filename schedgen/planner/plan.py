@@ -78,14 +78,12 @@ def plan(
     bandwidth: float,
     microbatches: int,
     memory: float = math.inf,
-    prune: bool = True,
     schemes: Collection[str] | None = None,
     budget: int = 0,
 ) -> Plan:
     """Try all candidates, or only those of `schemes`; UsageError if none keeps to `memory` bytes a worker.
 
-    Without `prune` candidates are simulated whatever their bounds are; the front is the same. `budget`: work for each
-    search of an order, as for `search_order`; 0: no orders are searched.
+    `budget`: work for each search of an order, as for `search_order`; 0: no orders are searched.
     """
     bounded = [
         (candidate_bound(candidate), candidate)
@@ -98,12 +96,12 @@ def plan(
     simulated = 0
     with compiled_always():
         for bound, candidate in over(bounded, "search", len(bounded)):
-            if prune and bound.least > memory:
+            if bound.least > memory:
                 continue
             moves = candidate.sizes.stages < len(layers.names)  # else each layer is a stage, and no cut can move
             best = free if moves else [*free, *front]
-            tried = [] if prune and _beaten(bound.seconds, bound.bytes, best) else [*candidate.costs]
-            if candidate.small is not None and not (prune and _ruled_out(candidate, candidate.small, front, memory)):
+            tried = [] if _beaten(bound.seconds, bound.bytes, best) else [*candidate.costs]
+            if candidate.small is not None and not _ruled_out(candidate, candidate.small, front, memory):
                 tried.append(candidate.small)
             simulated += bool(tried)
             for schedule, costs in _simulated(candidate, tried):

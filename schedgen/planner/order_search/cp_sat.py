@@ -37,9 +37,7 @@ def is_installed() -> bool:
     return True
 
 
-def solve(
-    problem: OrderProblem, start: Times, value: float, floor: float, seconds: float
-) -> Solution:  # fmt: skip
+def solve(problem: OrderProblem, start: Times, value: float, floor: float, seconds: float) -> Solution:
     """Run CP-SAT from an order with starts `start` and longest window `value`.
 
     floor    a lower bound on the longest window

@@ -18,12 +18,13 @@ import numpy as np
 from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
+from schedgen.planner.order_search.budget import BUDGET
 from schedgen.planner.order_search.choose_recomputed import Kept, most_held_with_redone, redone, without_needless
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of, with_own_costs
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
-from schedgen.planner.order_search.question import BUDGET, FoundOrder, Limits, NoOrder, Question, reached
+from schedgen.planner.order_search.question import FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
@@ -99,7 +100,7 @@ class _Tries:
             except NoOrder:
                 continue
             self.work += found.work
-            loosened.append(numbers_of(found.program))
+            loosened.append(numbers_of(found.program, len(self.plain.cost)))
             yield loosened[-1]
         if not self.most and self.placed.scheme.split:  # what is held from I to a late W cannot be redone
             for n in loosened:

@@ -18,12 +18,12 @@ import numpy as np
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.stage_graph import chain
+from schedgen.planner.order_search.budget import BLOCK_JOBS
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
 from schedgen.planner.order_search.run_order import new_run, run_and_judge, run_order
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, squeezed_starts, third
 from schedgen.util.arrays import Numbers
 
-BLOCK_JOBS = 40  # squeezing a block takes this many times as long as computing its start times
 KEPT = 3  # best blocks, besides V-Half's and V-Min's
 
 
