@@ -8,18 +8,21 @@ judge   the simulator has the last word: on time and, if the limit is in bytes, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
+from schedgen.compiler.options import Options
+from schedgen.compiler.place import PlacedScheme, place
+from schedgen.compiler.refine import refine
 from schedgen.ir.cost import has_both
+from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.budget import BUDGET, BYTES_SHARES, PROVED_SECONDS, SMALL_SHARES, STEADY_SHARE
-from schedgen.planner.order_search.built_ins import same_placement
 from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, numbers_of, with_own_costs
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
@@ -27,6 +30,7 @@ from schedgen.planner.order_search.problem import OrderProblem, fits, most_held,
 from schedgen.planner.order_search.question import FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.steady_states import steady_orders
+from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.simulate import Simulation
 from schedgen.util.arrays import Numbers, Times
@@ -56,7 +60,7 @@ def search_order(
         )
     problem = problem_of(placed, question)
     rounds = _Rounds(question, problem)
-    for built_in in same_placement(question, placed):
+    for built_in in _same_placement(question, placed):
         rounds.add_scheme(built_in, only_halves and "I" in question.cost)
     if limits.saved is not None:
         rounds.add_orders(steady_orders(problem, placed, limits.saved, int(STEADY_SHARE * budget * 10**6)))
@@ -77,6 +81,23 @@ def search_order(
     if best is None:
         raise NoOrder("the search found no order within the memory limit: raise the limit or --budget")
     return FoundOrder(best.run.program, best.value, min(bound, best.value), rounds.work / 10**6, best.source)
+
+
+def _same_placement(question: Question, placed: PlacedScheme) -> Iterator[Scheme]:
+    """The question's scheme itself, and each built-in one with its placement, for its model and with a flush."""
+    searched, sizes = question.scheme, question.sizes
+    layers = {name: value for name, value in searched.parameters.items() if name == "layers"}
+    yield searched
+    for name in SCHEMES:
+        try:
+            scheme = load(name, sizes)
+            parameters = {**scheme.parameters, **layers}
+            scheme = scheme._replace(edges=searched.edges, per_consumer=searched.per_consumer, parameters=parameters)
+            compute = refine(place(scheme, sizes, Options())).compute
+        except UsageError:  # such as one for other sizes
+            continue
+        if scheme.updates == FLUSH and np.array_equal(compute[[F, B]], placed.compute[[F, B]]):
+            yield scheme
 
 
 class _Tried(NamedTuple):

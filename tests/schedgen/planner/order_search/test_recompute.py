@@ -8,9 +8,14 @@ from examples import further
 
 from schedgen.checker import check
 from schedgen.ir.instructions import Op
-from schedgen.planner.order_search.choose_recomputed import Kept, most_held_with_redone, redone, without_needless
 from schedgen.planner.order_search.question import Limits, Question
-from schedgen.planner.order_search.recompute import search_with_recompute
+from schedgen.planner.order_search.recompute import (
+    Kept,
+    most_held_with_redone,
+    redone,
+    search_with_recompute,
+    without_needless,
+)
 from schedgen.planner.order_search.search_order import search_order
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
