@@ -18,7 +18,7 @@ from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, Pla
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
 from schedgen.compiler.options import Options
-from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both, without_redo
+from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
@@ -28,7 +28,7 @@ from schedgen.planner import plan_output
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.compiled_orders import compile_own, with_own_costs
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.question import FoundOrder, Limits, Question
+from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import link_bandwidth, partition, prefixes
@@ -248,7 +248,8 @@ def run_search(options: SearchOptions) -> int:
     question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()
     with _slow_schemes_noted():
-        best = _searched(options, question)
+        search = search_with_recompute if options.recompute else search_whole_or_split
+        best = search(question, options.budget)
         seconds = time.perf_counter() - begin
         if options.scheme.endswith(".py") and scheme.n is not no_order:
             _say_if_untried(question)
@@ -271,14 +272,6 @@ def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
         raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
     if options.scheme.endswith(".csv"):
         raise UsageError("search takes no CSV, whose order is fixed: give a scheme or a FILE.py")
-
-
-def _searched(options: SearchOptions, question: Question) -> FoundOrder:
-    """The order found for the objective and the limits."""
-    if options.recompute:
-        return search_with_recompute(question, options.budget)
-    question = question._replace(cost=without_redo(question.cost))
-    return search_whole_or_split(question, options.budget)
 
 
 def _say_if_untried(question: Question) -> None:

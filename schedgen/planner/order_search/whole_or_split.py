@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves
+from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.annealing import HOT, Choice, anneal, temperatures
@@ -41,17 +41,18 @@ BEST = 4  # orders that the simulator judges
 def search_whole_or_split(question: Question, budget: float = BUDGET) -> FoundOrder:
     """The best order within the limits; arguments and errors as for `search_order`.
 
-    With costs of all of F, B, I and W it decides which backwards are whole; otherwise it is `search_order`.
+    With costs of all of F, B, I and W it decides which backwards are whole; otherwise it is `search_order`. Nothing is
+    redone: a cost of R is left out.
     """
-    if not has_both(question.cost):
-        return search_order(question, budget)
-    cost = {name: question.cost[name] for name in "FBIW"}
+    cost = without_redo(question.cost)
+    if not has_both(cost):
+        return search_order(question._replace(cost=cost), budget)
     durations(cost, 3)  # UsageError if they differ too much
     found, refusal = [], None
     for names, share in zip(("FB", "FIW"), WHOLE_AND_SPLIT_SHARES, strict=True):
-        own = question._replace(cost={name: cost[name] for name in names})
+        alone = question._replace(cost={name: cost[name] for name in names})
         try:
-            found.append(search_order(own, share * budget, only_halves="I" in names))
+            found.append(search_order(alone, share * budget, only_halves="I" in names))
         except UsageError as error:
             refusal = error
     if not found:
