@@ -62,11 +62,7 @@ class _Search:
         self.problem, self.bound, self.left = problem, bound, budget
         self.run, self.trial = new_run(problem), new_run(problem)
         self.jobs = len(problem.worker)
-        self.found: list[tuple[float, float, Numbers]] = []  # what `judge` returns, longest window, order
-
-    def judge(self, order: Numbers) -> float:
-        """The longest window, plus a tenth of the mean of all windows."""
-        return run_and_judge(self.problem, order, self.run)
+        self.found: list[tuple[float, float, Numbers]] = []  # what `run_and_judge` returns, longest window, order
 
     def add(self, order: Numbers) -> None:
         """Keep an order, if it can run and fits, and its variants with W jobs placed anew."""
@@ -77,8 +73,8 @@ class _Search:
             self._keep(each)
 
     def _keep(self, order: Numbers) -> None:
-        value = self.judge(order)
-        if np.isfinite(value) and fits(self.problem, order) and all(value != other for other, _, _ in self.found):
+        value = run_and_judge(self.problem, order, self.run)
+        if np.isfinite(value) and fits(self.problem, order) and all(value != known for known, _, _ in self.found):
             self.found.append((value, float(self.run.window.max()), order))
             self.found.sort(key=lambda entry: entry[0])
 
