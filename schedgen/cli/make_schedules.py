@@ -18,21 +18,20 @@ from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, Pla
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
 from schedgen.compiler.options import Options
-from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both, without_redo
+from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.planner import plan_output
-from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.compiled_orders import compile_own, with_own_costs
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.question import FoundOrder, Limits, Question
+from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
-from schedgen.planner.partition import Hierarchy, hierarchy, partition
+from schedgen.planner.partition import link_bandwidth, partition, prefixes
 from schedgen.planner.plan import pipedream, plan
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.report.compare_plot import plot_comparison
@@ -194,16 +193,18 @@ def run_plan(options: PlanOptions) -> int:
         raise UsageError("plan --partition-only compiles PipeDream's scheme alone: leave --schemes out")
     check_writable("-o", options.output)
     layers = read_layers(options.profile, read_graph_file(options.graph))
-    levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
-    numbers, lines = _partition(options, layers, levels)
+    workers, bandwidth = options.workers, link_bandwidth(options.workers, options.bandwidth, layers.machine.beta)
+    numbers, lines = _partition(options, layers, bandwidth)
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made
     if not options.partition_only:
-        best = plan(layers, levels, microbatches, options.memory, schemes=options.schemes, budget=options.search)
+        best = plan(
+            layers, workers, bandwidth, microbatches, options.memory, schemes=options.schemes, budget=options.search
+        )
         numbers |= plan_output.plan_as_json(best)
         lines += ["", *plan_output.plan_as_text(best)]
         program = best.program
     elif options.output:
-        program = pipedream(layers, levels, microbatches, options.memory)
+        program = pipedream(layers, workers, bandwidth, microbatches, options.memory)
     if program is not None and options.output:
         _write_checked(program, options.output)
     if not is_standard_output(options.output):
@@ -211,14 +212,11 @@ def run_plan(options: PlanOptions) -> int:
     return 0
 
 
-def _partition(options: PlanOptions, layers: Layers, levels: Hierarchy) -> tuple[dict[str, Any], list[str]]:
-    """Where to cut the model, as numbers and as lines; a note if only some cuts are tried, or none fits."""
-    downsets = all_downsets(layers)
-    if not downsets.complete:
-        most = "there are too many ways to cut the layers: only cuts along one order of them are tried"
-        note(f"{display_name(options.profile)}: {most}")
+def _partition(options: PlanOptions, layers: Layers, bandwidth: float) -> tuple[dict[str, Any], list[str]]:
+    """Where to cut the model, as numbers and as lines; a note if no cuts fit."""
     try:
-        numbers = plan_output.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
+        best = partition(prefixes(layers), options.workers, bandwidth, options.memory)
+        numbers = plan_output.partition_as_json(layers, options.workers, bandwidth, best)
     except UsageError as error:
         if options.partition_only:
             raise
@@ -250,7 +248,8 @@ def run_search(options: SearchOptions) -> int:
     question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()
     with _slow_schemes_noted():
-        best = _searched(options, question)
+        search = search_with_recompute if options.recompute else search_whole_or_split
+        best = search(question, options.budget)
         seconds = time.perf_counter() - begin
         if options.scheme.endswith(".py") and scheme.n is not no_order:
             _say_if_untried(question)
@@ -273,14 +272,6 @@ def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
         raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
     if options.scheme.endswith(".csv"):
         raise UsageError("search takes no CSV, whose order is fixed: give a scheme or a FILE.py")
-
-
-def _searched(options: SearchOptions, question: Question) -> FoundOrder:
-    """The order found for the objective and the limits."""
-    if options.recompute:
-        return search_with_recompute(question, options.budget)
-    question = question._replace(cost=without_redo(question.cost))
-    return search_whole_or_split(question, options.budget)
 
 
 def _say_if_untried(question: Question) -> None:

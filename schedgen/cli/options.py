@@ -12,7 +12,8 @@ from schedgen.ir.cost import REDO
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
 from schedgen.planner.candidates import SEARCHED
-from schedgen.planner.order_search.question import BUDGET, OBJECTIVES
+from schedgen.planner.order_search.budget import BUDGET
+from schedgen.planner.order_search.question import OBJECTIVES
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
 from schedgen.simulator.machine import Machine
@@ -262,12 +263,9 @@ class PlanOptions(Form):
     graph: str | None = option(
         "--graph FILE", "the layers' graph, written by mpirun graph: edges and ties; - is standard input", file=READ
     )
-    workers: int | None = option("--workers W", "ranks; this or --topology is needed", types.count)
-    topology: Sequence[int] | None = option(
-        "--topology 4x4", "workers in a group, groups in a group of the next level, and so on", types.topology
-    )
-    bandwidth: Sequence[float] | None = option(
-        "--bandwidth 1e10,1.25e9", "bytes a second of links, by level; default: the profile's", types.bandwidths
+    workers: int = option("--workers W", "ranks", types.count, required=True)
+    bandwidth: float | None = option(
+        "--bandwidth BYTES", "bytes a second of a link; default: the profile's", types.bandwidth
     )
     memory: float = option("--memory BYTES", "bytes that a worker may hold; default: no limit", types.amount, math.inf)
     partition_only: bool = switch(

@@ -29,18 +29,17 @@ def number(what: str, kind: type[T], lowest: float, limit: float) -> Callable[[s
     return parse
 
 
-def listed(parse: Callable[[str], T], separator: str = ",") -> Callable[[str], tuple[T, ...]]:
+def listed(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """A type for tuples of what `parse` reads."""
-    return lambda text: tuple(parse(part) for part in text.split(separator))
+    return lambda text: tuple(parse(part) for part in text.split(","))
 
 
 count = number("a whole number of at least 1", int, 1, 2**31)
 natural = number("a whole number of at least 0", int, 0, 2**31)
 time = number("a time of at least 0", float, 0, 1e18)
 amount = number("a positive number", float, math.ulp(0.0), 1e18)
-bandwidths = listed(number("a bandwidth of at least 1e-18 bytes a second", float, 1e-18, 1e18))  # 1e10,1.25e9
+bandwidth = number("a bandwidth of at least 1e-18 bytes a second", float, 1e-18, 1e18)
 counts = listed(count)  # 3,3,2
-topology = listed(count, "x")  # components by level: 4x2
 
 
 def redone(text: str) -> str | list[int | tuple[int, int]]:

@@ -249,7 +249,6 @@ def test_values_about_as_deep_as_python_reads_are_refused_in_a_sentence(depth, f
         ("compile gpipe --stages 20000 --microbatches 2", "20000 workers x 20000 stages are too many"),
         ("compare --stages 8 --microbatches 8 --workers 2000000000", "2000000000 workers are too many"),
         ("plan {vgg16} --workers 200000000 --bandwidth 1 --microbatches 2", "4096 workers at the most, not 200000000"),
-        ("plan {vgg16} --topology 2000000000x2 --bandwidth 1,1 --microbatches 2", "4096 workers at the most"),
     ],
 )
 def test_large_numbers_are_refused_before_anything_is_made_of_them(command, words, run, refused):
