@@ -20,7 +20,6 @@ from schedgen.schemes import (
     chimera,
     ddp,
     dualpipe_v,
-    fsdp,
     gpipe,
     hanayo,
     interleaved_1f1b,
@@ -56,7 +55,10 @@ class BuiltIn(NamedTuple):
 
 SCHEMES: dict[str, BuiltIn] = {
     "ddp": BuiltIn(ddp),
-    "fsdp": BuiltIn(fsdp),
+    "fsdp": BuiltIn(ddp, {"fully_sharded": True}, """\
+Fully sharded data parallelism: microbatches are spread as in ddp, every stage has one owner.
+w(s, b, d) = (s mod W, b mod W)   [Rahimi 2025, "Formal definitions"; W <= B, there W = B]
+n: depth-first, greedy"""),
     "gpipe": BuiltIn(gpipe),
     "1f1b": BuiltIn(one_f_one_b),
     "lpp": BuiltIn(lpp),

@@ -67,9 +67,4 @@ def new(name: str) -> Path:
             out.write(text)
     except FileExistsError:
         raise RefusedFile(f"{path} is there already, and new overwrites nothing") from None
-    except OSError as error:
-        if error.filename is None:  # raised by a write, such as on a full disk, not by `open`
-            path.unlink()
-            error.filename = str(path)
-        raise
     return path
