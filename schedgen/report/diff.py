@@ -30,14 +30,13 @@ def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
     if not headers and not changed:
         return
     for key, old, new in headers:
-        yield f"{key}: {' -> '.join(_clipped(str(old), str(new)))}"
+        yield f"{key}: {clip(str(old))} -> {clip(str(new))}"
     same = []
     for (key, old), new in zip(_numbers(a).items(), _numbers(b).values(), strict=True):
-        texts = _formatted(key, old, new)
         if old != new:
-            yield f"{key}: {texts[0]} -> {texts[1]}"
-        elif texts[0] != "0":
-            same.append(f"{key} {texts[0]}")
+            yield f"{key}: {_formatted(key, old)} -> {_formatted(key, new)}"
+        elif old:
+            same.append(f"{key} {_formatted(key, old)}")
     if same:
         yield f"unchanged: {', '.join(same)}"
     if changed:
@@ -65,32 +64,18 @@ def _header_changes(a: Header, b: Header) -> Iterator[tuple[str, object, object]
         moved = int((old[common] != new[common]).sum())
         if moved:
             yield key, f"{moved} of the jobs that both have", "another worker"
-    if a.directions == b.directions and len(a.weights) != len(b.weights):  # of forwards alone
-        old, new = (" ".join(DIRECTIONS[len(header.weights)]) for header in (a, b))
-        yield "owners named by", old, new
 
 
 def _entries(header: Header) -> tuple[dict[str, object], dict[str, object]]:
     """The header's entries in a file except for the placement of jobs: those of the scheme, and the rest."""
     entries = header_entries(header)
     tensor = {f"tensor {key}": value for key, value in entries.pop("tensor", {}).items()}
-    return entries.pop("scheme"), {**entries.pop("order"), **tensor, **entries.pop("lowering"), **entries}
+    owners = {"owners named by": " ".join(DIRECTIONS[len(header.weights)])}
+    return entries.pop("scheme"), {**entries.pop("order"), **tensor, **entries.pop("lowering"), **entries, **owners}
 
 
-def _clipped(old: str, new: str) -> tuple[str, str]:
-    """Two texts, clipped; from a little before the first difference on where they would look alike."""
-    if clip(old) == clip(new):
-        same = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), min(len(old), len(new)))
-        if same > 20:
-            old, new = (f"...{text[same - 20 :]}" for text in (old, new))
-    return clip(old), clip(new)
-
-
-def _formatted(key: str, old: float, new: float) -> tuple[str, str]:
-    """A number of both schedules, with all digits where fewer do not show that they differ."""
-    digits, all_digits = {"latency": (".6g", ".12g"), "bubble": (".2%", ".10%")}.get(key, ("", ""))
-    alike = old != new and format(old, digits) == format(new, digits)
-    return format(old, all_digits if alike else digits), format(new, all_digits if alike else digits)
+def _formatted(key: str, value: float) -> str:
+    return f"{value:.4%}" if key == "bubble" else f"{value:.12g}"
 
 
 def _numbers(program: Program) -> dict[str, float]:
