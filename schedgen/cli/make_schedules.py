@@ -18,7 +18,7 @@ from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
-from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both, without_redo
+from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, without_redo
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
@@ -28,7 +28,7 @@ from schedgen.planner import plan_output
 from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.question import FoundOrder, Limits, Question
+from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import Hierarchy, hierarchy, partition
@@ -42,8 +42,6 @@ from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import read_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
-
-_LOSES_B = "the file keeps the costs of I and W, not that of B: commands that are not given these costs take I + W"
 
 
 def run_compile(options: CompileOptions) -> int:
@@ -67,7 +65,7 @@ def run_compile(options: CompileOptions) -> int:
             **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )
         check_compiled(program)
-        _write_checked(program, options.output, options.cost)
+        _write_checked(program, options.output)
     return 0
 
 
@@ -133,13 +131,11 @@ def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
     return scheme
 
 
-def _write_checked(program: Program, output: str, cost: Mapping[str, Amount] | None = None) -> None:
-    """Write a compiled program, unless the checker refuses it; a note if the file cannot keep all of `cost`."""
+def _write_checked(program: Program, output: str) -> None:
+    """Write a compiled program, unless the checker refuses it."""
     check(program, "internal error, the compiled schedule")
     with open_output(output) as out:
         write(program, out)
-    if cost and has_both(cost) and program.mixes_backwards:
-        note(_LOSES_B)
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -151,8 +147,6 @@ def run_compare(options: CompareOptions) -> int:
         raise UsageError(f"{options.output}: the name should end in .svg")
     with _slow_schemes_noted():
         comparison = compare(sizes, options.cost, options.memory_limit, options.files)
-    if mixed := [row.scheme for row, h in zip(comparison.rows, comparison.headers, strict=True) if has_both(h.cost)]:
-        note(f"{' and '.join(mixed)}: {_LOSES_B}")
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
         raise UsageError(f"no scheme fits: {reasons}")
@@ -231,11 +225,14 @@ def run_search(options: SearchOptions) -> int:
     question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()
     with _slow_schemes_noted():
-        best = _searched(options, question)
+        if options.recompute:
+            best = search_with_recompute(question, options.budget)
+        else:
+            best = search_whole_or_split(question._replace(cost=without_redo(cost)), options.budget)
         seconds = time.perf_counter() - begin
     check_compiled(best.program)
     if options.output:
-        _write_checked(best.program, options.output, cost)
+        _write_checked(best.program, options.output)
     if not is_standard_output(options.output):
         print(plan_output.search_table(best, options.objective, seconds, options.json))
     if not (best.optimal or is_installed()):
@@ -252,14 +249,6 @@ def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
         raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
     if options.scheme.endswith(".csv"):
         raise UsageError("search takes no CSV, whose order is fixed: give a scheme or a FILE.py")
-
-
-def _searched(options: SearchOptions, question: Question) -> FoundOrder:
-    """The order found for the objective and the limits."""
-    if options.recompute:
-        return search_with_recompute(question, options.budget)
-    question = question._replace(cost=without_redo(question.cost))
-    return search_whole_or_split(question, options.budget)
 
 
 def run_new(options: NewOptions) -> int:

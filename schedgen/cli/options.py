@@ -29,6 +29,7 @@ from schedgen.util.option_fields import (
 
 LAYERS_GRAPH = "that of the layers in P, if the schedule was planned with one; - is standard input"
 MODEL_GRAPH = "a model's graph, written by mpirun graph: stages, edges, ties and more; - is standard input"
+LIMIT = "saved forwards a worker may hold; default: no limit"
 SCHEDULE = "the schedule; - is standard output"
 BANDWIDTH = Number("a bandwidth of at least 1e-18 bytes a second", float, 1e-18, 1e18)
 _MACHINE_FIELDS = ("alpha", "beta", "activation", "weight", "saved")  # those that are options
@@ -67,9 +68,7 @@ class CostOptions:
     activation: int | None = option("--activation N", "bytes of an activation or its gradient; default: 1", count)
     weight: int | None = option("--weight N", "bytes of a stage's weights or their gradient; default: 1", count)
     saved: int | None = option("--saved N", "bytes a forward keeps for its backward; default: 1", count)
-    profile: str | None = option(
-        "--profile P", "JSON with all of these and more by name; times and bytes may be lists by stage", file=READ
-    )
+    profile: str | None = option("--profile P", "JSON with all of these and more, also by stage", file=READ)
     graph: str | None = option("--graph FILE", LAYERS_GRAPH, file=READ, needs="profile")
 
     def __post_init__(self) -> None:
@@ -110,12 +109,8 @@ class CompileOptions(Options, LoopOptions):
     """compile: a scheme, its sizes, and how it is ordered and lowered."""
 
     scheme: str = argument("SCHEME|FILE", f"{', '.join(SCHEMES)}, FILE.py with w and n, or torch's FILE.csv")
-    group: int | None = option(
-        "--group N", "microbatches that pass a stage in turn (interleaved-1f1b), or of an update (pipedream-2bw)", count
-    )
-    replicas: Sequence[int] | None = option(
-        "--replicas R,R,...", "workers of each stage (1f1b-rr, pipedream, pipedream-2bw)", listed(count)
-    )
+    group: int | None = option("--group N", "microbatches in turn (interleaved-1f1b), or of an update (2bw)", count)
+    replicas: Sequence[int] | None = option("--replicas R,R,...", "workers of each stage (1f1b-rr, ...)", listed(count))
     shards: Sequence[int] | None = option(
         "--shards K", "parts of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
         listed(count),
@@ -146,13 +141,9 @@ class StatsOptions(Form, InputFile):
     cost: Mapping[str, float] | None = option(
         "--cost F=1,B=2", "durations; default: those in the file", read_cost, group="costs"
     )
-    profile: str | None = option(
-        "--profile P", "JSON with durations and bytes; also gives the memory a worker needs", group="costs", file=READ
-    )
+    profile: str | None = option("--profile P", "JSON with durations and bytes", group="costs", file=READ)
     graph: str | None = option("--graph FILE", LAYERS_GRAPH, file=READ, needs="profile")
-    measured: str | None = option(
-        "--measured TRACE", "an mpirun --trace file: print the seconds of that run", group="costs", file=READ
-    )
+    measured: str | None = option("--measured TRACE", "an mpirun --trace file, in seconds", group="costs", file=READ)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +159,10 @@ class DrawOptions(CostOptions, InputFile):
     """draw: one or two schedules, their costs, and what the picture looks like."""
 
     other: str | None = argument("FILE2", "another schedule, drawn below on the same time axis", nargs="?")
-    output: str | None = option(
-        "-o --output OUT", "OUT.svg, OUT.png or OUT.html; default: in the terminal", file=WRITTEN
-    )
+    output: str | None = option("-o --output OUT", "OUT.svg, .png or .html; default: in the terminal", file=WRITTEN)
     by: str | None = option(
-        "--by", "what colours show; default: the microbatch, or the stage where a worker has several",
-        choices=("microbatch", "stage"),
-    )  # fmt: skip
+        "--by", "what colours show; default: stage, if a worker has several", choices=("microbatch", "stage")
+    )
     transfers: bool = switch("--transfers", "messages as arrows (in OUT.html: initially shown)", needs="output")
     measured: str | None = option("--measured TRACE", "an mpirun --trace file, drawn above its simulation", file=READ)
 
@@ -184,11 +172,9 @@ class ExportOptions(CostOptions, InputFile):
     """export: a schedule, its costs, and the form it is written in."""
 
     to: str = option(
-        "--to",
-        "chrome: simulated events, for Perfetto; chakra: MLCommons Chakra traces, one per rank; csv: torch's actions",
-        required=True,
-        choices=("chrome", "chakra", "csv"),
-    )
+        "--to", "chrome: for Perfetto; chakra: MLCommons' traces, one per rank; csv: torch's actions",
+        required=True, choices=("chrome", "chakra", "csv"),
+    )  # fmt: skip
     output: str = option("-o --output OUT", "- is standard output", required=True, file=WRITTEN)
 
 
@@ -210,46 +196,28 @@ class CompareOptions(Form):
     stages: int = option("--stages S", "stages of the model", count, required=True)
     microbatches: int = option("--microbatches B", "microbatches of a step", count, required=True)
     workers: int = option("--workers W", "ranks", count, required=True)
-    memory_limit: int | None = option("--memory-limit M", "saved forwards a worker may hold; default: no limit", count)
+    memory_limit: int | None = option("--memory-limit M", LIMIT, count)
     cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; I and W default to half of B", read_cost)
-    output: str | None = option(
-        "-o --output OUT.svg", "a plot of latency against memory; - is standard output", file=WRITTEN
-    )
+    output: str | None = option("-o --output OUT.svg", "a plot of latency against memory", file=WRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Form):
     """plan: what layers cost, the machine, and what is searched."""
 
-    profile: str = argument(
-        "PROFILE",
-        "layers and their costs: PipeDream's file, or mpirun profile's, where stages are layers; - is standard input",
-    )
-    graph: str | None = option(
-        "--graph FILE", "the layers' graph, written by mpirun graph: edges and ties; - is standard input", file=READ
-    )
+    profile: str = argument("PROFILE", "layers and costs: PipeDream's, or mpirun profile's; - is standard input")
+    graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
     workers: int | None = option("--workers W", "ranks; this or --topology is needed", count)
-    topology: Sequence[int] | None = option(
-        "--topology 4x4", "workers in a group, groups in a group of the next level, and so on", listed(count, "x")
-    )
+    topology: Sequence[int] | None = option("--topology 4x4", "workers in a group, groups, ...", listed(count, "x"))
     bandwidth: Sequence[float] | None = option(
         "--bandwidth 1e10,1.25e9", "bytes a second of links, by level; default: the profile's", listed(BANDWIDTH)
     )
     memory: float = option("--memory BYTES", "bytes that a worker may hold; default: no limit", amount, math.inf)
-    partition_only: bool = switch(
-        "--partition-only", "only where to cut, and replicas, without a search; with -o PipeDream's own schedule"
-    )
+    partition_only: bool = switch("--partition-only", "only where to cut, and replicas; with -o PipeDream's schedule")
     microbatches: int | None = option("--microbatches B", "microbatches of a step, each as profiled", count)
-    schemes: Sequence[str] | None = option(
-        "--schemes NAME,...", "search only these schemes; default: all that plan knows", searched_schemes
-    )
-    search: int = option(
-        "--search N",
-        "also search for orders; N is the work for each placement: millions of job start times computed",
-        count,
-        0,
-    )
-    output: str | None = option("-o --output FILE", "the fastest schedule; - is standard output", file=WRITTEN)
+    schemes: Sequence[str] | None = option("--schemes NAME,...", "only these; default: all", searched_schemes)
+    search: int = option("--search N", "also search for orders, with N millions of job start times each", count, 0)
+    output: str | None = option("-o --output FILE", SCHEDULE, file=WRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,19 +230,12 @@ class SearchOptions(Form, CostOptions, LoopOptions):
         "--cost F=1,B=2", "durations; default: F=1,B=2 or, if the scheme splits backwards, F=1,I=1,W=1", read_cost
     )
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
-    memory_limit: int | None = option(
-        "--memory-limit M", "saved forwards a worker may hold, until the end of W; default: no limit", count,
-        group="memory",
-    )  # fmt: skip
-    memory: float | None = option(
-        "--memory BYTES", "bytes a worker may need, as simulate counts them (peak_bytes)", amount, group="memory"
-    )
+    memory_limit: int | None = option("--memory-limit M", LIMIT, count, group="memory")
+    memory: float | None = option("--memory BYTES", "bytes a worker may need (peak_bytes)", amount, group="memory")
     objective: str = option(
-        "--objective",
-        "what to minimize: latency; or window, the longest time from a worker's first job to the end of its last",
-        default="latency",
-        choices=OBJECTIVES,
-    )
+        "--objective", "what is minimized; window: from a worker's first job to the end of its last",
+        default="latency", choices=OBJECTIVES,
+    )  # fmt: skip
     recompute: bool = switch("--recompute", "redo forwards where that lets an order within the memory end sooner")
     budget: int = option("--budget N", "the work: millions of job start times computed", count, BUDGET)
     output: str | None = option("-o --output FILE", SCHEDULE, file=WRITTEN)

@@ -26,9 +26,9 @@ from schedgen.ir.file import parse, write
 from schedgen.ir.graph_file import read_graph_file
 from schedgen.ir.program import Program
 from schedgen.planner.stage_costs import read_stage_profile
-from schedgen.report.chakra import chakra_traces, file_endings, jobs_rounded_to_zero
+from schedgen.report.chakra import chakra_traces, jobs_rounded_to_zero
 from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
-from schedgen.report.diff import coloured, diff
+from schedgen.report.diff import diff
 from schedgen.report.draw import terminal
 from schedgen.report.draw.colours import TRANSFER_COLOURS
 from schedgen.report.draw.page import page
@@ -41,10 +41,8 @@ from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
 from schedgen.simulator.stats import stats
 from schedgen.simulator.timeline import Timeline
-from schedgen.util.errors import RefusedFile, UsageError, note, number_of, one_line
-from schedgen.util.files import display_name, is_standard_output, open_output, read_bytes, read_text
-from schedgen.util.option_fields import refuse_overwriting
-from schedgen.util.terminal import has_colours
+from schedgen.util.errors import UsageError, note, number_of, one_line
+from schedgen.util.files import display_name, is_standard_output, open_output, read_text
 
 
 def run_check(options: CheckOptions) -> int:
@@ -63,11 +61,7 @@ def run_check(options: CheckOptions) -> int:
 
 def run_seal(options: SealOptions) -> int:
     """Write a schedule again, in the form and with the hash that readers require."""
-    try:
-        text = read_bytes(options.file).decode()
-    except UnicodeDecodeError as error:
-        raise RefusedFile(f"{display_name(options.file)}: not UTF-8 text: byte {error.start}") from None
-    program = parse(text, display_name(options.file))
+    program = parse(read_text(options.file), display_name(options.file))
     with open_output(options.file) as out:
         write(program, out)
     return 0
@@ -152,15 +146,13 @@ def run_draw(options: DrawOptions) -> int:
     """Draw one or two schedules, in the terminal or into a file."""
     if options.other and options.measured:
         raise UsageError("--measured belongs to one schedule: give a single FILE")
-    form = Path(options.output).suffix if options.output else None
-    if form not in (None, ".svg", ".png", ".html"):
+    form = Path(options.output or "").suffix
+    if options.output and form not in (".svg", ".png", ".html"):
         raise UsageError(f"{options.output}: the name should end in .svg, .png or .html")
     scenes = _scenes(options, [name for name in (options.file, options.other) if name])
     by = options.by or default_colouring(scenes)
-    if options.output is None or form is None:
-        coloured_bars = terminal.show(scenes, by)
-        if options.by and not coloured_bars:
-            note("the text has no colours, so --by changes nothing")
+    if options.output is None:
+        terminal.show(scenes, by)
     elif form == ".html":
         with open_output(options.output) as out:
             out.write(page(scenes, by, options.transfers))
@@ -195,19 +187,13 @@ def run_export(options: ExportOptions) -> int:
     unit = 1e6 if options.profile else 1.0
     files: Iterable[tuple[str, bytes]]
     if options.to == "csv":
-        if options.given:
-            raise UsageError(f"torch's CSV has no costs: leave --{options.given[0]} out")
         files = [("", as_torch_csv(program).encode())]
         if lost := lost_in_csv(program):
             note(f"torch's CSV has jobs alone: it loses {' and '.join(lost)}")
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]
-    elif options.output == "-":
-        raise UsageError("Chakra traces are several files: -o is the beginning of their names and cannot be -")
     else:
-        names = [options.output + end for end in file_endings(program.header.workers)]
-        refuse_overwriting([options.file, options.profile], names)
         run = simulate(program, cost, machine)
         files = chakra_traces(run, unit)
         if jobs := jobs_rounded_to_zero(run, unit):
@@ -222,8 +208,6 @@ def run_diff(options: DiffOptions) -> int:
     """Print what differs between two schedules; the exit code tells whether anything does."""
     names = (one_line(display_name(name)) for name in (options.a, options.b))
     lines = diff(checked(options.a), checked(options.b), *names)
-    if has_colours():
-        lines = coloured(lines)
     differ = 0
     for line in lines:
         differ = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,6 @@ from schedgen.util.errors import clip
 CONTEXT = 2  # rows shown around a change
 _SAME, _OLD, _NEW = 0, 1, 2
 _SIGN = (" ", "-", "+")
-_COLOUR = {"-": "31", "+": "32", "@": "36"}
 
 
 def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
@@ -41,15 +40,6 @@ def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
         yield f"unchanged: {', '.join(same)}"
     if changed:
         yield from _unified(a, b, a_name, b_name)
-
-
-def coloured(lines: Iterable[str]) -> Iterator[str]:
-    """The lines of `diff` with colours for a terminal: removed rows red, added ones green."""
-    for line in lines:
-        if line.startswith(("--- ", "+++ ")):
-            yield f"\033[1m{line}\033[m"
-        else:
-            yield f"\033[{_COLOUR[line[0]]}m{line}\033[m" if line[0] in _COLOUR else line
 
 
 def _header_changes(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
@@ -151,15 +141,8 @@ def _merge(both: Rows, length: int) -> _Merged:
 
 def _codes(table: Rows) -> Numbers:
     """A number for each row; rows of equal rank and instruction have equal numbers."""
-    codes, size = np.zeros(len(table.op), np.int64), 1
-    for column in table.columns():
-        span = int(column.max(initial=0)) + 2
-        if size * span >= 2**62:
-            codes = np.unique(codes, return_inverse=True)[1]
-            size = int(codes.max(initial=0)) + 1
-        codes, size = codes * span + column + 1, size * span
-    dense: Numbers = np.unique(codes, return_inverse=True)[1]
-    return dense
+    codes: Numbers = np.unique(np.stack(table.columns()), axis=1, return_inverse=True)[1]
+    return codes.ravel()
 
 
 def _lines(both: Rows, merged: _Merged, shown: Numbers) -> Iterator[str]:

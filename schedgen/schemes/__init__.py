@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from schedgen.ir.limits import check_jobs
 from schedgen.schemes import (
-    breadth_first,
     chimera,
     ddp,
     dualpipe_v,
@@ -24,6 +23,7 @@ from schedgen.schemes import (
     hanayo,
     interleaved_1f1b,
     interleaved_zb,
+    looped,
     lpp,
     one_f_one_b,
     pipedream_2bw,
@@ -67,11 +67,11 @@ Fully sharded looped pipeline: lpp's placement of jobs, every stage has one owne
 w(s, b, d) = (h(s, s), h(s, b)), h(s, b) = (R b mod W) + (s mod R)   [Rahimi 2025, "Formal definitions"]
 n: depth-first, greedy"""),
     "interleaved-1f1b": BuiltIn(interleaved_1f1b),
-    "depth-first": BuiltIn(breadth_first, {"order": "depth-first"}, """\
+    "depth-first": BuiltIn(looped, {"order": "depth-first"}, """\
 Depth-first: v stages a worker, and whoever is free takes the oldest microbatch.
 w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "One code to schedule them all"; S = vW]
 n: oldest microbatch first, greedy"""),
-    "breadth-first": BuiltIn(breadth_first),
+    "breadth-first": BuiltIn(looped),
     "zb-h1": BuiltIn(zb_h1),
     "zb-h2": BuiltIn(zb_h1, {"h": 2}, """\
 ZB-H2: as ZB-H1, but more forwards warm up, at twice 1F1B's memory.

@@ -133,8 +133,8 @@ def _squeeze(slots: Numbers, order: Numbers, memory: int) -> Numbers:
     4. saved[r, t] <= memory everywhere.
 
     A move takes a job out of its slot `now` and puts it into the first free slot from `ready` on, the earliest that 2
-    allows, for which 4 holds. Only the slots up to `now` have to be run again to know: by then the same F and I have run
-    as before the move, and no fewer W, because the slot that was free has become a later one, where no fewer W wait. So
+    allows, for which 4 holds. Only the slots up to `now` have to be run again to know: by then the same F and I have
+    run as before the move, and no fewer W, as the free slot has become a later one, where no fewer W wait. So
     from there on no more is saved than before. If there is no such slot, the job stays where it is.
     """
     p, batches = slots.shape[0], slots.shape[2]

@@ -44,24 +44,16 @@ def open_input(name: str) -> contextlib.AbstractContextManager[BinaryIO]:
     return contextlib.nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb")
 
 
-def read_bytes(name: str, limit: int = READ_LIMIT) -> bytes:
-    """All bytes of the file `name`; RefusedFile if they are more than `limit`, OSError if it cannot be opened."""
-    data = bytearray()
-    with open_input(name) as source:
-        while block := source.read(BLOCK):
-            data += block
-            if len(data) > limit:
-                reason = f"it has more than {limit >> 20} MiB: too long to be read at once"
-                raise RefusedFile(f"{display_name(name)}: {reason}")
-    return bytes(data)
-
-
 def read_text(name: str, limit: int = READ_LIMIT) -> str:
     """The file `name` as UTF-8, with undecodable bytes replaced by U+FFFD and a byte-order mark left out.
 
-    Errors as in `read_bytes`.
+    RefusedFile if it has more than `limit` bytes, OSError if it cannot be opened.
     """
-    return read_bytes(name, limit).decode("utf-8-sig", errors="replace")
+    with open_input(name) as source:
+        data = source.read(limit + 1)
+    if len(data) > limit:
+        raise RefusedFile(f"{display_name(name)}: it has more than {limit >> 20} MiB: too long to be read at once")
+    return data.decode("utf-8-sig", errors="replace")
 
 
 @contextlib.contextmanager

@@ -5,9 +5,12 @@ A job is shown as its letter and microbatch, or as much of them as fits, over a 
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +19,6 @@ from schedgen.report.draw.colours import LOOKS, colours
 from schedgen.report.draw.scene import Scene, colour_count, format_time, heading
 from schedgen.simulator.time_breakdown import SHARES
 from schedgen.util.arrays import Numbers
-from schedgen.util.terminal import has_colours
 
 NARROWEST = 20  # columns that a time axis takes even on the narrowest terminal
 
@@ -63,24 +65,19 @@ def draw(scenes: Sequence[Scene], width: int, by: str, colour: bool) -> list[lis
     return lines
 
 
-def show(scenes: Sequence[Scene], by: str) -> bool:
-    """Print the scenes to standard output, in colour if that is a terminal with colours and NO_COLOR is not set.
-
-    Returns whether they are in colour.
-    """
+def show(scenes: Sequence[Scene], by: str) -> None:
+    """Print the scenes to standard output, in colour if that is a terminal with colours and NO_COLOR is not set."""
     width = shutil.get_terminal_size((80, 24)).columns
-    plain = not has_colours()
-    if not plain:
-        try:
-            from rich.console import Console
-            from rich.text import Text
-        except ImportError:  # the extra `draw` is not installed
-            plain = True
-    lines = draw(scenes, width, by, not plain)
-    if plain:
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "dumb")
+    colour = colour and find_spec("rich") is not None  # of the extra `draw`
+    lines = draw(scenes, width, by, colour)
+    if not colour:
         for line in lines:
             print("".join(cell.text for cell in line).rstrip())
-        return False
+        return
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(width=width, highlight=False)
     for line in lines:
         text = Text(no_wrap=True, overflow="ignore")
@@ -88,7 +85,6 @@ def show(scenes: Sequence[Scene], by: str) -> bool:
             style = " ".join(part for part in (cell.ink, cell.paper and f"on {cell.paper}") if part)
             text.append(cell.text, style)
         console.print(text, crop=False)
-    return True
 
 
 def _heading(scene: Scene) -> list[str]:
@@ -163,7 +159,6 @@ def _mixed(scene: Scene, numbers: Numbers, scale: float, columns: int, style: St
 
 
 def _label(letter: str, number: int, width: int, filling: str) -> str:
-    """Letter and number, or as much of them as fits, padded so that jobs do not run together."""
     text = f"{letter}{number}" if number >= 0 and width > len(str(number)) else letter
     return text.ljust(width, filling)
 

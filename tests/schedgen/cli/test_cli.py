@@ -148,22 +148,6 @@ def test_what_a_scheme_s_file_prints_is_not_in_the_schedule(run, tmp_path):
     assert "loaded" in compiled.err and "ordered" in compiled.err
 
 
-@pytest.mark.parametrize(
-    ("n", "said"),
-    [
-        ("raise ValueError('tired')", "schedgen: note: the order of talks itself was not tried: "),
-        ("return b * np.nan", "schedgen: note: the order of talks itself was not tried: "),
-        ("return b", ""),
-    ],
-)
-def test_search_says_what_it_does_not_begin_with(n, said, run, tmp_path):
-    path = tmp_path / "talks.py"
-    path.write_text(HELD + f"def n(s, b, d):\n    {n}\n")
-    found = run("search", path, "--stages", 2, "--microbatches", 2, "--cost", "F=1,B=2", "--budget", 1)
-    assert found.code == 0 and said in found.err
-    assert said or "not tried" not in found.err
-
-
 def test_search_notes_once_that_w_and_n_are_slow(run, tmp_path):
     path = tmp_path / "slow.py"
     path.write_text("def w(s, b, d):\n    return (0, 0) if s < 1 else (1, 1)\ndef n(s, b, d):\n    return max(b, 0)\n")
@@ -316,13 +300,6 @@ def test_search_and_plan_refuse_an_output_before_their_work(run, refused, tmp_pa
         assert "-o" in message and "No such file or directory" in message
 
 
-def test_search_says_that_a_file_keeps_no_b_beside_i_and_w(run, tmp_path):
-    (tmp_path / "costs.json").write_text('{"F": 10, "B": 18, "I": 12, "W": 10}')
-    words = ("--stages", 3, "--microbatches", 4, "--budget", 1, "--profile", tmp_path / "costs.json")
-    done = run("search", "1f1b", *words, "-o", tmp_path / "found.json")
-    assert done.code == 0 and "not that of B" in done.err
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_seal_keeps_a_canonical_file(scheme, files, run):
     path = files[scheme]
@@ -392,25 +369,6 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     assert first.stderr.read() == b""
     first.stderr.close()
     assert first.wait() == 1
-
-
-@pytest.mark.parametrize("closed", [0, 1, 2])
-def test_a_stream_may_be_closed(closed, files, tmp_path):
-    """Nothing is read from it. What is printed to it is lost; a file that should be written to it is an error."""
-    command = [sys.executable, "-m", "schedgen"]
-
-    def close(*arguments):
-        shell = f"{shlex.join([*command, *arguments])} {closed}>&-"
-        return subprocess.run(shell, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    good, bad = close("check", "gpipe.json"), close("check", "-" if closed == 0 else "none.json")
-    assert (good.returncode, good.stdout.count("\n"), good.stderr) == (0, int(closed != 1), "")
-    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (1, "", int(closed != 2))
-    assert "Traceback" not in bad.stderr
-    if closed == 1:
-        lost, unwanted = close(*command_line()), close(*command_line(**{"-o": "/dev/null"}))
-        assert (lost.returncode, lost.stderr) == (1, "schedgen: standard output: Bad file descriptor\n")
-        assert (unwanted.returncode, unwanted.stderr) == (0, "")
 
 
 def test_standard_output_by_its_name_is_written_in_place(process, tmp_path):
