@@ -433,16 +433,12 @@ def test_no_command_writes_over_a_file_that_it_reads(files, run, refused, graph_
     link.symlink_to(schedule)
     (tmp_path / "own.py").write_text("def w(s, b, d):\n    return s, s\n")
     (tmp_path / "costs.json").write_text('{"F": [1, 2, 1, 1], "B": [2, 4, 2, 2]}')
-    (tmp_path / "run.groups.json").write_bytes((tmp_path / "costs.json").read_bytes())
-    (tmp_path / "run.3.et").write_bytes(schedule.read_bytes())
     graph = graph_file(stages=4)
     own = ("own.py", "--stages", 4, "--microbatches", 4)
     for command in (
         ("simulate", schedule, "--trace", link),
         ("simulate", schedule, "--profile", "costs.json", "--trace", "costs.json"),
         ("export", schedule, "--to", "csv", "-o", schedule),
-        ("export", "run.3.et", "--to", "chakra", "-o", "run"),
-        ("export", schedule, "--to", "chakra", "--profile", "run.groups.json", "-o", "run"),
         ("compile", *own, "--n", "1f1b", "-o", "own.py"),
         ("compile", "1f1b", "--graph", graph, "--microbatches", 4, "-o", graph),
         ("search", *own, "--budget", 1, "-o", "./own.py"),
