@@ -7,7 +7,6 @@ the simulation.
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,6 +21,8 @@ from schedgen.report.chrome_trace import MEASURED, SIMULATED
 from schedgen.simulator.timeline import CAUSES, Timeline, measured_timelines
 from schedgen.util.arrays import Times
 from schedgen.util.errors import RefusedFile, clip
+
+MOST = 1e30  # an exclusive bound on times in a trace, in microseconds
 
 
 class _Event(NamedTuple):
@@ -150,7 +151,7 @@ def _events_by_rank(text: str, name: str) -> dict[int, list[_Event]]:
             args = event["args"]
             start, length, wait = float(event["ts"]), float(event["dur"]), float(args["wait"])
             cause = CAUSES.index(args["cause"]) if wait else -1
-            if event["tid"] < 0 or not (math.isfinite(start) and 0 <= length < math.inf and 0 <= wait < math.inf):
+            if event["tid"] < 0 or not (abs(start) < MOST and 0 <= length < MOST and 0 <= wait < MOST):
                 raise ValueError
             ranks[event["tid"]].append(_Event(str(args["instruction"]), start, length, wait, cause))
         if not ranks:
