@@ -247,8 +247,6 @@ def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
     if options.stages and graph and options.stages != graph.stages:
         name = display_name(options.graph or "-")
         raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
-    if options.scheme.endswith(".csv"):
-        raise UsageError("search takes no CSV, whose order is fixed: give a scheme or a FILE.py")
 
 
 def run_new(options: NewOptions) -> int:

@@ -19,7 +19,6 @@ from schedgen.schemes import (
     chimera,
     ddp,
     dualpipe_v,
-    gpipe,
     hanayo,
     interleaved_1f1b,
     interleaved_zb,
@@ -59,7 +58,11 @@ SCHEMES: dict[str, BuiltIn] = {
 Fully sharded data parallelism: microbatches are spread as in ddp, every stage has one owner.
 w(s, b, d) = (s mod W, b mod W)   [Rahimi 2025, "Formal definitions"; W <= B, there W = B]
 n: depth-first, greedy"""),
-    "gpipe": BuiltIn(gpipe),
+    "gpipe": BuiltIn(one_f_one_b, {"order": "breadth-first"}, """\
+GPipe: a worker a stage, all forwards and then all backwards.
+w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "Formal definitions"; W <= S, there W = S]
+n: breadth-first, strict; with W = S that is n(s, b, F) = b, n(s, b, B) = B + b   [GPipe, section 2.3]
+With S = vW it is looped breadth-first   [Lamy-Poirier 2022, "Breadth-first pipeline parallelism"]"""),
     "1f1b": BuiltIn(one_f_one_b),
     "lpp": BuiltIn(lpp),
     "fslpp": BuiltIn(lpp, {"fully_sharded": True}, """\

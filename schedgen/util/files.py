@@ -32,13 +32,6 @@ def display_name(name: str) -> str:
     return "standard input" if name == "-" else name
 
 
-def is_same_file(name: str, other: str) -> bool:
-    """Whether both names refer to the same existing regular file; - never does."""
-    if "-" in (name, other) or not (Path(name).is_file() and Path(other).is_file()):
-        return False
-    return Path(name).samefile(other)
-
-
 def open_input(name: str) -> contextlib.AbstractContextManager[BinaryIO]:
     """The file `name`, opened for reading; OSError if it cannot be."""
     return contextlib.nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb")

@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from schedgen.util.errors import UsageError, one_line
-from schedgen.util.files import is_same_file
 
 T = TypeVar("T")
 
@@ -162,5 +162,5 @@ def check_files(options: Any, not_files: Collection[str] = ()) -> None:
 def refuse_overwriting(read: Iterable[str | None], written: Iterable[str | None]) -> None:
     """UsageError if a file that is read would be written, too; None is no file. OSError as for `os.stat`."""
     for name, other in itertools.product(filter(None, written), filter(None, read)):
-        if is_same_file(name, other):
+        if Path(name).is_file() and Path(other).is_file() and Path(name).samefile(other):
             raise UsageError(f"{name} would be overwritten, but it is read, too: give the output another name")

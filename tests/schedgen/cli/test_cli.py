@@ -190,7 +190,7 @@ def test_an_empty_name_is_no_file(files, run, refused):
 
 def test_orders_that_are_fixed_are_refused(run, refused, tmp_path):
     sizes = ("--stages", 2, "--microbatches", 2)
-    assert "search takes no CSV" in refused(run("search", tmp_path / "a.csv", *sizes), 2)
+    assert "there is no scheme" in refused(run("search", tmp_path / "a.csv", *sizes), 2)
     (tmp_path / "forwards.json").write_text('{"F": [1, 2]}')
     message = refused(run("plan", tmp_path / "forwards.json", "--workers", 2, "--microbatches", 3), 1)
     assert "a plan needs backwards" in message
