@@ -271,11 +271,6 @@ def test_a_full_disk_names_the_file_and_leaves_no_part_of_it(files, run, refused
     assert refused(run("simulate", files["1f1b"], "--trace", "/dev/full"), 1).startswith("schedgen: /dev/full: ")
 
 
-def test_output_may_have_the_longest_name(run, tmp_path):
-    path = tmp_path / ("x" * 250 + ".json")
-    assert run(*command_line(**{"-o": str(path)})).code == 0 and [*tmp_path.iterdir()] == [path]
-
-
 def test_output_follows_a_link(files, run, tmp_path):
     link = tmp_path / "link.json"
     link.symlink_to(files["ddp"])
@@ -371,15 +366,6 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     assert first.wait() == 1
 
 
-def test_standard_output_by_its_name_is_written_in_place(process, tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text("before\n")
-    for number, name in ((1, "/dev/stdout"), (2, "/dev/stderr")):
-        shell = f"{shlex.join([sys.executable, '-m', 'schedgen', *command_line(**{'-o': name})])} {number}>> log.txt"
-        assert subprocess.run(shell, shell=True, cwd=tmp_path, check=False).returncode == 0
-    assert log.read_bytes() == b"before\n" + 2 * process(*command_line()).stdout
-
-
 @pytest.mark.parametrize("name", ["-", "/dev/stdout"])
 def test_what_goes_to_standard_output_is_there_alone(name, process, files, run, tmp_path):
     (tmp_path / "costs.json").write_text('{"F": [1, 2, 1, 1], "B": [2, 4, 2, 2]}')
@@ -392,13 +378,6 @@ def test_what_goes_to_standard_output_is_there_alone(name, process, files, run, 
         assert run("check", tmp_path / "printed").code == 0
     assert json.loads(process("simulate", "1f1b.json", "--trace", name).stdout)["traceEvents"]
     assert process("compare", *sizes, "--workers", 2, "-o", name).stdout.rstrip().endswith(b"</svg>")
-
-
-def test_a_link_to_itself_is_written_over(run, tmp_path):
-    link = tmp_path / "loop.json"
-    link.symlink_to(link.name)
-    assert run(*command_line(**{"-o": str(link)})) == (0, "", "")
-    assert run("check", link).code == 0
 
 
 def test_an_interrupt_while_modules_are_imported_is_one_line(capsys, monkeypatch):

@@ -239,12 +239,6 @@ def test_a_column_of_many_jobs_shows_the_kind_that_takes_most_of_it(run, tmp_pat
     assert "A column shows the kind of job that takes most of it." in " ".join(out.split())
 
 
-def test_a_file_s_name_cannot_break_a_line(run, golden, tmp_path):
-    file = tmp_path / "odd\n$x$ \x1b[31m.json"
-    file.write_text(golden["gpipe"])
-    assert run("draw", file).out.startswith("odd $x$ \\x1b[31m. gpipe: 4 workers")
-
-
 def test_costs_are_those_of_simulate(run, schedules):
     for costs in (("--alpha", "0.5"), ("--cost", "F=2,B=3"), ("--alpha", "1", "--beta", "0.5", "--activation", "2")):
         latency = json.loads(run("simulate", schedules / "1f1b.json", *costs, "--json").out)["latency"]
@@ -269,7 +263,3 @@ def test_wrong_usage_is_one_sentence(run, refused, schedules, tmp_path):
     assert "invalid choice" in refused(run("draw", file, "--by", "worker"), 2)
     assert "No such file" in refused(run("draw", tmp_path / "missing.json"), 1)
     assert not (tmp_path / "a.pdf").exists()
-
-
-def test_the_help_has_an_example(run):
-    assert "example: schedgen draw " in " ".join(run("draw", "--help").out.split())
