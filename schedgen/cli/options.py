@@ -112,7 +112,7 @@ class CompileOptions(Options, LoopOptions):
     group: int | None = option("--group N", "microbatches in turn (interleaved-1f1b), or of an update (2bw)", count)
     replicas: Sequence[int] | None = option("--replicas R,R,...", "workers of each stage (1f1b-rr, ...)", listed(count))
     shards: Sequence[int] | None = option(
-        "--shards K", "parts of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
+        "--shards K", "shards of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
         listed(count),
     )  # fmt: skip
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)

@@ -27,18 +27,18 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         raise UsageError(f"{path} defines no function w(s, b, d)")
     if not callable(n):
         raise UsageError(f"{path}: n is no function n(s, b, d)")
-    by_shard = fourth_argument(w) == "t"
-    if not by_shard:
-        sizes = sizes.per_shard(tensor)
+    by_slice = fourth_argument(w) == "t"
+    if not by_slice:
+        sizes = sizes.per_slice(tensor)
     options = sizes._asdict()
-    edges, per_consumer = _edges(path, settings.get("edges"), options, sizes.stages), settings.get("apart", ())
+    edges, per_consumer = _edges(path, settings.get("edges"), options, sizes.stages), settings.get("per_consumer", ())
     mode, split, accumulated = settings.get("mode", "greedy"), settings.get("split", False), settings.get("accumulated")
     cap, unsplit, delayed = (settings.get(name) for name in ("cap", "unsplit_backward", "delayed_send"))
     for wrong, words in (
         (split not in (True, False), f"split must be True or False, not {split!r}"),
         (unsplit and not split, "unsplit_backward needs split = True"),
         (delayed and mode != "strict", "delayed_send needs mode = 'strict'"),
-        (per_consumer and edges is None, "apart is a list of stages, for a file with edges"),
+        (per_consumer and edges is None, "per_consumer is a list of stages, for a file with edges"),
     ):
         if wrong:
             raise UsageError(f"{path}: {words}")
@@ -68,7 +68,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         per_consumer=check_per_consumer(per_consumer, edges) if edges else (),
         updates=settings.get("updates", FLUSH),
         accumulated=None if accumulated is None else count.check(f"{path}: accumulated", accumulated),
-        by_shard=by_shard,
+        by_slice=by_slice,
     )
 
 
