@@ -42,10 +42,13 @@ def read_text(name: str, limit: int = READ_LIMIT) -> str:
 
     RefusedFile if it has more than `limit` bytes, OSError if it cannot be opened.
     """
+    data = bytearray()
     with open_input(name) as source:
-        data = source.read(limit + 1)
-    if len(data) > limit:
-        raise RefusedFile(f"{display_name(name)}: it has more than {limit >> 20} MiB: too long to be read at once")
+        while block := source.read(BLOCK):
+            data += block
+            if len(data) > limit:
+                too_long = f"it has more than {limit >> 20} MiB: too long to be read at once"
+                raise RefusedFile(f"{display_name(name)}: {too_long}")
     return data.decode("utf-8-sig", errors="replace")
 
 
