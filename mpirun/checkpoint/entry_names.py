@@ -18,7 +18,7 @@ from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Shard, ShardedDim
 from schedgen.util.errors import UsageError
 
-_SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
+SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
 
 
 def parameter_entries(model: Model, stage: LocalStage) -> list[str | None]:
@@ -45,16 +45,20 @@ def is_share(model: Model, stage: LocalStage, name: str) -> bool:
 
 
 def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
-    """The frozen parameters and buffers of a stage's module by name: the tensors themselves."""
+    """The frozen parameters and buffers of a stage's module by name: the tensors themselves.
+
+    UsageError if the module has other state.
+    """
     module = stage.module
     trained = {parameter.data_ptr() for parameter in module.parameters() if parameter.requires_grad}
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    values = {name: own[name].detach() if name in own else value for name, value in module.state_dict().items()}
-    return {
-        name: value
-        for name, value in values.items()
-        if name.endswith("_extra_state") or value.data_ptr() not in trained
-    }
+    untrained: dict[str, Tensor] = {}
+    for name in module.state_dict():
+        if name not in own:
+            raise UsageError(f"stage {stage.index} has {name}: only parameters and buffers are saved")
+        if own[name].data_ptr() not in trained:
+            untrained[name] = own[name].detach()
+    return untrained
 
 
 def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
@@ -85,7 +89,7 @@ class Entries:
         self.folder, self.files = folder, files
         self.shares: dict[str, dict[int, str]] = {}  # by name and number of the share, its entry; "": it is missing
         for entry in files:
-            if (match := _SHARE.fullmatch(entry)) is not None:
+            if (match := SHARE.fullmatch(entry)) is not None:
                 name, index, count, suffix = match.groups(default="")
                 missing = dict.fromkeys(range(min(int(count), len(files))), "")
                 self.shares.setdefault(name + suffix, missing)[int(index)] = entry
@@ -93,7 +97,7 @@ class Entries:
     @property
     def names(self) -> list[str]:
         """All names, including those of parameters in shares."""
-        return [*(name for name in self.files if _SHARE.fullmatch(name) is None), *self.shares]
+        return [*(name for name in self.files if SHARE.fullmatch(name) is None), *self.shares]
 
     def read(self, names: Sequence[str], dims: Mapping[str, ShardedDim]) -> dict[str, Any]:
         """The values of whole entries; missing ones are left out. `dims`: how entries that may be in shares were cut.

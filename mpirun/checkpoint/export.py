@@ -10,7 +10,6 @@ The directory appears whole or not at all: ranks write to a draft, a folder of a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -23,9 +22,15 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
-from mpirun.checkpoint.entry_names import first_stages, is_share, parameter_entries, untrained_tensors
-from mpirun.checkpoint.gather import PARAMETER, gather_parameters, writing_rank
-from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
+from mpirun.checkpoint.entry_names import (
+    SHARE,
+    first_stages,
+    parameter_entries,
+    untrained_tensors,
+    written_untrained,
+)
+from mpirun.checkpoint.gather import PARAMETER, writing_rank, written_values
+from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note
 from mpirun.engine.setup import Setup
@@ -56,7 +61,6 @@ def export(
     draft = directory.with_name(f".exporting-{comm.bcast(secrets.token_hex(8))}")  # another run has another
     on_rank_0(comm, lambda: _begin(directory, draft, source))
     try:
-        together(comm, lambda: _check_visible(draft))
         entries = _entries(comm, header, setup, stages, beat)
         names = comm.allgather(list(entries))
         writers = [rank for rank, of_rank in enumerate(names) if of_rank]
@@ -68,11 +72,6 @@ def export(
         if comm.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    if source is not None:
-        known = comm.gather({name for others in _known_names(setup.model, stages) for name in others})
-        left_out = on_rank_0(comm, lambda: _left_out(Path(source), set().union(*known or ())))
-        if left_out:
-            note(comm, f"export {directory}: no stage has {listed(left_out)} of {source}: not written")
     return directory
 
 
@@ -105,21 +104,17 @@ def _entries(
 ) -> dict[str, Tensor]:
     """The tensors that this rank writes, by name in the whole model. Collective."""
     model, entries = setup.model, dict[str, Tensor]()
+    written = {
+        index: [of_parameter[PARAMETER] for of_parameter in values]
+        for index, values in written_values(comm, header, setup, stages, lambda _: (), beat)
+    }
     shares: dict[str, list[Tensor]] = {}
     for index, shape in enumerate(setup.shapes):
-        if model.is_replica(index):
-            continue
-        root, stage, values = writing_rank(header, index), stages.get(index), list[Tensor]()
-        if header.is_divided(index):
-            gathered = gather_parameters(comm, root, stage, shape.layout, lambda _: (), beat)
-            values = [of_parameter[PARAMETER] for of_parameter in gathered]
-        elif stage is not None and comm.rank == root:
-            values = [view.detach().cpu() for view in stage.views(stage.weights)]
-        shard = model.shard_of(index)
+        shard, stage = model.shard_of(index), stages.get(index)
         cut = shape.sharded_dims if shard.count > 1 else {}
         held: dict[str, Tensor] = {}
-        if stage is not None and comm.rank == root:
-            held = untrained_tensors(stage) | dict(zip(stage.names, values, strict=True))
+        if stage is not None and index in written:
+            held = untrained_tensors(stage) | dict(zip(stage.names, written[index], strict=True))
             for name, entry in zip(stage.names, parameter_entries(model, stage), strict=True):
                 if entry is not None and name not in cut:
                     entries[entry] = held[name]
@@ -134,7 +129,7 @@ def _entries(
     if without := [entry for entry, value in unused.items() if value.is_meta]:
         why = "the forward does not use them, and on the meta device they have no values"
         note(comm, f"not written: {listed(without)}: {why}")
-    return entries | _untrained(comm, header, setup, stages) | {e: x for e, x in unused.items() if not x.is_meta}
+    return entries | _untrained(comm, setup, stages, written) | {e: x for e, x in unused.items() if not x.is_meta}
 
 
 def _unused(model: Model) -> dict[str, Tensor]:
@@ -150,33 +145,21 @@ def _unused(model: Model) -> dict[str, Tensor]:
 
 
 def _untrained(
-    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
+    comm: MPI.Intracomm, setup: Setup, stages: Mapping[int, LocalStage], written: Collection[int]
 ) -> dict[str, Tensor]:
-    """The frozen parameters and buffers that this rank writes: of those in several stages, the first's. Collective."""
-    own = together(comm, lambda: _own_untrained(comm.rank, header, setup, stages))
-    of_ranks = comm.allgather([(entry, index) for entry, (index, _) in own.items()])
+    """The frozen parameters and buffers that this rank writes: of those in several stages, the first's. Collective.
+
+    `written`: the stages that this rank writes.
+    """
+
+    def of_stages() -> list[tuple[str, int, Tensor]]:
+        named = [(written_untrained(setup.model, stages[index]), index) for index in written]
+        return [(entry, index, x) for of, index in named for entry, x in of.items() if not SHARE.fullmatch(entry)]
+
+    own = together(comm, of_stages)
+    of_ranks = comm.allgather([(entry, index) for entry, index, _ in own])
     first = first_stages(pair for of_rank in of_ranks for pair in of_rank)
-    return {entry: value for entry, (index, value) in own.items() if first[entry] == index}
-
-
-def _own_untrained(
-    rank: int, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
-) -> dict[str, tuple[int, Tensor]]:
-    """Frozen parameters and buffers of the stages that a rank writes, each with the first such stage that has it."""
-    own: dict[str, tuple[int, Tensor]] = {}
-    for index, stage in sorted(stages.items()):
-        if writing_rank(header, index) == rank and header.is_first_shard(index):
-            seen: set[int] = set()  # addresses: a tensor is written under its first name
-            for name, value in untrained_tensors(stage).items():
-                if is_share(setup.model, stage, name):
-                    continue
-                entry = setup.model.entry_name(index, name)
-                if entry.endswith("_extra_state"):
-                    raise UsageError(f"the model has {entry}: only parameters and buffers are exported")
-                if not value.numel() or value.data_ptr() not in seen:
-                    own.setdefault(entry, (index, value))
-                seen.add(value.data_ptr())
-    return own
+    return {entry: value for entry, index, value in own if first[entry] == index}
 
 
 def _file_name(number: int, count: int) -> str:
@@ -203,8 +186,6 @@ def check_new(directory: Path) -> None:
         parent = next(path for path in (*real.parents, real) if os.path.lexists(path))
         if os.path.lexists(real) and (not real.is_dir() or any(real.iterdir())):
             wrong = "it is not empty: export to a new directory"
-        elif real.exists() and (real.samefile(".") or real.is_mount()):
-            wrong = "it is the working directory or a mount point: export to a new directory in it"
         elif not parent.is_dir():
             wrong = f"{parent} is not a directory"
         elif not os.access(parent, os.W_OK | os.X_OK):
@@ -219,11 +200,6 @@ def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
     check_new(directory)
     with refusing(directory):
         draft.mkdir(parents=True)
-
-
-def _check_visible(draft: Path) -> None:
-    if not draft.is_dir():
-        raise UsageError(f"export {draft.parent}: not all hosts see the same folder")
 
 
 def _publish(directory: Path, draft: Path, source: str | Path | None, index: Mapping[str, str], size: int) -> None:
@@ -242,10 +218,3 @@ def _publish(directory: Path, draft: Path, source: str | Path | None, index: Map
             directory.rmdir()
         draft.rename(directory)
         sync(directory.parent)
-
-
-def _left_out(source: Path, known: Collection[str]) -> list[str]:
-    """The source's tensors that no stage has under any name."""
-    with contextlib.suppress(UsageError):  # it may have no weights
-        return [name for name in Pretrained(source).names if name not in known]
-    return []

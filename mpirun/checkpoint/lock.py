@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -14,7 +13,6 @@ from mpirun.comm.output import say
 from schedgen.util.errors import UsageError
 
 NAME = ".lock"
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
 
 
 class FolderLock:
@@ -25,17 +23,17 @@ class FolderLock:
         place = f"{socket.gethostname()}, process {os.getpid()}"
         try:
             self.file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UsageError(f"saving to {folder}: {error.strerror}") from None
+        try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(self.file, 200).decode(errors="replace").strip()
             os.close(self.file)
             mine = ", which is this script: close its earlier Engine" if holder == place else ""
             raise UsageError(f"saving to {folder}: another run saves there: on {holder}{mine}") from None
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise UsageError(f"saving to {folder}: {error.strerror}") from None
-            sentence = "its file system has no locks: let one run save there at a time"
-            say(f"mpirun: note: {folder}: {sentence}", sys.stderr)
+        except OSError:
+            say(f"mpirun: note: {folder}: its file system has no locks: let one run save there at a time", sys.stderr)
         with contextlib.suppress(OSError):  # of a full disk: the lock is held, though nobody reads by whom
             os.ftruncate(self.file, 0)
             os.write(self.file, f"{place}\n".encode())

@@ -38,11 +38,10 @@ def run_with_delayed_updates(
     used: UsedVersions,
     start: Start,
     statistics: Statistics,
-    begun: int,
     steps: int,
     beat: Callable[[], None],
 ) -> Record:
-    """All steps from the first, recorded from step `begun` on; gradients are those of each stage's last update."""
+    """The record of `steps` steps; gradients are those of each stage's last update."""
     stages: list[_Versions] = []
     for index in range(header.stages):
         stages.append(_Versions(setup, index, stages, start))
@@ -52,8 +51,6 @@ def run_with_delayed_updates(
     gradients: list[Parameters] = []
     for step in range(steps):
         losses.append([])
-        if step == begun:
-            statistics.put(statistics.resumed, modules)
         for mb in range(header.microbatches):
             losses[-1].append(_microbatch(setup, header, stages, used, statistics, step, mb))
             beat()
@@ -61,7 +58,7 @@ def run_with_delayed_updates(
         for stage in stages:
             stage.kept = stage.kept[-1:]
     parameters = _by_key({stage.index: stage.kept[-1] for stage in stages})
-    return Record(losses[begun:], gradients[begun:], parameters, begin, on_host(statistics.of(modules)))
+    return Record(losses, gradients, parameters, begin, on_host(statistics.of(modules)))
 
 
 def _microbatch(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -16,9 +15,9 @@ from mpirun.engine.weight_shards import pieces
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 
+Key = TypeVar("Key")
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name
 Pieces = dict[tuple[int, str, int], Tensor]  # by stage, name and where in the flat parameter it begins
-Packed = dict[tuple[int, str, int], tuple[torch.dtype, torch.Size, np.ndarray]]
 
 
 class Record(NamedTuple):
@@ -40,7 +39,7 @@ class RankRecord(NamedTuple):
     buffers: Parameters
 
 
-def on_host(tensors: Mapping[tuple[int, str], Tensor]) -> Parameters:
+def on_host(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Copies in host memory, where records of all devices are compared."""
     return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
@@ -68,18 +67,18 @@ def gather_record(
         for key, value in record.parameters.items()
         if header.is_divided(key[0]) or header.owners[key[0]][0] == comm.rank
     }
-    packed_gradients = [_packed(gradients) for gradients in record.gradients]
-    of_ranks = comm.gather((hashes, packed_gradients, _packed(of_first_owner), record.buffers))
+    gradients_on_host = [on_host(gradients) for gradients in record.gradients]
+    of_ranks = comm.gather((hashes, gradients_on_host, on_host(of_first_owner), record.buffers))
     if of_ranks is None:
         return None
     parameters: Pieces = {}
     gradients: list[Pieces] = [{} for _ in record.gradients]
     buffers: Parameters = {}
     for _, of_steps, of_rank, own_buffers in of_ranks:
-        parameters |= _unpacked(of_rank)
+        parameters |= of_rank
         buffers |= own_buffers
-        for merged, packed in zip(gradients, of_steps, strict=True):
-            merged |= _unpacked(packed)
+        for merged, of_step in zip(gradients, of_steps, strict=True):
+            merged |= of_step
     for rank, (digests, _, _, _) in enumerate(of_ranks):
         for key, digest in digests.items():
             if digest_of([parameters[key]]) != digest:
@@ -105,12 +104,3 @@ def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:
 def tensor_bytes(value: Tensor) -> bytes:
     """The bytes of a tensor's elements, one after the other."""
     return raw_bytes(value).tobytes()
-
-
-def _packed(values: Pieces) -> Packed:
-    """Tensors as bytes, which pickle quickly and may be of types that numpy lacks."""
-    return {key: (value.dtype, value.shape, raw_bytes(value)) for key, value in values.items()}
-
-
-def _unpacked(values: Packed) -> Pieces:
-    return {key: torch.from_numpy(data).view(dtype).view(shape) for key, (dtype, shape, data) in values.items()}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-
-from torch import Tensor
 
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value
@@ -50,22 +47,11 @@ def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
 
 
 def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
-    """The statistics of the model's stages."""
     of, is_split = header.model_stage, header.tensor_parallel.split
     seen = {of(s): order for s, order in statistics.seen.items() if header.is_first_shard(s) and not is_split[s]}
     split = {s: "each shard has its own" for s in statistics.seen if is_split[s]}
     left_out = {of(s): why for s, why in {**statistics.left_out, **split}.items()}
-    names = {of(s): names for s, names in statistics.names.items()}
-    return Statistics(seen, _of_whole(header, statistics.resumed), names, left_out, statistics.order)
-
-
-def _of_whole(header: Header, values: Mapping[tuple[int, str], Tensor]) -> Parameters:
-    """The values of the first replica of each stage that is not split."""
-    return {
-        (header.model_stage(stage), name): x
-        for (stage, name), x in values.items()
-        if header.is_first_shard(stage) and not header.tensor_parallel.split[stage]
-    }
+    return Statistics(seen, left_out)
 
 
 def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
@@ -86,5 +72,10 @@ def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
         return parameters
 
     gradients = [joined(step) for step in record.gradients]
-    record = Record(record.losses, gradients, joined(record.parameters), buffers=_of_whole(header, record.buffers))
-    return differing[0] if differing else record
+    buffers = {
+        (header.model_stage(stage), name): x
+        for (stage, name), x in record.buffers.items()
+        if header.is_first_shard(stage) and not tensor.split[stage]
+    }
+    joined_record = Record(record.losses, gradients, joined(record.parameters), buffers=buffers)
+    return differing[0] if differing else joined_record

@@ -116,12 +116,9 @@ def test_tensor_shards_are_joined(exported: tuple[Path, list[str]], name: str, t
     assert written.keys() == whole.keys() and all(torch.equal(value, written[name]) for name, value in whole.items())
 
 
-def test_nothing_is_overwritten_and_what_is_left_out_is_said(exported: tuple[Path, list[str]]) -> None:
+def test_nothing_is_overwritten(exported: tuple[Path, list[str]]) -> None:
     folder, printed = exported
-    assert printed == [
-        f"mpirun: note: export {folder / 'chain'}: no stage has odd of {folder / 'renamed'}: not written",
-        f"export {folder / 'chain'}: it is not empty: export to a new directory",
-    ]
+    assert printed == [f"export {folder / 'chain'}: it is not empty: export to a new directory"]
     assert not list(folder.glob(".*"))
 
 
@@ -215,26 +212,21 @@ def test_what_the_forward_does_not_use_is_exported_as_the_weights_or_the_module_
     assert said == f"mpirun: note: not written: pooler.bias: {why}"
 
 
-def test_what_an_export_could_not_replace_is_refused_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_export_could_not_replace_is_refused_before_it(tmp_path: Path) -> None:
     for name in ("a file", "full/file"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    for name in ("empty", "mounted"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "loop").symlink_to("loop")
     for name in ("empty", "missing"):
         (tmp_path / f"link to {name}").symlink_to(name)
-    monkeypatch.chdir(tmp_path / "empty")
-    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
-    in_it = "it is the working directory or a mount point: export to a new directory in it"
     not_empty = "it is not empty: export to a new directory"
     for name, why in (
-        ("a file", not_empty), ("loop", not_empty), ("full", not_empty), ("mounted", in_it),
-        ("link to empty", in_it), ("a file/new/new", f"{tmp_path / 'a file'} is not a directory"),
+        ("a file", not_empty), ("loop", not_empty), ("full", not_empty),
+        ("a file/new/new", f"{tmp_path / 'a file'} is not a directory"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=f": {re.escape(why)}$"):
             check_new(tmp_path / name)
-    monkeypatch.chdir(tmp_path)
     for name in ("empty", "missing", "new/new", "link to empty", "link to missing"):
         check_new(tmp_path / name)
 
