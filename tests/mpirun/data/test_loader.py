@@ -23,11 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from mpirun.data.dataset_loaders import epoch_order, loader_class
 from mpirun.data.load_ahead import items_of, start_worker
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import digest, input_and_target, tokens
-from mpirun.data.sampling import deal, epoch_order
-from mpirun.data.stream_loader import loader_class
 from mpirun.training.batches import whole_batch
 from schedgen.util.errors import UsageError
 
@@ -160,14 +159,6 @@ def test_every_sample_once(kind, shuffle, length, size, count, seed, last, data)
             assert weights == pytest.approx(1)
         assert seen == order[: len(seen)]
         assert len(seen) == (length - length % (size * count) if last == "drop" else length)
-
-
-@given(real=st.integers(1, 20), size=st.integers(1, 5), count=st.integers(1, 4))
-def test_an_incomplete_step(real, size, count):
-    """Padded, the first microbatches are full."""
-    real = min(real, size * count)
-    padded = deal(range(real), size, count)
-    assert [one.real for one in padded] == [max(0, min(size, real - size * number)) for number in range(count)]
 
 
 @given(kind=st.sampled_from([numbers, Stream, Noisy]), **SHAPES)

@@ -11,8 +11,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.chunks import chunk, in_own_memory, sample_count
+from mpirun.data.dataset_loaders import loader_class
 from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch, input_and_target
-from mpirun.data.stream_loader import loader_class
 from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
@@ -79,20 +79,13 @@ def test_a_dimension_for_a_whole_part() -> None:
         ),
         (("x", None), 2, 0, "has no tensor that could be cut"),
         ((ROWS, ROWS), 2, (0, 0, 0), "is not nested as the minibatch"),
+        ({"x": ROWS, "y": ROWS}, 2, {"x": 0, "z": 0}, "has other keys than the minibatch"),
         (ROWS, 2, "rows", "'rows' is neither a dimension nor None"),
     ],
 )
 def test_what_cannot_be_cut(tree: Any, count: int, dims: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         chunk(tree, count, dims)
-
-
-def test_dims_of_a_dict_go_by_its_keys() -> None:
-    minibatch = {"x": torch.zeros(4, 2), "table": torch.zeros(3)}
-    for piece in chunk(minibatch, 2, {"table": None, "x": 0}):
-        assert piece["x"].shape == (2, 2) and piece["table"].shape == (3,)
-    with pytest.raises(UsageError, match="is not nested as the minibatch"):
-        chunk(minibatch, 2, {"table": None, "y": 0})
 
 
 def test_lists_of_strings_are_cut_if_they_have_one_for_each_sample() -> None:
@@ -113,12 +106,8 @@ def test_lists_of_strings_are_cut_if_they_have_one_for_each_sample() -> None:
         and first["weights"] == second["weights"]
         and len(second["of"][0]) == 2
     )
-    for uncut in (None, [None] * 5):
-        nested = {**dict.fromkeys(tree, 0), "names": uncut, "ids": (0,) * 5}
-        assert [(part["names"], part["ids"]) for part in chunk(tree, 2, nested)] == [
-            (names, (None, "1", "2")),
-            (names, ("4", b"5")),
-        ]
+    first, second = chunk(tree, 2, {**dict.fromkeys(tree, 0), "names": None})
+    assert (first["names"], first["ids"], second["ids"]) == (names, (None, "1", "2"), ("4", b"5"))
     padded = Microbatch([ROWS[:5]], tree, 1.0, size=5, padding=3)
     real = without_padding("target", tree, padded)
     assert (real["names"], real["ids"], real["classes"]) == (["a", "b"], (None, "1"), ["cat", "dog"])
@@ -134,7 +123,7 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
 
     weights, rows = torch.ones(3), torch.arange(8.0).view(4, 2)
     target = {"rows": rows, "weights": weights, "names": [*"abcd"], "classes": ["cat", "dog"]}  # as many as samples
-    dims = {"weights": None, "rows": 0, "names": [0] * 4, "classes": 0}
+    dims = {"weights": None, "rows": 0, "names": 0, "classes": 0}
     batch = Minibatch(lambda text, rng: (rows, target), (0, dims))
     model = Model([nn.Identity()], loss, batch, loss_of="minibatch")
     pieces = Microbatches(batch, torch.zeros(1), 0, 2)
