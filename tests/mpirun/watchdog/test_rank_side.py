@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpirun.watchdog.rank_side import _check_open_files, _mapped, _shared_file
+from mpirun.watchdog.rank_side import _mapped, _shared_file
 from schedgen.util.errors import RefusedFile
 
 
@@ -39,11 +39,3 @@ def test_a_full_dev_shm_is_found_before_it_is_a_bus_error(monkeypatch, tmp_path)
 def test_a_rank_that_does_not_see_the_file_says_so(tmp_path):
     with pytest.raises(RefusedFile, match="ranks of one host should have one /dev/shm"):
         _mapped(str(tmp_path / "elsewhere"))
-
-
-def test_more_hosts_than_files_that_may_ever_be_open_are_refused():
-    _check_open_files(2)
-    with pytest.raises(
-        RefusedFile, match=r"has to open \d+ files, one for each of its ranks and each host, but \d+ are"
-    ):
-        _check_open_files(2**62)
