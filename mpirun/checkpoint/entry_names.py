@@ -6,7 +6,7 @@ Tensor shards write a parameter in shares, as entries NAME@t/T (share t of T); `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Shard, ShardedDim
 from schedgen.util.errors import UsageError
 
-SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
+_SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
 
 
 def parameter_entries(model: Model, stage: LocalStage) -> list[str | None]:
@@ -73,14 +73,6 @@ def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
     return entries
 
 
-def first_stages(entries: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """By entry, the first of the stages that it is paired with."""
-    first: dict[str, int] = {}
-    for entry, stage in entries:
-        first[entry] = min(stage, first.get(entry, stage))
-    return first
-
-
 class Entries:
     """The entries of one kind, weights or optimizer; a parameter in shares has one name here."""
 
@@ -89,7 +81,7 @@ class Entries:
         self.folder, self.files = folder, files
         self.shares: dict[str, dict[int, str]] = {}  # by name and number of the share, its entry; "": it is missing
         for entry in files:
-            if (match := SHARE.fullmatch(entry)) is not None:
+            if (match := _SHARE.fullmatch(entry)) is not None:
                 name, index, count, suffix = match.groups(default="")
                 missing = dict.fromkeys(range(min(int(count), len(files))), "")
                 self.shares.setdefault(name + suffix, missing)[int(index)] = entry
@@ -97,7 +89,7 @@ class Entries:
     @property
     def names(self) -> list[str]:
         """All names, including those of parameters in shares."""
-        return [*(name for name in self.files if SHARE.fullmatch(name) is None), *self.shares]
+        return [*(name for name in self.files if _SHARE.fullmatch(name) is None), *self.shares]
 
     def read(self, names: Sequence[str], dims: Mapping[str, ShardedDim]) -> dict[str, Any]:
         """The values of whole entries; missing ones are left out. `dims`: how entries that may be in shares were cut.

@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,20 +22,15 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
-from mpirun.checkpoint.entry_names import (
-    SHARE,
-    first_stages,
-    parameter_entries,
-    untrained_tensors,
-    written_untrained,
-)
-from mpirun.checkpoint.gather import PARAMETER, writing_rank, written_values
+from mpirun.checkpoint.entry_names import shard_entry
+from mpirun.checkpoint.gather import writing_rank, written_entries
 from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
+from mpirun.model.parallel_layers import Shard
 from mpirun.model.weight_names import unused_names, weight_names
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, listed
@@ -103,33 +98,22 @@ def _entries(
     comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage], beat: Callable[[], None]
 ) -> dict[str, Tensor]:
     """The tensors that this rank writes, by name in the whole model. Collective."""
-    model, entries = setup.model, dict[str, Tensor]()
-    written = {
-        index: [of_parameter[PARAMETER] for of_parameter in values]
-        for index, values in written_values(comm, header, setup, stages, lambda _: (), beat)
-    }
-    shares: dict[str, list[Tensor]] = {}
-    for index, shape in enumerate(setup.shapes):
-        shard, stage = model.shard_of(index), stages.get(index)
-        cut = shape.sharded_dims if shard.count > 1 else {}
-        held: dict[str, Tensor] = {}
-        if stage is not None and index in written:
-            held = untrained_tensors(stage) | dict(zip(stage.names, written[index], strict=True))
-            for name, entry in zip(stage.names, parameter_entries(model, stage), strict=True):
-                if entry is not None and name not in cut:
-                    entries[entry] = held[name]
-        for name, dim in cut.items():  # the shards' shares, to the rank that writes the first shard
-            whole, to = model.entry_name(index, name), writing_rank(header, index - shard.index)
-            of_ranks = comm.gather(held[name].cpu() if name in held else None, root=to)
-            shares.setdefault(whole, []).extend(share for share in of_ranks or () if share is not None)
-            if comm.rank == to and shard.index == shard.count - 1:
-                entries[whole] = dim.join(shares.pop(whole))
-        beat()
+    entries, _ = written_entries(comm, header, setup, stages, lambda _: (), beat)
+    for index in header.first_shards:
+        first, to = setup.model.shard_of(index), writing_rank(header, index)
+        for name, dim in setup.shapes[index].sharded_dims.items() if first.count > 1 else ():
+            whole = setup.model.entry_name(index, name)
+            names = [shard_entry(whole, Shard(shard, first.count)) for shard in range(first.count)]
+            own = {entry: entries.pop(entry).cpu() for entry in names if entry in entries}
+            if (of_ranks := comm.gather(own, root=to)) is not None:
+                shares = {entry: share for of_rank in of_ranks for entry, share in of_rank.items()}
+                entries[whole] = dim.join([shares[entry] for entry in names])
+            beat()
     unused = on_rank_0(comm, lambda: _unused(setup.model)) or {}
     if without := [entry for entry, value in unused.items() if value.is_meta]:
         why = "the forward does not use them, and on the meta device they have no values"
         note(comm, f"not written: {listed(without)}: {why}")
-    return entries | _untrained(comm, setup, stages, written) | {e: x for e, x in unused.items() if not x.is_meta}
+    return entries | {entry: x for entry, x in unused.items() if not x.is_meta}
 
 
 def _unused(model: Model) -> dict[str, Tensor]:
@@ -142,24 +126,6 @@ def _unused(model: Model) -> dict[str, Tensor]:
         values = [given[other] for other in known if other in given and given[other].shape == tensor.shape]
         found[known[0]] = values[0].to(tensor.dtype) if values else tensor
     return found
-
-
-def _untrained(
-    comm: MPI.Intracomm, setup: Setup, stages: Mapping[int, LocalStage], written: Collection[int]
-) -> dict[str, Tensor]:
-    """The frozen parameters and buffers that this rank writes: of those in several stages, the first's. Collective.
-
-    `written`: the stages that this rank writes.
-    """
-
-    def of_stages() -> list[tuple[str, int, Tensor]]:
-        named = [(written_untrained(setup.model, stages[index]), index) for index in written]
-        return [(entry, index, x) for of, index in named for entry, x in of.items() if not SHARE.fullmatch(entry)]
-
-    own = together(comm, of_stages)
-    of_ranks = comm.allgather([(entry, index) for entry, index, _ in own])
-    first = first_stages(pair for of_rank in of_ranks for pair in of_rank)
-    return {entry: value for entry, index, value in own if first[entry] == index}
 
 
 def _file_name(number: int, count: int) -> str:

@@ -1,4 +1,4 @@
-"""The values of parameters, on the rank that writes them: of divided weights, gathered from their owners."""
+"""What each rank writes, by entry: the weights that it owns, and those divided among ranks, which it gathers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.checkpoint.entry_names import parameter_entries, written_untrained
+from mpirun.comm.fail_together import together
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit, pieces
@@ -26,7 +28,49 @@ def writing_rank(header: Header, stage: int) -> int:
     return owners[stage % len(owners)]
 
 
-def written_values(
+def written_entries(
+    comm: MPI.Intracomm,
+    header: Header,
+    setup: Setup,
+    stages: Mapping[int, LocalStage],
+    state: State,
+    beat: Callable[[], None],
+) -> tuple[dict[str, Tensor], Values]:
+    """The weights and the optimizer state that this rank writes, by entry. Collective.
+
+    `stages`: this rank's; `state`: returns nothing if only the weights are wanted; `beat` is called after each
+    parameter that is gathered. Stop if a module has state other than tensors.
+    """
+    weights: dict[str, Tensor] = {}
+    kept: Values = {}
+    for index, values in dict(_written_values(comm, header, setup, stages, state, beat)).items():
+        for entry, of_parameter in zip(parameter_entries(setup.model, stages[index]), values, strict=True):
+            if entry is not None:
+                weights[entry] = of_parameter.pop(PARAMETER).detach()
+                kept |= {f"{entry}.{key}": value for key, value in of_parameter.items()}
+    for entry, value in untrained_entries(comm, header, setup, stages)[0].items():
+        # The format takes no views, nor tensors that share memory.
+        weights[entry] = value.detach().clone(memory_format=torch.contiguous_format)
+    return weights, kept
+
+
+def untrained_entries(
+    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The frozen parameters and buffers that this rank writes, by entry; and the entries of all ranks. Collective.
+
+    An entry that several stages have is written with the first, but listed once for each.
+    """
+    here = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
+    own = together(comm, lambda: [(stage.index, written_untrained(setup.model, stage)) for stage in here])
+    pairs = [(entry, index) for index, named in own for entry in named]
+    of_all = [pair for of_rank in comm.allgather(pairs) for pair in of_rank]
+    first = dict(sorted(of_all, key=lambda pair: pair[1], reverse=True))
+    entries = {entry: x for index, named in own for entry, x in named.items() if first[entry] == index}
+    return entries, [entry for entry, _ in of_all]
+
+
+def _written_values(
     comm: MPI.Intracomm,
     header: Header,
     setup: Setup,
@@ -34,11 +78,7 @@ def written_values(
     state: State,
     beat: Callable[[], None],
 ) -> Iterator[tuple[int, list[Values]]]:
-    """Each stage that this rank writes, and the values of its parameters. Collective: all ranks go through all stages.
-
-    `stages`: this rank's; `state`: returns nothing if only the parameters are wanted; `beat` is called after each
-    parameter that is gathered.
-    """
+    """Each stage that this rank writes, and the values of its parameters. All ranks go through all stages."""
     for index, shape in enumerate(setup.shapes):
         if setup.model.is_replica(index):
             continue
@@ -52,7 +92,7 @@ def written_values(
         elif stage is not None and root == comm.rank:
             kept = state((index, -1)) or [{} for _ in stage.names]
             views = stage.views(stage.weights)
-            values = [{PARAMETER: view.detach(), **more} for view, more in zip(views, kept, strict=True)]
+            values = [{PARAMETER: view, **more} for view, more in zip(views, kept, strict=True)]
         if root == comm.rank:
             yield index, values
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
-from mpirun.checkpoint.entry_names import first_stages, parameter_entries, written_untrained
-from mpirun.checkpoint.gather import PARAMETER, Values, writing_rank, written_values
+from mpirun.checkpoint.gather import untrained_entries, written_entries
 from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import check_all_read, restore
 from mpirun.checkpoint.run_settings import differing_options, run_settings
@@ -55,11 +54,8 @@ class CheckpointWriter:
         name, settings, _ = descriptions[0] if descriptions else ("", {}, [])
         groups = [options for *_, of_rank in descriptions for options in of_rank]
         self.settings = run_settings(header, setup, (name, settings), groups, schedule)
-        written = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
-        entries = together(comm, lambda: [(e, s.index) for s in written for e in written_untrained(setup.model, s)])
-        untrained = [pair for of_rank in comm.allgather(entries) for pair in of_rank]
-        self.first_stage = first_stages(untrained)  # by untrained entry: the stage that it is written with
-        together(comm, lambda: self._check_entries([entry for entry, _ in untrained]))
+        _, untrained = untrained_entries(comm, header, setup, stages)
+        together(comm, lambda: self._check_entries(untrained))
         self.directory: Path | None = None
         self.lock: FolderLock | None = None  # on rank 0
         self.last = 0
@@ -69,7 +65,7 @@ class CheckpointWriter:
         shapes = [self.setup.shapes[stage] for stage in self.header.first_shards]
         names = ((s, name) for s, shape in enumerate(shapes) for name in shape.parameter_names)
         counts = Counter(model.entry_name(*key) for key in names)
-        counts.update(list(self.first_stage) if self.setup.model.origin.named else untrained)
+        counts.update(set(untrained) if self.setup.model.origin.named else untrained)
         tied = {model.entry_name(*key) for tie in model.tied for key in tie}
         for entry, count in counts.items():
             if count > 1 and entry not in tied:
@@ -115,8 +111,8 @@ class CheckpointWriter:
         try:
             on_rank_0(comm, lambda: disk_format.begin(directory, step))
             state = self.optimizer.state
-            written = dict(written_values(comm, self.header, self.setup, self.stages, state, self.beat))
-            of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, written)))
+            weights, kept = written_entries(comm, self.header, self.setup, self.stages, state, self.beat)
+            of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, weights, kept)))
             files = [file for of_rank in of_ranks or () for file in of_rank]
             on_rank_0(comm, lambda: disk_format.publish(directory, step, self.settings, files))
             on_rank_0(comm, lambda: disk_format.prune(directory, step, keep))
@@ -132,29 +128,15 @@ class CheckpointWriter:
             say(f"checkpoint of step {step}: {folder}, {time.perf_counter() - begin:.1f} s", sys.stdout)
         return True
 
-    def _write_files(self, directory: Path, step: int, written: Mapping[int, list[Values]]) -> list[CheckpointFile]:
-        """Write this rank's files; `written`: the values of the stages that this rank writes."""
-        weights: Values = {}
-        kept: Values = {}
-        for index, values in written.items():
-            entries = parameter_entries(self.setup.model, self.stages[index])
-            for entry, of_parameter in zip(entries, values, strict=True):
-                if entry is not None:
-                    weights[entry] = of_parameter.pop(PARAMETER)
-                    kept |= {f"{entry}.{key}": value for key, value in of_parameter.items()}
-            weights |= self._cloned(index)
+    def _write_files(
+        self, directory: Path, step: int, weights: Mapping[str, Tensor], kept: Mapping[str, Any]
+    ) -> list[CheckpointFile]:
         files = []
-        for kind, named in (("weights", weights), ("optimizer", kept)):
-            if named:
-                files.append(disk_format.write_file(directory, step, kind, self.comm.rank, named))
+        for kind, entries in (("weights", weights), ("optimizer", kept)):
+            if entries:
+                files.append(disk_format.write_file(directory, step, kind, self.comm.rank, entries))
                 self.beat()
         return files
-
-    def _cloned(self, stage: int) -> Iterable[tuple[str, Tensor]]:
-        """Copies of the untrained entries of a stage: the format takes no views, nor tensors that share memory."""
-        for entry, value in written_untrained(self.setup.model, self.stages[stage]).items():
-            if self.first_stage[entry] == stage:
-                yield entry, value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _locked(directory: Path, resumed: str | None) -> FolderLock:

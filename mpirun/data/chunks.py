@@ -102,7 +102,7 @@ def _spread(tree: Any, dims: Dims, is_leaf: Callable[[Any], bool]) -> list[Any]:
         return [dims] * len(pytree.tree_leaves(tree, is_leaf=is_leaf))
     if type(dims) is not type(tree) or len(dims) != len(tree) or is_leaf(tree):
         raise UsageError(f"dims: {clip(repr(dims))} is not nested as the minibatch")
-    if isinstance(dims, dict):
+    if isinstance(dims, dict) and isinstance(tree, dict):
         if dims.keys() != tree.keys():
             raise UsageError(f"dims: {clip(repr(dims))} has other keys than the minibatch")
         pairs = [(part, dims[key]) for key, part in tree.items()]

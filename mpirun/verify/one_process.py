@@ -23,12 +23,7 @@ from schedgen.ir.header import Header
 
 
 def run_in_one_process(
-    setup: Setup,
-    header: Header,
-    start: Start,
-    statistics: Statistics,
-    steps: int,
-    beat: Callable[[], None],
+    setup: Setup, header: Header, start: Start, statistics: Statistics, steps: int, beat: Callable[[], None]
 ) -> Record:
     """The record of `steps` steps. `beat` is called after each microbatch."""
     model = _Model(setup, header, start, statistics, beat)
@@ -36,18 +31,18 @@ def run_in_one_process(
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
-        before = {stage: buffer_copies(model.modules[stage]) for stage in statistics.seen}
+        before = {stage: buffer_copies(model.stages[stage].module) for stage in statistics.seen}
         of_step, total = model.forward_backward(step)
         losses.append(of_step)
         sizes = zip(total, tensor_norms(list(total.values()), setup.canonical), strict=True)
         once = [0.0 if name in setup.model.tied_to_earlier(stage, [name]) else size for (stage, name), size in sizes]
         if not np.isfinite([*of_step, *once]).all():
-            for stage, module in enumerate(model.modules):
-                set_buffers(module, before.get(stage, {}))
+            for stage, buffers in before.items():
+                set_buffers(model.stages[stage].module, buffers)
             continue
         gradients.append(on_host(total))
         model.update(step, total, total_norm(once))
-    return Record(losses, gradients, on_host(model.parameters), begin, on_host(statistics.of(model.modules)))
+    return Record(losses, gradients, on_host(model.parameters), begin, on_host(statistics.of(model.stages)))
 
 
 class _Model:
@@ -60,7 +55,6 @@ class _Model:
         self.stages: list[ReferenceStage] = []
         for stage in range(header.stages):
             self.stages.append(ReferenceStage(setup, stage, self.stages, start))
-        self.modules = [stage.module for stage in self.stages]
         self.parameters = {(stage.index, name): x for stage in self.stages for name, x in stage.parameters.items()}
         self.optimizer = optimizer_of(setup, self.stages)
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
-from torch import nn
 
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
@@ -40,10 +39,10 @@ class Statistics(NamedTuple):
             for index, stage in enumerate(stages)
         ]
 
-    def of(self, modules: Sequence[nn.Module]) -> Parameters:
-        """Copies of the modules' buffers that are compared."""
+    def of(self, stages: Sequence[ReferenceStage]) -> Parameters:
+        """Copies of the buffers that are compared."""
         compared = [stage for stage in self.seen if stage not in self.left_out]
-        return {(stage, name): x for stage in compared for name, x in buffer_copies(modules[stage]).items()}
+        return {(stage, name): x for stage in compared for name, x in buffer_copies(stages[stage].module).items()}
 
 
 def own_buffers(program: Program, setup: Setup, stages: Mapping[int, LocalStage], rank: int) -> Parameters:

@@ -210,7 +210,7 @@ def test_microbatches_lie_in_memory_as_tensors_of_their_own():
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_dict_has_its_leaves_in_sorted_order_of_its_keys(whole: bool) -> None:
-    inputs = [{"b": 1, "a": (2, {"d": 3, "c": 4})}, {"a": (5, {"d": 6, "c": 7}), "b": 8}, {"a": (5, 6), "b": 7}]
+    inputs = [{"b": 1, "a": (2, {"d": 3, "c": 4})}, {"a": (5, {"d": 6, "c": 7}), "b": 8}]
     made = iter(inputs)
 
     def make(text: Tensor, rng: Any) -> tuple[Any, Tensor]:
@@ -219,6 +219,3 @@ def test_a_dict_has_its_leaves_in_sorted_order_of_its_keys(whole: bool) -> None:
     pieces = Microbatches(Minibatch(make) if whole else make, torch.zeros(1), 0, 2)
     for step, leaves in ((1, [2, 4, 3, 1]), (2, [5, 7, 6, 8])):
         assert [int(leaf[0]) for leaf in pieces(step, 0).leaves] == leaves
-    has = r"has \['a'\]\[0\], \['a'\]\[1\], \['b'\], but that of the first had \['a'\]\[0\], \['a'\]\[1\]\['c'\], "
-    with pytest.raises(UsageError, match=has):
-        pieces(3, 0)
