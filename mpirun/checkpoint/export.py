@@ -146,18 +146,14 @@ def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:
 
 
 def check_new(directory: Path) -> None:
-    """UsageError if a directory cannot be exported to: there is something in it, or it cannot be made or replaced."""
-    real, wrong = Path(os.path.realpath(directory)), ""  # of a link the directory that it points to
+    """UsageError or RefusedFile if a directory cannot be exported to: it is not empty, or cannot be made."""
+    real = Path(os.path.realpath(directory))  # of a link the directory that it points to
     with refusing(directory):
-        parent = next(path for path in (*real.parents, real) if os.path.lexists(path))
+        real.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(real) and (not real.is_dir() or any(real.iterdir())):
-            wrong = "it is not empty: export to a new directory"
-        elif not parent.is_dir():
-            wrong = f"{parent} is not a directory"
-        elif not os.access(parent, os.W_OK | os.X_OK):
-            wrong = f"{parent}: Permission denied"
-    if wrong:
-        raise UsageError(f"export {directory}: {wrong}")
+            raise UsageError(f"export {directory}: it is not empty: export to a new directory")
+        if not os.access(real.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"export {directory}: {real.parent}: Permission denied")
 
 
 def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
@@ -165,7 +161,7 @@ def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
         raise UsageError(f"export: {source} is no directory")
     check_new(directory)
     with refusing(directory):
-        draft.mkdir(parents=True)
+        draft.mkdir()
 
 
 def _publish(directory: Path, draft: Path, source: str | Path | None, index: Mapping[str, str], size: int) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpirun.data.values import digest_of
 from mpirun.engine.setup import Setup
-from mpirun.verify.record import Parameters, Record, tensor_bytes
+from mpirun.verify.record import Parameters, Record
 
 ROUNDING = 8  # times float32's epsilon: what sums in another order may differ by
 EPSILON = torch.finfo(torch.float32).eps
@@ -70,7 +71,7 @@ def same_bits(ours: Record, theirs: Record) -> bool:
     losses = [np.array(record.losses, np.float64).tobytes() for record in (ours, theirs)]
     pairs = zip((*ours.gradients, ours.parameters), (*theirs.gradients, theirs.parameters), strict=True)
     return losses[0] == losses[1] and all(
-        a.keys() == b.keys() and all(tensor_bytes(a[key]) == tensor_bytes(b[key]) for key in a) for a, b in pairs
+        a.keys() == b.keys() and all(digest_of([a[key]]) == digest_of([b[key]]) for key in a) for a, b in pairs
     )
 
 

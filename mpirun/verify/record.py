@@ -9,7 +9,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.data.values import digest_of, raw_bytes
+from mpirun.comm.fail_together import first_difference
+from mpirun.data.values import digest_of
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import pieces
 from mpirun.model.stage_shape import StageShape
@@ -54,35 +55,42 @@ def copy_pieces(stage: LocalStage, part: int, flat: Tensor) -> Pieces:
     }
 
 
+def differing_copy(comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], record: RankRecord) -> str | None:
+    """A sentence, if two ranks end with different values of what should be one parameter. Collective."""
+    digests: dict[tuple[bool, int, str, int], str] = {}
+    for (stage, name, begin), value in record.parameters.items():
+        is_slice = header.tensor_parallel.split[stage] and name in shapes[stage].sharded_dims
+        digests[is_slice, stage if is_slice else header.model_stage(stage), name, begin] = digest_of([value])
+    if (difference := first_difference(comm, digests)) is None:
+        return None
+    (_, stage, name, _), one, other, *_ = difference
+    return f"ranks {one} and {other} end with different values of {name} of stage {stage}"
+
+
 def gather_record(
     comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], record: RankRecord
-) -> Record | str | None:
-    """The record of all stages on rank 0, or a sentence if owners of a stage differ; None elsewhere. Collective.
+) -> Record | None:
+    """The record of all stages on rank 0; None elsewhere. Collective.
 
-    Each rank gives the parameters it owns; gradients come from the first owner.
+    Gradients and parameters come from the first owner.
     """
-    hashes = {key: digest_of([value]) for key, value in record.parameters.items()}
     of_first_owner = {
         key: value
         for key, value in record.parameters.items()
         if header.is_divided(key[0]) or header.owners[key[0]][0] == comm.rank
     }
     gradients_on_host = [on_host(gradients) for gradients in record.gradients]
-    of_ranks = comm.gather((hashes, gradients_on_host, on_host(of_first_owner), record.buffers))
+    of_ranks = comm.gather((gradients_on_host, on_host(of_first_owner), record.buffers))
     if of_ranks is None:
         return None
     parameters: Pieces = {}
     gradients: list[Pieces] = [{} for _ in record.gradients]
     buffers: Parameters = {}
-    for _, of_steps, of_rank, own_buffers in of_ranks:
+    for of_steps, of_rank, own_buffers in of_ranks:
         parameters |= of_rank
         buffers |= own_buffers
         for merged, of_step in zip(gradients, of_steps, strict=True):
             merged |= of_step
-    for rank, (digests, _, _, _) in enumerate(of_ranks):
-        for key, digest in digests.items():
-            if digest_of([parameters[key]]) != digest:
-                return f"rank {rank} ends with another {key[1]} of stage {key[0]} than the stage's first owner"
     joined = [_joined(shapes, step) for step in gradients]
     return Record(record.losses, joined, _joined(shapes, parameters), buffers=buffers)
 
@@ -99,8 +107,3 @@ def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:
             if ordered or not place.size.numel():
                 joined[stage, name] = torch.cat([piece for _, piece in ordered] or [torch.zeros(0)]).view(place.size)
     return joined
-
-
-def tensor_bytes(value: Tensor) -> bytes:
-    """The bytes of a tensor's elements, one after the other."""
-    return raw_bytes(value).tobytes()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value
-from mpirun.verify.record import Parameters, Record, tensor_bytes
+from mpirun.verify.record import Parameters, Record
 from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 from schedgen.ir.tensor_parallel import TensorParallel
@@ -14,17 +14,14 @@ from schedgen.ir.tensor_parallel import TensorParallel
 
 def without_shards(
     setup: Setup, header: Header, record: Record, statistics: Statistics
-) -> tuple[Setup, Header, Record | str, Statistics]:
-    """A run's record, and the setup of its reference; a sentence instead of the record if copies differ.
+) -> tuple[Setup, Header, Record, Statistics]:
+    """A run's record, and the setup of its reference.
 
     In canonical mode the reference has shards and adds them up, as the ranks do; else it runs the model without shards.
     """
-    if not header.tensor_parallel:
+    if not header.tensor_parallel or setup.canonical:
         return setup, header, record, statistics
-    joined = _joined(setup, header, record)
-    if setup.canonical and isinstance(joined, Record):
-        return setup, header, record, statistics
-    return *_setup_of_model(setup, header), joined, _statistics_of_model(header, statistics)
+    return *_setup_of_model(setup, header), _joined(setup, header, record), _statistics_of_model(header, statistics)
 
 
 def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
@@ -54,28 +51,25 @@ def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
     return Statistics(seen, left_out)
 
 
-def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
-    """The record of the model's stages; a sentence if shards differ in a parameter that should be the same in all."""
+def _joined(setup: Setup, header: Header, record: Record) -> Record:
+    """The record of the model's stages."""
     tensor = header.tensor_parallel
-    differing: list[str] = []
 
     def joined(values: Parameters) -> Parameters:
         parameters: Parameters = {}
         for (stage, name), value in values.items():
             key = (header.model_stage(stage), name)
-            sharded = setup.shapes[stage].sharded_dims.get(name) if tensor.split[stage] else None
-            if sharded is not None:
-                parameters.setdefault(key, sharded.join([values[shard, name] for shard in tensor.shards_of(stage)]))
-            elif tensor_bytes(parameters.setdefault(key, value)) != tensor_bytes(value):
-                shard = stage % tensor.degree
-                differing.append(f"{name} of stage {key[0]} differs in shard {shard} from the first shard that has it")
+            dim = setup.shapes[stage].sharded_dims.get(name) if tensor.split[stage] else None
+            if dim is None:
+                parameters[key] = value  # the same in all shards
+            elif key not in parameters:
+                parameters[key] = dim.join([values[shard, name] for shard in tensor.shards_of(stage)])
         return parameters
 
-    gradients = [joined(step) for step in record.gradients]
     buffers = {
         (header.model_stage(stage), name): x
         for (stage, name), x in record.buffers.items()
         if header.is_first_shard(stage) and not tensor.split[stage]
     }
-    joined_record = Record(record.losses, gradients, joined(record.parameters), buffers=buffers)
-    return differing[0] if differing else joined_record
+    gradients = [joined(step) for step in record.gradients]
+    return Record(record.losses, gradients, joined(record.parameters), buffers=buffers)

@@ -17,7 +17,7 @@ from mpirun.model.module_tensors import given_modules, kept
 from mpirun.verify.compare import compare, default_tolerance, directionless, same_bits
 from mpirun.verify.delayed_updates import run_with_delayed_updates, used_versions
 from mpirun.verify.one_process import run_in_one_process
-from mpirun.verify.record import RankRecord, Record, copy_pieces, gather_record
+from mpirun.verify.record import RankRecord, Record, copy_pieces, differing_copy, gather_record
 from mpirun.verify.reference_stage import Start
 from mpirun.verify.statistics import Statistics, gather_statistics, own_buffers
 from mpirun.verify.tensor_shards import without_shards
@@ -64,25 +64,24 @@ class Verification:
             for part, flat in stage.owned.items():
                 self.record.parameters.update(copy_pieces(stage, part, flat))
         self.record.buffers.update(own_buffers(self.program, self.setup, self.interpreter.stages, self.comm.rank))
-        ours = gather_record(self.comm, self.header, self.setup.shapes, self.record)
-        setup, header = self.setup, self.header
-        statistics = gather_statistics(self.comm, self.program, setup)
-        if isinstance(ours, Record):
-            setup, header, ours, statistics = without_shards(setup, header, ours, statistics)
-        used = used_versions(self.comm, self.program)
-        code = 0
-        if isinstance(ours, str):
-            _say(f"failed: {ours}")
-            code = 1
+        comm, setup, header, shapes = self.comm, self.setup, self.header, self.setup.shapes
+        differing = differing_copy(comm, header, shapes, self.record)
+        ours = gather_record(comm, header, shapes, self.record)
+        statistics = gather_statistics(comm, self.program, setup)
+        used = used_versions(comm, self.program)
+        code = int(differing is not None)
+        if ours is not None and differing is not None:
+            _say(f"failed: {differing}")
         elif ours is not None:
+            setup, header, ours, statistics = without_shards(setup, header, ours, statistics)
             with kept(module for entry in setup.model.stages for _, module in given_modules(entry)):
                 if used is None:
                     theirs = run_in_one_process(setup, header, self.start, statistics, steps, beat)
                 else:
                     theirs = run_with_delayed_updates(setup, header, used, self.start, statistics, steps, beat)
             code = self._report(ours, theirs, statistics, tolerance)
-        sleeping_barrier(self.comm)  # meanwhile rank 0 has repeated all steps
-        return int(self.comm.bcast(code))
+        sleeping_barrier(comm)  # meanwhile rank 0 has repeated all steps
+        return int(comm.bcast(code))
 
     def _report(self, ours: Record, theirs: Record, statistics: Statistics, tolerance: float | None) -> int:
         """Print the differences; return the exit code."""

@@ -66,7 +66,6 @@ class Watchdog:
         server_at = comm.bcast((_addresses(), server.getsockname()[1], secrets.token_hex()) if server else None)
         if file is None:
             return
-        Path(file.name).unlink()
         plan = {
             "host": socket.gethostname(),
             "first": comm.rank == 0,
@@ -130,16 +129,13 @@ class Watchdog:
 
 def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
     """A file for the words of `ranks` ranks, in memory (/dev/shm) if the host has such a folder."""
-    for folder in ("/dev/shm", None):
-        with contextlib.suppress(OSError):
-            file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder, delete=False)  # noqa: SIM115
-            try:
-                os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
-            except OSError:
-                Path(file.name).unlink()
-                raise
-            return file
-    raise RefusedFile("the watchdog (timeout): no file can be written in /dev/shm, nor in TMPDIR")
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    try:
+        file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder)  # noqa: SIM115
+        os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
+    except OSError as error:
+        raise RefusedFile(f"the watchdog (timeout): no file can be written in {folder}: {error.strerror}") from None
+    return file
 
 
 def _mapped(name: str) -> memoryview:

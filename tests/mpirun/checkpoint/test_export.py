@@ -19,7 +19,7 @@ from mpirun.checkpoint.export import check_new
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.model.build_stage import build_stage
 from mpirun.model.load_model import load_model
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import RefusedFile, UsageError
 
 GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
 TENSOR = "mpirun.examples.gpt:tensor"
@@ -222,10 +222,9 @@ def test_what_an_export_could_not_replace_is_refused_before_it(tmp_path: Path) -
         (tmp_path / f"link to {name}").symlink_to(name)
     not_empty = "it is not empty: export to a new directory"
     for name, why in (
-        ("a file", not_empty), ("loop", not_empty), ("full", not_empty),
-        ("a file/new/new", f"{tmp_path / 'a file'} is not a directory"),
+        ("a file", not_empty), ("loop", not_empty), ("full", not_empty), ("a file/new/new", "Not a directory"),
     ):  # fmt: skip
-        with pytest.raises(UsageError, match=f": {re.escape(why)}$"):
+        with pytest.raises((UsageError, RefusedFile), match=f": {re.escape(why)}$"):
             check_new(tmp_path / name)
     for name in ("empty", "missing", "new/new", "link to empty", "link to missing"):
         check_new(tmp_path / name)
