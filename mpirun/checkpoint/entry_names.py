@@ -18,7 +18,7 @@ from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Shard, ShardedDim
 from schedgen.util.errors import UsageError
 
-_SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
+_SHARE = re.compile(r"(.+)@(\d{1,9})/\d{1,9}(\.[^.@]+)?")
 
 
 def parameter_entries(model: Model, stage: LocalStage) -> list[str | None]:
@@ -79,12 +79,11 @@ class Entries:
     def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
         """`files`: the file of each entry as it was written; `folder`: the checkpoint, for messages."""
         self.folder, self.files = folder, files
-        self.shares: dict[str, dict[int, str]] = {}  # by name and number of the share, its entry; "": it is missing
+        self.shares: dict[str, dict[int, str]] = {}  # by name and number of the share, its entry
         for entry in files:
             if (match := _SHARE.fullmatch(entry)) is not None:
-                name, index, count, suffix = match.groups(default="")
-                missing = dict.fromkeys(range(min(int(count), len(files))), "")
-                self.shares.setdefault(name + suffix, missing)[int(index)] = entry
+                name, index, suffix = match.groups(default="")
+                self.shares.setdefault(name + suffix, {})[int(index)] = entry
 
     @property
     def names(self) -> list[str]:
@@ -94,12 +93,12 @@ class Entries:
     def read(self, names: Sequence[str], dims: Mapping[str, ShardedDim]) -> dict[str, Any]:
         """The values of whole entries; missing ones are left out. `dims`: how entries that may be in shares were cut.
 
-        UsageError if shares do not fit together.
+        UsageError if one is in shares that the model does not have.
         """
         values = read_entries(self.files, [name for name in names if name in self.files])
         for name in names:
-            entries = list(self.shares.get(name, {}).values())
-            if name not in values and entries and "" not in entries:
+            if name not in values and name in self.shares:
+                entries = [entry for _, entry in sorted(self.shares[name].items())]
                 shares = read_entries(self.files, entries)
                 values[name] = self._joined(name, [shares[entry] for entry in entries], dims.get(name))
         return values
@@ -107,9 +106,6 @@ class Entries:
     def _joined(self, name: str, shares: Sequence[Any], dim: ShardedDim | None) -> Any:
         if not isinstance(shares[0], Tensor) or not shares[0].dim():  # a number that all shards have
             return shares[0]
-        try:
-            if dim is None:
-                raise ValueError
-            return dim.join(shares)
-        except (ValueError, IndexError, RuntimeError):
-            raise UsageError(f"{self.folder}: the shares of {name} cannot be joined as the model divides it") from None
+        if dim is None:
+            raise UsageError(f"{self.folder}: has {name} in shares, but the model does not divide it")
+        return dim.join(shares)

@@ -61,11 +61,7 @@ def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
 
 
 def restore(
-    manifest: Manifest,
-    setup: Setup,
-    stages: Mapping[int, LocalStage],
-    optimizer: Optimizer,
-    beat: Callable[[], None],
+    manifest: Manifest, setup: Setup, stages: Mapping[int, LocalStage], optimizer: Optimizer, beat: Callable[[], None]
 ) -> set[str]:
     """Restore stages and their optimizer state; returns the entries of the weights that were read.
 
@@ -124,8 +120,6 @@ class _StageReader:
         dims = {state: self.dims[entry] for state, entry in parameters.items() if entry in self.dims}
         values = kept.read(list(parameters), dims)
         for state, entry in parameters.items():
-            if state not in values:  # a share of it is missing
-                raise UsageError(f"{self.folder}: has no {state}: is it of another model?")
             value, dim = values[state], dims.get(state) if self.shard.count > 1 else None
             as_saved = state in kept.files and -1 in self.stage.owned and dim is None  # whole when saved, and whole now
             if not as_saved and isinstance(value, Tensor) and value.dim():

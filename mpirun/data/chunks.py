@@ -22,8 +22,6 @@ def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
     A list or tuple of strings, one for each sample, is cut as a tensor is. Leaves with None in `dims`, and other values
     that are no tensors, go to every microbatch uncut. UsageError if samples are too few.
     """
-    if count < 1:
-        raise UsageError(f"{count} microbatches: there should be one at least")
     samples = sample_count(tree, dims)
     if samples < count:
         raise UsageError(f"the minibatch has {samples} samples, too few for {count} microbatches")

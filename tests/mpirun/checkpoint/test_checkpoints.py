@@ -7,23 +7,12 @@ import re
 import shutil
 from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from examples import further
 from models_for_tests import dropping_layers
 from run_results import same, weights
-from torch import nn
-from torch.nn.functional import mse_loss
-
-from mpirun.checkpoint.entry_names import Entries
-from mpirun.checkpoint.reader import _StageReader
-from mpirun.comm.device import Device
-from mpirun.engine.stage import LocalStage
-from mpirun.model.contract import Model
-from mpirun.model.stage_shape import StageShape
-from schedgen.util.errors import UsageError
 
 STEPS = 4
 COMMON = ["--steps", STEPS, "--canonical", "--clip", 1, "--lr-schedule", "cosine", "--threads", 1]
@@ -238,18 +227,6 @@ def test_other_options_are_said(damaged):
     made = "mpirun: note: the checkpoint was made with"
     expected = f"{made} lr 0.001, not lr 0.5\n{made} threads 1, not threads 3\n{made} no warmup, not warmup 9\n"
     assert (ended.code, ended.err) == (0, expected)
-
-
-def test_state_of_an_optimizer_that_one_of_the_shares_lacks_is_named(tmp_path):
-    module = nn.Linear(3, 2, bias=False)
-    model = Model([module], mse_loss)
-    stage = LocalStage(module, 0, StageShape((), ("weight",)), Device(), owned_parts=(-1,))
-    entry = model.entry_name(0, "weight")
-    files = {f"{entry}@0/2.momentum_buffer": tmp_path, "other": tmp_path}
-    with pytest.raises(UsageError, match=rf": has no {entry}.momentum_buffer: is it of another model\?"):
-        _StageReader(tmp_path, model, stage).restore_optimizer(
-            Entries(tmp_path, files), {entry: [f"{entry}.momentum_buffer"]}, SimpleNamespace()
-        )
 
 
 # Keeping

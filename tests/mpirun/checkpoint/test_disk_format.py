@@ -12,10 +12,7 @@ import torch
 from mpirun.checkpoint import disk_format
 from schedgen.util.errors import RefusedFile
 
-SETTINGS: dict[str, Any] = {
-    "optimizer": "adamw",
-    "options": {"seed": 0, "microbatches": 1},
-}
+SETTINGS: dict[str, Any] = {"optimizer": "adamw", "options": {"seed": 0, "microbatches": 1}}
 
 
 def write(directory: Path, step: int) -> Path:

@@ -67,7 +67,6 @@ def test_a_dimension_for_a_whole_part() -> None:
 @pytest.mark.parametrize(
     ("tree", "count", "dims", "why"),
     [
-        (ROWS, 0, 0, "0 microbatches: there should be one at least"),
         (ROWS, 11, 0, "the minibatch has 10 samples, too few for 11 microbatches"),
         (ROWS, 2, 2, "the minibatch has 2 dimensions, so there is no dimension 2"),
         ((ROWS, torch.tensor(1)), 2, 0, r"the minibatch\[1\] has 0 dimensions, so there is no dimension 0"),

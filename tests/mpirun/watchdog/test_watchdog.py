@@ -57,10 +57,7 @@ def test_what_a_script_calls_is_named_as_the_user_knows_it(method, said):
         # 0 waits for nobody, and nobody for 0
         ([state(0, None, "computing"), state(1, 2), state(2, None)], "rank 2 on h is asleep, and others wait for it"),
         ([state(0, None), state(1, None)], "no rank shows what it waits for"),
-        (
-            [state(0, None), state(1, None, "computing")],
-            "no rank shows what it waits for, rank 1 on h is computing",
-        ),
+        ([state(0, None), state(1, None, "computing")], "no rank shows what it waits for, rank 1 on h is computing"),
         # a circle that rank 0 is not in
         ([state(0, 1), state(1, 2), state(2, 1)], "rank 1 waits for rank 2, rank 2 waits for rank 1"),
         # 1 left out what 0 waits for, and waits in a sum for 0
@@ -256,12 +253,7 @@ def test_ranks_that_are_done_leave_in_peace(hosts):
 @scenario
 def test_strangers_and_rubbish_do_no_harm(hosts):
     a, b = hosts(limit=100)
-    for rubbish in (
-        b"\x00\xff\n",
-        b'wrong\n{"end": "now"}\n',
-        b'{"end": "now"}\n',
-        b"x" * 100_000,
-    ):
+    for rubbish in (b"\x00\xff\n", b'wrong\n{"end": "now"}\n', b'{"end": "now"}\n', b"x" * 100_000):
         with socket.create_connection(("127.0.0.1", b.port), 3) as stranger:
             stranger.sendall(rubbish)
             time.sleep(0.2)
