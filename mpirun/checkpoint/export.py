@@ -59,7 +59,8 @@ def export(
         entries = _entries(comm, header, setup, stages, beat)
         names = comm.allgather(list(entries))
         writers = [rank for rank, of_rank in enumerate(names) if of_rank]
-        files = {rank: _file_name(number, len(writers)) for number, rank in enumerate(writers)}
+        several = {rank: f"model-{k + 1:05d}-of-{len(writers):05d}.safetensors" for k, rank in enumerate(writers)}
+        files = several if len(writers) > 1 else dict.fromkeys(writers, SINGLE)
         sizes = comm.gather(together(comm, lambda: _write(draft, files.get(comm.rank), entries)))
         index = {name: files[rank] for rank, of_rank in enumerate(names) for name in of_rank}
         on_rank_0(comm, lambda: _publish(directory, draft, source, index, sum(sizes or ())))
@@ -126,10 +127,6 @@ def _unused(model: Model) -> dict[str, Tensor]:
         values = [given[other] for other in known if other in given and given[other].shape == tensor.shape]
         found[known[0]] = values[0].to(tensor.dtype) if values else tensor
     return found
-
-
-def _file_name(number: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:

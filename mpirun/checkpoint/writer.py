@@ -6,6 +6,10 @@ they divide its weights, this one gathers their parts first. Every tensor shard 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import socket
 import sys
 import time
 from collections import Counter
@@ -19,7 +23,6 @@ from torch import Tensor
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
 from mpirun.checkpoint.gather import untrained_entries, written_entries
-from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import check_all_read, restore
 from mpirun.checkpoint.run_settings import differing_options, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
@@ -29,6 +32,8 @@ from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
+
+LOCK = ".lock"
 
 
 class CheckpointWriter:
@@ -137,6 +142,37 @@ class CheckpointWriter:
                 files.append(disk_format.write_file(directory, step, kind, self.comm.rank, entries))
                 self.beat()
         return files
+
+
+class FolderLock:
+    """A lock on a folder of checkpoints: one run at a time saves there. Its file stays.
+
+    It is held from its construction until `release`, or until the process ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """UsageError if another run has the lock. If the file system has no locks, a note says so."""
+        place = f"{socket.gethostname()}, process {os.getpid()}"
+        try:
+            self.file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UsageError(f"saving to {folder}: {error.strerror}") from None
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self.file, 200).decode(errors="replace").strip()
+            os.close(self.file)
+            mine = ", which is this script: close its earlier Engine" if holder == place else ""
+            raise UsageError(f"saving to {folder}: another run saves there: on {holder}{mine}") from None
+        except OSError:
+            say(f"mpirun: note: {folder}: its file system has no locks: let one run save there at a time", sys.stderr)
+        with contextlib.suppress(OSError):  # of a full disk: the lock is held, though nobody reads by whom
+            os.ftruncate(self.file, 0)
+            os.write(self.file, f"{place}\n".encode())
+
+    def release(self) -> None:
+        """Let another run save there."""
+        os.close(self.file)
 
 
 def _locked(directory: Path, resumed: str | None) -> FolderLock:

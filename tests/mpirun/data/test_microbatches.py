@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.data.chunks import chunk, in_own_memory, sample_count
+from mpirun.data.chunks import chunk, in_own_memory
 from mpirun.data.dataset_loaders import loader_class
 from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch, input_and_target
 from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
@@ -28,15 +28,7 @@ DIMS = {"a": (0, [-1]), "mask": None, "name": None, "none": None}
 
 
 @pytest.mark.parametrize(
-    ("rows", "count", "sizes"),
-    [
-        (10, 1, [10]),
-        (10, 2, [5, 5]),
-        (10, 4, [3, 3, 2, 2]),
-        (5, 4, [2, 1, 1, 1]),
-        (6, 4, [2, 2, 1, 1]),
-        (3, 3, [1] * 3),
-    ],
+    ("rows", "count", "sizes"), [(10, 1, [10]), (10, 2, [5, 5]), (10, 4, [3, 3, 2, 2]), (5, 4, [2, 1, 1, 1])]
 )
 def test_sizes(rows: int, count: int, sizes: list[int]) -> None:
     parts = chunk(ROWS[:rows], count)
@@ -54,14 +46,6 @@ def test_nested(count: int) -> None:
         assert pytree.tree_structure(part) == pytree.tree_structure(TREE)
         assert part["mask"] is TREE["mask"]
         assert (part["name"], part["none"]) == ("x", None)
-
-
-def test_a_dimension_for_a_whole_part() -> None:
-    tree = ({"x": ROWS, "bias": ROWS[:3]}, {"y": ROWS.T, "z": ROWS.T})
-    parts = chunk(tree, 5, ({"x": 0, "bias": None}, 1))
-    assert [len(part[0]["x"]) for part in parts] == [2] * 5
-    assert all(part[0]["bias"].shape == (3, 2) and part[1]["z"].shape == (2, 2) for part in parts)
-    assert sample_count(tree, ({"x": 0, "bias": None}, 1)) == 10
 
 
 @pytest.mark.parametrize(

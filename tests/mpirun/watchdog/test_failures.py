@@ -61,12 +61,9 @@ def failure(launch, traces, two_ranks, text, tmp_path_factory, request) -> Failu
     return Failure(request.param, schedule, rank, result, result.ended - float(note.read_text()))
 
 
-def test_the_job_ends_within_10_seconds_and_not_well(failure):
-    assert failure.seconds < 10
-    assert failure.result.code != 0
-
-
-def test_no_process_is_left_behind(failure, left_behind):
+def test_the_job_ends_in_the_second_step_within_10_seconds_and_leaves_no_process_behind(failure, left_behind):
+    assert "step 1/5" in failure.result.out and "step 2/5" not in failure.result.out
+    assert failure.seconds < 10 and failure.result.code != 0
     assert left_behind(failure.result) == []
 
 
@@ -81,10 +78,6 @@ def test_a_rank_that_is_interrupted_alone_says_so(launch, two_ranks, text):
     result = launch(2, *command)
     assert result.code != 0 and len(result.ours) == 1, result.err
     assert re.fullmatch(r"mpirun: rank 1 on \S+: line \d+: \{.*\}: interrupted", result.ours[0]), result.err
-
-
-def test_it_happened_in_the_second_step(failure):
-    assert "step 1/5" in failure.result.out and "step 2/5" not in failure.result.out
 
 
 def test_the_end_is_explained(failure):
