@@ -22,7 +22,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
-from mpirun.checkpoint.entry_names import shard_entry
+from mpirun.checkpoint.entry_names import slice_entry
 from mpirun.checkpoint.gather import writing_rank, written_entries
 from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
@@ -30,7 +30,7 @@ from mpirun.comm.output import note
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
-from mpirun.model.parallel_layers import Shard
+from mpirun.model.parallel_layers import Slice
 from mpirun.model.weight_names import unused_names, weight_names
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, listed
@@ -100,11 +100,11 @@ def _entries(
 ) -> dict[str, Tensor]:
     """The tensors that this rank writes, by name in the whole model. Collective."""
     entries, _ = written_entries(comm, header, setup, stages, lambda _: (), beat)
-    for index in header.first_shards:
-        first, to = setup.model.shard_of(index), writing_rank(header, index)
-        for name, dim in setup.shapes[index].sharded_dims.items() if first.count > 1 else ():
+    for index in header.first_slices:
+        first, to = setup.model.slice_of(index), writing_rank(header, index)
+        for name, dim in setup.shapes[index].sliced_dims.items() if first.count > 1 else ():
             whole = setup.model.entry_name(index, name)
-            names = [shard_entry(whole, Shard(shard, first.count)) for shard in range(first.count)]
+            names = [slice_entry(whole, Slice(slice, first.count)) for slice in range(first.count)]
             own = {entry: entries.pop(entry).cpu() for entry in names if entry in entries}
             if (of_ranks := comm.gather(own, root=to)) is not None:
                 shares = {entry: share for of_rank in of_ranks for entry, share in of_rank.items()}

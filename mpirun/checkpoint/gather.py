@@ -83,7 +83,7 @@ def _written_values(
         if setup.model.is_replica(index):
             continue
         root, stage, values = writing_rank(header, index), stages.get(index), list[Values]()
-        if header.is_divided(index):
+        if header.is_sharded(index):
             for of_parameter, place in zip(_own_pieces(stage, len(shape.layout), state), shape.layout, strict=True):
                 of_ranks = comm.gather(of_parameter, root=root)
                 if of_ranks is not None:
@@ -102,10 +102,10 @@ def _own_pieces(stage: LocalStage | None, parameters: int, state: State) -> list
     own: list[list[tuple[int, Values]]] = [[] for _ in range(parameters)]
     if stage is None:
         return own
-    for part, flat in stage.owned.items():
-        of_pieces = state((stage.index, part))
-        for number, piece in enumerate(pieces(stage.layout, stage.part_slices[part])):
-            values = {PARAMETER: piece.of_part(flat), **(of_pieces[number] if of_pieces else {})}
+    for shard, flat in stage.owned.items():
+        of_pieces = state((stage.index, shard))
+        for number, piece in enumerate(pieces(stage.layout, stage.shard_spans[shard])):
+            values = {PARAMETER: piece.of_shard(flat), **(of_pieces[number] if of_pieces else {})}
             copies = {
                 key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 for key, value in values.items()

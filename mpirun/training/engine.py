@@ -30,7 +30,7 @@ from mpirun.comm.output import note, print_notes
 from mpirun.comm.run_comm import RunComm
 from mpirun.data.dataset_loaders import FunctionLoader, MapLoader, StreamLoader, loader_class
 from mpirun.data.loader import Batch, Loader
-from mpirun.engine.expand_shards import expanded_model
+from mpirun.engine.expand_slices import expanded_model
 from mpirun.engine.host import threads_kept, use_host
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
 from mpirun.engine.setup import StepOptions

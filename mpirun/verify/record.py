@@ -45,13 +45,13 @@ def on_host(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
 
-def copy_pieces(stage: LocalStage, part: int, flat: Tensor) -> Pieces:
-    """Copies of the parameters' pieces in a part of a stage's weights; `flat`: laid out as that part is."""
-    if part < 0:
+def copy_pieces(stage: LocalStage, shard: int, flat: Tensor) -> Pieces:
+    """Copies of the parameters' pieces in a shard of a stage's weights; `flat`: laid out as that shard is."""
+    if shard < 0:
         return {(stage.index, name, 0): view.clone() for name, view in zip(stage.names, stage.views(flat), strict=True)}
     return {
-        (stage.index, stage.names[piece.parameter], piece.begin): piece.of_part(flat).clone()
-        for piece in pieces(stage.layout, stage.part_slices[part])
+        (stage.index, stage.names[piece.parameter], piece.begin): piece.of_shard(flat).clone()
+        for piece in pieces(stage.layout, stage.shard_spans[shard])
     }
 
 
@@ -59,7 +59,7 @@ def differing_copy(comm: MPI.Intracomm, header: Header, shapes: Sequence[StageSh
     """A sentence, if two ranks end with different values of what should be one parameter. Collective."""
     digests: dict[tuple[bool, int, str, int], str] = {}
     for (stage, name, begin), value in record.parameters.items():
-        is_slice = header.tensor_parallel.split[stage] and name in shapes[stage].sharded_dims
+        is_slice = header.tensor_parallel.sliced[stage] and name in shapes[stage].sliced_dims
         digests[is_slice, stage if is_slice else header.model_stage(stage), name, begin] = digest_of([value])
     if (difference := first_difference(comm, digests)) is None:
         return None
@@ -77,7 +77,7 @@ def gather_record(
     of_first_owner = {
         key: value
         for key, value in record.parameters.items()
-        if header.is_divided(key[0]) or header.owners[key[0]][0] == comm.rank
+        if header.is_sharded(key[0]) or header.owners[key[0]][0] == comm.rank
     }
     gradients_on_host = [on_host(gradients) for gradients in record.gradients]
     of_ranks = comm.gather((gradients_on_host, on_host(of_first_owner), record.buffers))

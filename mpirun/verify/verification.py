@@ -20,7 +20,7 @@ from mpirun.verify.one_process import run_in_one_process
 from mpirun.verify.record import RankRecord, Record, copy_pieces, differing_copy, gather_record
 from mpirun.verify.reference_stage import Start
 from mpirun.verify.statistics import Statistics, gather_statistics, own_buffers
-from mpirun.verify.tensor_shards import without_shards
+from mpirun.verify.tensor_slices import without_slices
 from schedgen.ir.program import Program
 
 REASONS = (
@@ -35,7 +35,7 @@ class Verification:
     def __init__(
         self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter, start: Start
     ) -> None:
-        """`program`: this rank's rows; `start`: on rank 0, `first_values` of the model without shards."""
+        """`program`: this rank's rows; `start`: on rank 0, `first_values` of the model without slices."""
         self.start = start
         self.comm, self.program, self.header, self.setup = comm, program, program.header, setup
         self.interpreter = interpreter
@@ -45,9 +45,9 @@ class Verification:
     def _add_gradients(self, totals: dict[Unit, Tensor]) -> None:
         """Record the gradients of the units of which this rank is the first owner."""
         self.record.gradients.append({})
-        for (stage, part), total in totals.items():
-            if self.header.first_owner(stage, part) == self.comm.rank:
-                self.record.gradients[-1].update(copy_pieces(self.interpreter.stages[stage], part, total))
+        for (stage, shard), total in totals.items():
+            if self.header.first_owner(stage, shard) == self.comm.rank:
+                self.record.gradients[-1].update(copy_pieces(self.interpreter.stages[stage], shard, total))
 
     def _divides_by_gradients(self) -> bool:
         """Whether the optimizer makes full steps even from tiny gradients, which is assumed of all but SGD."""
@@ -61,8 +61,8 @@ class Verification:
         tolerance  the relative difference that is allowed; None: the default for the types
         """
         for stage in self.interpreter.optimizer.stages.values():
-            for part, flat in stage.owned.items():
-                self.record.parameters.update(copy_pieces(stage, part, flat))
+            for shard, flat in stage.owned.items():
+                self.record.parameters.update(copy_pieces(stage, shard, flat))
         self.record.buffers.update(own_buffers(self.program, self.setup, self.interpreter.stages, self.comm.rank))
         comm, setup, header, shapes = self.comm, self.setup, self.header, self.setup.shapes
         differing = differing_copy(comm, header, shapes, self.record)
@@ -73,7 +73,7 @@ class Verification:
         if ours is not None and differing is not None:
             _say(f"failed: {differing}")
         elif ours is not None:
-            setup, header, ours, statistics = without_shards(setup, header, ours, statistics)
+            setup, header, ours, statistics = without_slices(setup, header, ours, statistics)
             with kept(module for entry in setup.model.stages for _, module in given_modules(entry)):
                 if used is None:
                     theirs = run_in_one_process(setup, header, self.start, statistics, steps, beat)
