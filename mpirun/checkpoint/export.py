@@ -28,8 +28,8 @@ from mpirun.checkpoint.gather import PARAMETER, gather_parameters, writing_rank
 from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.weight_names import unused_names, weight_names
 from schedgen.ir.header import Header

@@ -9,8 +9,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Layout, pieces
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Layout, pieces
 from mpirun.model.stage_shape import Place
 from schedgen.ir.header import Header
 

@@ -21,10 +21,10 @@ from mpirun.checkpoint.entry_names import Entries, untrained_tensors
 from mpirun.checkpoint.run_settings import both_options
 from mpirun.comm.fail_together import Stop, from_rank_0, together
 from mpirun.comm.output import say
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Piece, pieces
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Piece, pieces
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError

@@ -25,9 +25,9 @@ from mpirun.checkpoint.reader import check_all_read, restore
 from mpirun.checkpoint.run_settings import differing_settings, other_threads, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note, say
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from mpirun.model.module_tensors import temporary_buffers
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, listed

@@ -26,13 +26,13 @@ from mpirun.cli.options import ProfileOptions
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.comm.link_speed import measure_link_speed
 from mpirun.comm.output import note, write_output
-from mpirun.engine.act import Act
-from mpirun.engine.allreduces import parameters_of_tie
 from mpirun.engine.build import build_interpreter
-from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.core.act import Act
+from mpirun.engine.core.allreduces import parameters_of_tie
+from mpirun.engine.core.interpreter import Interpreter
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.setup import set_up_command
-from mpirun.engine.stage import LocalStage
 from mpirun.model.dataflow import ALIGN
 from mpirun.model.load_model import load_model
 from schedgen.checker.files import checked

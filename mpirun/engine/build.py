@@ -11,17 +11,17 @@ from mpirun.comm.fail_together import together
 from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW
-from mpirun.engine.act import Position
-from mpirun.engine.buffers import LocalBuffers
-from mpirun.engine.context import Context
-from mpirun.engine.grad_buffers import GradBuffers
-from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.loss import check_forwards_first
+from mpirun.engine.core.act import Position
+from mpirun.engine.core.buffers import LocalBuffers
+from mpirun.engine.core.context import Context
+from mpirun.engine.core.grad_buffers import GradBuffers
+from mpirun.engine.core.interpreter import Interpreter
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.minibatch_loss import check_forwards_first
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.same_start import Values, check_same_start, value_digests
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import StageEntry
 from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS

@@ -15,9 +15,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from mpirun.comm.progress_thread import LONG, needs_calls
 from mpirun.comm.transport import Transport
-from mpirun.engine.act import Act
-from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.optimizer_step import StepResult
+from mpirun.engine.core.act import Act
+from mpirun.engine.core.interpreter import Interpreter
+from mpirun.engine.core.optimizer_step import StepResult
 from schedgen.ir.instructions import COMPUTE, Instruction, Op
 
 

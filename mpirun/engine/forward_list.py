@@ -18,16 +18,16 @@ from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW
 from mpirun.data.microbatches import Microbatch
-from mpirun.engine.act import Act, Position
-from mpirun.engine.allreduces import ShardAllreduce
-from mpirun.engine.buffers import LocalBuffers
-from mpirun.engine.context import Context
-from mpirun.engine.forward import Score
-from mpirun.engine.forward_backward import ForwardBackward
-from mpirun.engine.messages import Transfers
+from mpirun.engine.core.act import Act, Position
+from mpirun.engine.core.allreduces import ShardAllreduce
+from mpirun.engine.core.buffers import LocalBuffers
+from mpirun.engine.core.context import Context
+from mpirun.engine.core.forward import Score
+from mpirun.engine.core.jobs import ForwardBackward
+from mpirun.engine.core.messages import Transfers
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.loss import loss_input
 from schedgen.ir.instructions import Instruction, Kind, Op

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Piece, Unit, part_slices, pieces
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Piece, Unit, part_slices, pieces
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.weight_shards import LINE

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpirun.engine.grad_buffers import GradBuffer
+from mpirun.engine.core.grad_buffers import GradBuffer
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Unit, pieces
 from mpirun.engine.recipe import NO_OPTIONS, NamedParameter, Recipe, SteppedOptimizer, class_name, is_plain
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
 from schedgen.util.errors import UsageError, clip
 

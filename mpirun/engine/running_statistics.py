@@ -14,7 +14,7 @@ from typing import Any
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.core.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.model.module_tensors import shared_buffers

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpirun.engine.act import Act
-from mpirun.engine.context import Context
+from mpirun.engine.core.act import Act
+from mpirun.engine.core.context import Context
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.grad_norm import norms_on_device
-from mpirun.engine.stage import LocalStage
 from schedgen.ir.instructions import Instruction, Op
 
 

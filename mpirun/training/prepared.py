@@ -20,8 +20,8 @@ from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import print_notes
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, Shape, tokens
+from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.host import Host
-from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Setup, StepOptions, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model

@@ -24,10 +24,10 @@ from mpirun.comm.output import say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleep_until, sleeping_barrier
 from mpirun.engine.build import build_interpreter
+from mpirun.engine.core.interpreter import Interpreter
+from mpirun.engine.core.optimizer_step import StepResult
 from mpirun.engine.first_step import run_first
-from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.nonfinite import find_nonfinite
-from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared, share_buffers
 from mpirun.engine.same_start import check_same_start, given_digests

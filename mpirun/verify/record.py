@@ -11,8 +11,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.data.values import digest_of, raw_bytes
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import pieces
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import pieces
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mpirun.comm.output import say
 from mpirun.comm.waiting import sleeping_barrier
-from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.core.interpreter import Interpreter
+from mpirun.engine.core.weight_layout import Unit
 from mpirun.engine.setup import Setup
-from mpirun.engine.weight_shards import Unit
 from mpirun.model.module_tensors import given_modules, kept
 from mpirun.verify.compare import compare, default_tolerance, directionless, same_bits
 from mpirun.verify.delayed_updates import run_with_delayed_updates, used_versions

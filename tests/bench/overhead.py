@@ -32,7 +32,7 @@ def measure(schedule: str) -> None:
     from mpirun.cli.options import run_options
     from mpirun.cli.run import Run
     from mpirun.comm.message import mpi_buffer
-    from mpirun.engine.stage import SavedForward
+    from mpirun.engine.core.stage import SavedForward
     from schedgen.ir.instructions import Op
 
     comm = MPI.COMM_WORLD

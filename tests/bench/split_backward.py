@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from mpirun.comm.device import Device
-from mpirun.engine.stage import LocalStage, SavedForward
+from mpirun.engine.core.stage import LocalStage, SavedForward
 from mpirun.examples.gpt import Block
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.stage_shape import StageShape

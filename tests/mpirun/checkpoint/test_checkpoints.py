@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 from mpirun.checkpoint.entry_names import Entries
 from mpirun.checkpoint.reader import _StageReader
 from mpirun.comm.device import Device
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.core.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.stage_shape import StageShape
 from schedgen.util.errors import UsageError

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mpirun.comm.device import Device
 from mpirun.comm.sections import numbers
 from mpirun.data.microbatches import Microbatches
-from mpirun.engine.stage import LocalStage, SavedForward
-from mpirun.engine.weight_shards import part_slices
+from mpirun.engine.core.stage import LocalStage, SavedForward
+from mpirun.engine.core.weight_layout import part_slices
 from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch
-from mpirun.engine.act import Act
-from mpirun.engine.context import Context
-from mpirun.engine.forward import Forward, PendingBackward, Score
+from mpirun.engine.core.act import Act
+from mpirun.engine.core.backward import gradient_giver, gradient_taker, output_gradients
+from mpirun.engine.core.context import Context
+from mpirun.engine.core.forward import Forward, PendingBackward, Score
+from mpirun.engine.core.microbatch_reader import MicrobatchReader
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.job_graphs import Job, JobGraphs
-from mpirun.engine.loss import MinibatchLoss, loss_gradient
-from mpirun.engine.microbatch_reader import MicrobatchReader
+from mpirun.engine.minibatch_loss import MinibatchLoss, loss_gradient
 from mpirun.engine.running_statistics import naming_buffers
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output_gradients
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
 from mpirun.model.loss import check_derivatives, loss_and_metrics, loss_input

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpirun.engine.act import Act, in_order
-from mpirun.engine.buffers import LocalBuffer
-from mpirun.engine.context import Context
-from mpirun.engine.weight_shards import first_fetches
+from mpirun.engine.core.act import Act, in_order
+from mpirun.engine.core.buffers import LocalBuffer
+from mpirun.engine.core.context import Context
+from mpirun.engine.core.weight_layout import first_fetches
 from schedgen.ir.instructions import Instruction, Kind
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import Transport
-from mpirun.engine.act import Position
-from mpirun.engine.buffers import LocalBuffers
-from mpirun.engine.grad_buffers import GradBuffers
+from mpirun.engine.core.act import Position
+from mpirun.engine.core.buffers import LocalBuffers
+from mpirun.engine.core.grad_buffers import GradBuffers
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction
 

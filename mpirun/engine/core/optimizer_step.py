@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.engine.act import Act
-from mpirun.engine.context import Context
+from mpirun.engine.core.act import Act
+from mpirun.engine.core.context import Context
+from mpirun.engine.core.weight_layout import Unit
 from mpirun.engine.grad_norm import GradNorms, total_norm
-from mpirun.engine.weight_shards import Unit
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch
-from mpirun.engine.loss import loss_gradient
-from mpirun.engine.split_backward import WeightHalf
-from mpirun.engine.stage import SavedForward
+from mpirun.engine.core.split_backward import WeightHalf
+from mpirun.engine.core.stage import SavedForward
+from mpirun.engine.minibatch_loss import loss_gradient
 from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics
 from schedgen.ir.instructions import Instruction, Kind, Op
 
 if TYPE_CHECKING:
-    from mpirun.engine.forward_backward import ForwardBackward
+    from mpirun.engine.core.jobs import ForwardBackward
 
 # Computes the loss of a microbatch from the last stage's outputs, and puts its metrics into the dict.
 Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mpirun.data.microbatches import Microbatch, digest
 from mpirun.data.values import to_device
-from mpirun.engine.act import Position
+from mpirun.engine.core.act import Position
 from mpirun.engine.setup import Setup
 
 

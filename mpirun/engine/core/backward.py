@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from mpirun.engine.context import Context
-from mpirun.engine.stage import SavedForward
+from mpirun.engine.core.context import Context
+from mpirun.engine.core.stage import SavedForward
 from schedgen.ir.instructions import Instruction, Kind
 
 

@@ -19,10 +19,10 @@ import torch
 from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
 from mpirun.comm.sections import Section
 from mpirun.comm.transport import NO_ROW
-from mpirun.engine.act import Act
-from mpirun.engine.buffers import LocalBuffer
-from mpirun.engine.context import Context
-from mpirun.engine.weight_shards import sections
+from mpirun.engine.core.act import Act
+from mpirun.engine.core.buffers import LocalBuffer
+from mpirun.engine.core.context import Context
+from mpirun.engine.core.weight_layout import sections
 from mpirun.model.contract import Model
 from mpirun.model.stage_shape import flat_layout
 from schedgen.ir.instructions import B, F, Instruction, Kind

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mpirun.comm.sections import add, numbers
-from mpirun.engine.act import Act
+from mpirun.engine.core.act import Act
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Unit
 from mpirun.engine.planned_memory import MemorySlots
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Unit
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mpirun.comm.progress_thread import MessageProgress
-from mpirun.engine.act import Act, in_order
-from mpirun.engine.allreduces import OwnerAllreduce, ShardAllreduce, tied_allreduce
-from mpirun.engine.context import Context
-from mpirun.engine.forward_backward import ForwardBackward
+from mpirun.engine.core.act import Act, in_order
+from mpirun.engine.core.allreduces import OwnerAllreduce, ShardAllreduce, tied_allreduce
+from mpirun.engine.core.context import Context
+from mpirun.engine.core.jobs import ForwardBackward
+from mpirun.engine.core.messages import Transfers
+from mpirun.engine.core.optimizer_step import OptimizerStep, StepResult
 from mpirun.engine.job_graphs import JobGraphs
-from mpirun.engine.messages import Transfers
-from mpirun.engine.optimizer_step import OptimizerStep, StepResult
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
 from schedgen.ir.instructions import Instruction, Kind, Op

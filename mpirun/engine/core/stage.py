@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from mpirun.comm.device import Device
-from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
-from mpirun.engine.weight_shards import part_slices, pieces, sections
+from mpirun.engine.core.split_backward import WeightHalf, input_half, weight_half
+from mpirun.engine.core.weight_layout import part_slices, pieces, sections
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.meta_values import like_parameter
