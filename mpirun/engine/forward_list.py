@@ -18,14 +18,13 @@ from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW
 from mpirun.data.microbatches import Microbatch
-from mpirun.engine.core.act import Act, Position
-from mpirun.engine.core.allreduces import ShardAllreduce
 from mpirun.engine.core.buffers import LocalBuffers
-from mpirun.engine.core.context import Context
-from mpirun.engine.core.forward import Score
-from mpirun.engine.core.jobs import ForwardBackward
+from mpirun.engine.core.context import Act, Context, Score
+from mpirun.engine.core.forward import Forward
 from mpirun.engine.core.messages import Transfers
+from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
 from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.sums import Sums
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
 from mpirun.engine.weight_versions import StageVersions
@@ -47,6 +46,7 @@ class ForwardList:
         run      the context of the run's own list
         """
         header, instructions = program.header, program.instructions(comm.rank)
+        self.header = header
         slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflows[0], False, setup.device.torch)
         memory = {index: slots.weights(index) for index in run.stages}
         self.stages: dict[int, LocalStage] = {}
@@ -63,17 +63,21 @@ class ForwardList:
         self.transport = transport = make_transport(comm, header.groups, setup.crowded, show, device=setup.device)
         self.position = Position(setup.passes)
         context = replace(
-            run, header=header, instructions=instructions, setup=setup, stages=self.stages, slots=slots,
-            transport=transport, buffers=LocalBuffers(transport), allreduces=AllreduceQueue(transport),
-            position=self.position,
+            run, header=header, instructions=instructions, shapes=setup.shapes, dataflows=setup.dataflows,
+            position=self.position, stages=self.stages, slots=slots, transport=transport,
+            buffers=LocalBuffers(transport), allreduces=AllreduceQueue(transport),
+            microbatches=MicrobatchReader(setup.microbatches, self.device.torch, self.position, header.microbatches),
+            pending={}, losses={}, metrics={}, score=self._give, minibatch_loss=None,
+            around=lambda i, stage, compute: compute, versions=StageVersions(instructions, self.stages, slots),
         )  # fmt: skip
-        messages, self.jobs = Transfers(context), _Forwards(context)
+        messages = Transfers(context)
+        self.outcome: Outcome
         table: dict[int, Callable[[int, Instruction], Act]] = {
             Op.FETCH_W: messages.fetch_w,
             Op.RECV: messages.recv,
             Op.SEND: messages.send,
-            Op.FWD: self.jobs.fwd,
-            Op.ALLREDUCE: ShardAllreduce(context).allreduce,
+            Op.FWD: lambda row, i: Forward(context, i),
+            Op.ALLREDUCE: Sums(context).allreduce,
             Op.FREE: messages.free,
         }
         self.code = [table[i.op](row, i) for row, i in enumerate(instructions)]
@@ -81,12 +85,24 @@ class ForwardList:
         weights = [i for i in instructions if i.op == Op.SEND and i.kind == Kind.W]
         self.sent_weights = {self.buffers.named_by(i) for i in weights}  # no STEP waits for their sends
 
+    def _give(self, stage: LocalStage, i: Instruction) -> Score:
+        """In place of a loss: a function that gives the last stage's outputs to `outcome`."""
+        zero = torch.zeros((), device=self.device.torch)
+        first_slice, position, count = self.header.is_first_shard(i.stage), self.position, self.header.microbatches
+
+        def give(batch: Microbatch, metrics: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
+            if first_slice:
+                self.outcome(position.accumulation_pass * count + i.mb, loss_input(outputs), batch)
+            return zero
+
+        return give
+
     def execute(self, step: int, outcome: Outcome) -> None:
         """Run all microbatches of a step, the list once per accumulation pass, and restore the modules for the run.
 
         `outcome` is called for each microbatch on the rank that has the last stage's output.
         """
-        self.jobs.outcome = outcome
+        self.outcome = outcome
         self.device.use_words(ready=False)
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
         for stage in self.stages.values():
@@ -109,28 +125,3 @@ class ForwardList:
             for module, training in modes:  # parents come first: `train`, which may do more, sets children, too
                 if module.training != training:
                     module.train(training)
-
-
-class _Forwards(ForwardBackward):
-    """FWD without a backward: the last stage passes its output to `outcome` and computes no loss."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context, StageVersions(context))
-        self.outcome: Outcome
-
-    def has_minibatch_loss(self, i: Instruction) -> bool:
-        """Never: no loss is computed."""
-        return False
-
-    def score(self, i: Instruction) -> Score:
-        """A function that gives the outputs to `outcome`, and returns no loss."""
-        first_shard = self.header.is_first_shard(i.stage)
-        first, mb = self.header.microbatches, i.mb
-        zero = torch.zeros((), device=self.device)
-
-        def give(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
-            if first_shard:
-                self.outcome(self.position.accumulation_pass * first + mb, loss_input(outputs), batch)
-            return zero
-
-        return give

@@ -17,7 +17,7 @@ from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource,
 from mpirun.data.text import training_text
 from mpirun.engine.expand_shards import check_shards, expanded_model
 from mpirun.engine.host import Host, use_host
-from mpirun.engine.minibatch_loss import check_minibatch_loss, try_minibatch_loss
+from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.options import SetupOptions
 from mpirun.engine.recipe import Recipe, command_line_recipe
 from mpirun.engine.running_statistics import check_shared_buffers

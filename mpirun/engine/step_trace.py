@@ -22,7 +22,7 @@ from mpirun.comm.clocks import as_rank_0_times, read_clocks
 from mpirun.comm.device import Device
 from mpirun.comm.fail_together import on_rank_0
 from mpirun.comm.output import write_output
-from mpirun.engine.core.act import Act
+from mpirun.engine.core.context import Act
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.watchdog import ROW
 from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Instruction, Kind, Op

@@ -24,9 +24,8 @@ from mpirun.comm.output import say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleep_until, sleeping_barrier
 from mpirun.engine.build import build_interpreter
-from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.optimizer_step import StepResult
-from mpirun.engine.first_step import run_first
+from mpirun.engine.first_step import RunInterpreter, run_first
 from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared, share_buffers
@@ -93,7 +92,7 @@ class Session:
         self.steps = 0  # steps done
         self.writer: CheckpointWriter | None = None
         self.verification: Verification | None = None
-        self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
+        self.interpreters: list[RunInterpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
 
     def build(self, setup: Setup, verify: bool, resumes: bool) -> None:
@@ -106,7 +105,7 @@ class Session:
         start = first_values(setup.unsharded_model, setup.seed) if verify and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
-        self.interpreter: Interpreter = build_interpreter(
+        self.interpreter: RunInterpreter = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state, resumes=resumes
         )
         self.interpreters.append(self.interpreter)
@@ -119,7 +118,7 @@ class Session:
             say(self.setup.device.description, sys.stdout)
         note_odd_model(self.comm, setup, self.header)
 
-    def add_interpreter(self, setup: Setup) -> Interpreter:
+    def add_interpreter(self, setup: Setup) -> RunInterpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
         made = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state, self.interpreters[-1]
@@ -129,7 +128,7 @@ class Session:
         self.interpreters.append(made)
         return made
 
-    def use(self, interpreter: Interpreter) -> None:
+    def use(self, interpreter: RunInterpreter) -> None:
         """Do the next steps with this interpreter."""
         self.interpreter = interpreter
         if len(self.interpreters) > 1:

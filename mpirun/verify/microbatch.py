@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.values import to_device
-from mpirun.engine.minibatch_loss import MinibatchLoss
+from mpirun.engine.loss import MinibatchLoss
 from mpirun.engine.setup import Setup
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import Value

@@ -57,8 +57,8 @@ def measure(schedule: str) -> None:
 
         return instruction
 
-    interpreter.forward_backward.losses |= dict.fromkeys(range(interpreter.header.microbatches), torch.zeros(()))
-    for pending in interpreter.forward_backward.pending.values():
+    interpreter.context.losses |= dict.fromkeys(range(interpreter.header.microbatches), torch.zeros(()))
+    for pending in interpreter.context.pending.values():
         pending.loss_gradient = torch.ones(())
     interpreter.code = [timed(i.op, act) for i, act in zip(run.session.instructions, interpreter.code, strict=True)]
     plain = timed(-1, lambda: None)

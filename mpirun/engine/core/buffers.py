@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from mpirun.comm.transport import NO_ROW, Transport
 from mpirun.comm.waiting import Done
+from mpirun.engine.core.stage import LocalStage
+from mpirun.model.dataflow import Bundle
 from schedgen.ir.instructions import Instruction
 
 Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a buffer's name
@@ -32,13 +38,11 @@ class LocalBuffers:
         """`transport`: makes progress on transfers during a wait."""
         self.transport = transport
         self.by_name: dict[Key, LocalBuffer] = {}
+        self.partial_sums: dict[tuple[int, int, int], LocalBuffer] = {}  # of a dw, by stage, part and sender
 
     def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> LocalBuffer:
         """The buffer of this name, created on first use; `via`: the consumer of an x or g, the part of a w or dw."""
-        key = kind, stage, mb, via
-        if key not in self.by_name:
-            self.by_name[key] = LocalBuffer()
-        return self.by_name[key]
+        return self.by_name.setdefault((kind, stage, mb, via), LocalBuffer())
 
     def named_by(self, i: Instruction) -> LocalBuffer:
         """The buffer that an instruction names."""
@@ -57,7 +61,59 @@ class LocalBuffers:
             self.wait_value(buffer)
 
     def wait_sent(self, buffer: LocalBuffer) -> None:
-        """Wait until all sends of a buffer are done."""
+        """Wait until all sends of a buffer are done: from then on its memory may change."""
         for done, row in buffer.sends:
             self.transport.wait(done, row)
         buffer.sends.clear()
+
+    def getter(self, buffers: Sequence[LocalBuffer], bundles: Sequence[Bundle]) -> Callable[[], list[Tensor]]:
+        """A function that waits for buffers, and returns the tensors in their messages, one after the other."""
+        wait_value = self.wait_value
+
+        def values() -> list[Tensor]:
+            return [x.value if x.arriving is None else wait_value(x) for x in buffers]
+
+        if all(len(bundle.indices) == 1 for bundle in bundles):
+            return values
+        return lambda: [x for message, of in zip(values(), bundles, strict=True) for x in of.unpack(message)]
+
+
+def putter(
+    buffers: Sequence[LocalBuffer], bundles: Sequence[Bundle], picks: Sequence[Sequence[int]], device: torch.device
+) -> Callable[[list[Tensor]], object]:
+    """A function that puts tensors into buffers; `picks`: by buffer, the numbers of those that its message has."""
+    if [*picks] == [[0]]:
+        (only,) = buffers
+        return lambda tensors: setattr(only, "value", tensors[0])
+
+    def put(tensors: list[Tensor]) -> None:
+        for buffer, bundle, pick in zip(buffers, bundles, picks, strict=True):
+            buffer.value = bundle.pack([tensors[number] for number in pick], device)
+
+    return put
+
+
+def in_turn(bundles: Sequence[Bundle]) -> list[list[int]]:
+    """The picks where each bundle has the next tensors."""
+    ends = accumulate((len(bundle.indices) for bundle in bundles), initial=0)
+    return [[*range(*span)] for span in pairwise(ends)]
+
+
+class Slots(Protocol):
+    """The memory that buffers lie in, one slot after the other by the memory plan (`engine.planned_memory`)."""
+
+    device: torch.device
+    fetched: dict[int, int]  # by stage whose weights are fetched: their slot
+    foreign_dw: dict[int, int]  # by stage that the rank does not own: the slot of its dw
+
+    def received(self, i: Instruction, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor that a RECV fills."""
+
+    def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
+        """The keys of the rows of dw.s, ascending, and flat memory for them."""
+
+    def keys(self, rank: int, stage: int, part: int = -1) -> list[int]:
+        """The keys of a rank's rows of dw.stage, or of a part, once the rank has added all that it receives."""
+
+    def row_key(self, mb: int) -> int:
+        """The key of the row that a microbatch's backward adds to."""

@@ -6,89 +6,74 @@ Forward.__call__ -> Forward.compute -> LocalStage.forward -> the stage's module
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch
-from mpirun.engine.core.split_backward import WeightHalf
-from mpirun.engine.core.stage import SavedForward
-from mpirun.engine.minibatch_loss import loss_gradient
-from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics
+from mpirun.engine.core.buffers import putter
+from mpirun.engine.core.context import Context, MinibatchLoss
+from mpirun.model.dataflow import Bundle, TensorSpec
 from schedgen.ir.instructions import Instruction, Kind, Op
 
-if TYPE_CHECKING:
-    from mpirun.engine.core.jobs import ForwardBackward
 
-# Computes the loss of a microbatch from the last stage's outputs, and puts its metrics into the dict.
-Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
-
-
-class PendingBackward:
-    """What a forward, or the first half of a backward, keeps for later jobs of the same stage and microbatch."""
-
-    __slots__ = ("buffers", "half", "loss_gradient", "saved")
-    buffers: dict[str, Tensor]  # if forwards change some: their values before a forward that is recomputed
-    saved: SavedForward
-    half: WeightHalf | None
-    loss_gradient: Tensor  # last stage only: the gradient that its backward starts from
+@lru_cache(256)  # a step's microbatches may have any weights
+def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> Tensor:
+    """The gradient of a loss divided by `divisor`, with respect to the loss; a cached tensor."""
+    return torch.ones((), dtype=dtype, device=device).div_(divisor)
 
 
 class Forward:
     """The act of a FWD or RECOMPUTE.
 
     weights   waits until the weights have arrived; None: they are never fetched
-    inputs    the producers' outputs, as values of this rank
-    bundles   what messages these came in, by producer; None: each is a single tensor
+    inputs    waits for the producers' outputs, and returns them
     read      gives the microbatch; None: the stage neither reads input nor has the loss
     score     computes the loss from the stage's outputs; None: it has none here
     run       `compute`, or what surrounds it: a captured graph, copies of the buffers that it changes
     put       takes the outputs to where they are needed
     """
 
-    def __init__(
-        self, jobs: ForwardBackward, i: Instruction, saves: bool, put: Callable[[list[Tensor]], object]
-    ) -> None:
-        """`saves`: a backward follows without a RECOMPUTE before it."""
-        header, graph, dataflow = jobs.header, jobs.header.graph, jobs.dataflows[i.mb]
-        self.stage, self.mb, self.saves, self.put = jobs.stage_of(i), i.mb, saves, put
-        self.weights, self.pending = jobs.wait_for_weights(i), jobs.pending_of(i)
+    def __init__(self, context: Context, i: Instruction) -> None:
+        """Bind all that the job needs."""
+        header, graph, dataflow = context.header, context.header.graph, context.dataflows[i.mb]
+        again, last = i.op == Op.RECOMPUTE, context.is_last(i.stage)
+        self.context, self.stage, self.mb = context, context.stage_of(i), i.mb
+        self.saves = again or (i.stage, i.mb) in context.saving
+        self.weights, self.pending = context.wait_for_weights(i), context.pending_of(i)
         producers = graph.producers[i.stage]
-        self.inputs = [jobs.buffers.get(Kind.X, p, i.mb, graph.output_consumer(p, i.stage)) for p in producers]
-        bundles = [dataflow.x(p, i.stage) for p in producers]
-        self.bundles = bundles if any(len(bundle.indices) != 1 for bundle in bundles) else None
+        self.inputs = context.buffers.getter(
+            [context.buffers.get(Kind.X, p, i.mb, graph.output_consumer(p, i.stage)) for p in producers],
+            [dataflow.x(p, i.stage) for p in producers],
+        )
         self.arguments, self.specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
-        has_loss = not graph.consumers[i.stage] and not jobs.has_minibatch_loss(i)
-        reads = self.arguments.reads_input or has_loss
-        self.read = jobs.microbatches.reader(i.mb, saves) if reads else None
-        self.score = jobs.score(i) if has_loss else None
-        self.records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
-        facts = self.stage.shape.loss if has_loss else None
-        self.rng, self.draws_in_loss = self.stage.layer_rng, facts is not None and facts.draws
-        self.wait_value, self.position, self.device = jobs.buffers.wait_value, jobs.position, jobs.device
-        self.seed, self.microbatches, self.has_flush = jobs.setup.seed, header.microbatches, header.has_flush
-        self.losses, self.metrics = jobs.losses, jobs.metrics
-        self.run: Callable[..., tuple[list[Tensor], dict[str, Tensor]]]
-        if self.stage.shape.overwrites_buffers and (i.stage, i.mb) in jobs.redone:
-            self.pending.buffers = {}
-            again = i.op == Op.RECOMPUTE
-            around = jobs.job(i, self._frozen if again else self._noting_buffers)
-            self.run = partial(self._again if again else self._first, around)
-        else:
-            self.run = jobs.job(i, self.compute)
+        self.score = context.score(self.stage, i) if last and context.minibatch_loss is None else None
+        reads = self.arguments.reads_input or self.score is not None
+        self.read = context.microbatches.reader(i.mb, self.saves) if reads else None
+        self.records = not again and header.is_first_shard(i.stage)
+        loss = self.stage.shape.loss
+        self.rng, self.position = self.stage.layer_rng, context.position
+        self.draws = bool(self.rng.layers) or (self.score is not None and loss is not None and loss.draws)
+        self.device, self.has_flush = context.device.torch, header.has_flush
+        if self.score is not None:  # cached before a step: its memory does not count as kept by a forward
+            loss_gradient(torch.float32, context.microbatches.source.count if self.has_flush else 1, self.device)
+        self.run: Callable[..., tuple[list[Tensor], dict[str, Tensor]]] = context.around(i, self.stage, self.compute)
+        self.put: Callable[[list[Tensor]], object] = lambda outputs: None
+        if last and context.minibatch_loss is not None:
+            self.put = self._collector(i, context.minibatch_loss)
+        elif not again:
+            self.put = self._putter(i)
 
     def __call__(self) -> None:
         """Compute the stage on the microbatch."""
         if self.weights is not None:
             self.weights()
-        values = [x.value if x.arriving is None else self.wait_value(x) for x in self.inputs]
-        if self.bundles is not None:
-            values = [x for message, of in zip(values, self.bundles, strict=True) for x in of.unpack(message)]
+        values = self.inputs()
         batch = None if self.read is None else self.read()
-        if self.rng.layers or self.draws_in_loss:
-            number = self.position.accumulation_pass * self.microbatches + self.mb
-            self.rng.at = (self.seed, self.position.step, number)
+        if self.draws:
+            self.rng.at = (self.context.seed, self.position.step, self.context.microbatches.number(self.mb))
         leaves = batch.leaves if batch is not None and self.arguments.reads_input else ()
         if batch is None or self.score is None:
             outputs, _ = self.run(values, leaves, None)
@@ -111,29 +96,29 @@ class Forward:
 
     def _keep_loss(self, batch: Microbatch, loss: Tensor, metrics: dict[str, Tensor]) -> None:
         if self.records:
-            self.losses[self.mb] = loss
+            self.context.losses[self.mb] = loss
             if batch.padding < batch.size or not batch.size:  # else it is all padding
-                self.metrics[self.mb] = metrics
+                self.context.metrics[self.mb] = metrics
         if self.saves:
             divisor = batch.loss_divisor if self.has_flush else 1  # without a flush STEP divides
             self.pending.loss_gradient = loss_gradient(loss.dtype, divisor, self.device)
 
-    # A forward that changes buffers and is recomputed: the RECOMPUTE changes none. It reads their values from before
-    # the FWD, or their current ones if another rank did the FWD.
+    def _putter(self, i: Instruction) -> Callable[[list[Tensor]], object]:
+        """A function that puts the outputs, or the loss, into buffers x: one, or one per consumer."""
+        consumers = self.context.header.graph.output_consumers(i.stage)
+        buffers = [self.context.buffers.get(Kind.X, i.stage, i.mb, consumer) for consumer in consumers]
+        if self.context.is_last(i.stage):
+            bundles = [Bundle([0], [TensorSpec((), torch.float32)])]
+        else:
+            bundles = [self.context.dataflows[i.mb].bundle(Kind.X, i.stage, consumer) for consumer in consumers]
+        return putter(buffers, bundles, [[*bundle.indices] for bundle in bundles], self.device)
 
-    def _noting_buffers(self, *inputs: Any) -> tuple[Any, dict[str, Tensor]]:
-        kept = buffer_copies(self.stage.module, every_name=True)
-        return self.compute(*inputs), kept
+    def _collector(self, i: Instruction, loss: MinibatchLoss) -> Callable[[list[Tensor]], object]:
+        """A function that collects the last stage's outputs for a loss of the whole minibatch."""
+        x, read = self.context.buffers.get(Kind.X, i.stage, i.mb), self.context.microbatches.reader(i.mb, keep=False)
 
-    def _first(self, job: Callable[..., Any], *inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-        made, self.pending.buffers = job(*inputs)
-        return made
+        def collect(outputs: list[Tensor]) -> None:
+            x.value = outputs
+            self.context.losses.update(loss.add_outputs(i.mb, outputs, read()))
 
-    def _frozen(self, before: dict[str, Tensor], *inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-        with frozen_statistics(self.stage.module, before):
-            return self.compute(*inputs)
-
-    def _again(self, job: Callable[..., Any], *inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-        made = job(self.pending.buffers, *inputs)
-        self.pending.buffers = {}
-        return made
+        return collect

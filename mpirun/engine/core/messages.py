@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpirun.engine.core.act import Act, in_order
 from mpirun.engine.core.buffers import LocalBuffer
-from mpirun.engine.core.context import Context
+from mpirun.engine.core.context import Act, Context, in_order
 from mpirun.engine.core.weight_layout import first_fetches
 from schedgen.ir.instructions import Instruction, Kind
 
@@ -21,9 +20,8 @@ class Transfers:
     """
 
     def __init__(self, context: Context) -> None:
-        """`partial_sums` will hold the buffer of every dw that is received, by stage, part and sender."""
+        """Nothing is prepared yet."""
         self.context, self.buffers, self.transport = context, context.buffers, context.transport
-        self.partial_sums: dict[tuple[int, int, int], LocalBuffer] = {}
         self.first_fetches = first_fetches(context.instructions)
 
     def fetch_w(self, row: int, i: Instruction) -> Act:
@@ -37,13 +35,13 @@ class Transfers:
         """RECV: start receiving an x, a g or another rank's partial sum of a dw into its memory slot."""
         slots = self.context.slots
         if i.kind == Kind.DW:
-            buffer = self.partial_sums[i.stage, i.part, i.peer] = LocalBuffer()
+            buffer = self.buffers.partial_sums[i.stage, i.part, i.peer] = LocalBuffer()
             gradient = self.context.grad_buffers.of_unit((i.stage, i.part))
             size = len(slots.keys(i.peer, i.stage, i.part)), len(gradient.total)
             memory = slots.received(i, size, torch.uint8)
             return self._receive(row, i, i.kind, buffer, memory, [gradient.as_numbers(sent) for sent in memory])
         buffer = self.buffers.named_by(i)
-        spec = self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
+        spec = self.context.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
         memory = slots.received(i, spec.size, spec.dtype)
         return self._receive(row, i, i.kind, buffer, memory, memory)
 

@@ -3,11 +3,12 @@
 NORM waits for the sums of gradients, and tells all ranks the loss of every microbatch, the norm of every parameter's
 gradient, and whether some rank wants to leave. The metrics of the trial's names go with these numbers; in a step in
 which the loss returns others, they are gathered after them. STEP steps weights after the last accumulation pass, if all
-these numbers are finite. A STEP that makes a version of the weights is in `weight_versions`.
+these numbers are finite. A STEP that makes a version of the weights is in `engine.weight_versions`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -16,11 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.engine.core.act import Act
-from mpirun.engine.core.context import Context
+from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.weight_layout import Unit
-from mpirun.engine.grad_norm import GradNorms, total_norm
-from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind
@@ -40,28 +38,20 @@ class StepResult(NamedTuple):
 class OptimizerStep:
     """Prepares NORM and STEP, by methods with the signature of those of `Transfers`, and keeps the result of NORM."""
 
-    def __init__(
-        self,
-        context: Context,
-        versions: StageVersions,
-        losses: dict[int, Tensor],
-        metrics: dict[int, dict[str, Tensor]],
-    ) -> None:
-        """`losses`, `metrics`: by microbatch, where the forwards of this rank put them; NORM takes them out."""
-        self.context, self.versions, self.losses, self.metrics = context, versions, losses, metrics
-        setup = context.setup
-        self.grad_norms = GradNorms(context.header, setup.shapes, context.transport.comm.rank, setup.canonical)
+    def __init__(self, context: Context) -> None:
+        """No step is done yet."""
+        self.context = context
         self.leave_requested: Callable[[], bool] = lambda: False  # by this rank: all ranks learn it at the next NORM
         self.finite = True  # whether all losses and norms of the step so far are
-        facts = setup.shapes[-1].loss
+        facts = context.shapes[-1].loss
         self.metric_names = () if facts is None else facts.metrics
-        self.rate_from = _first_with_parameters(context.header, setup.shapes)
+        self.rate_from = _first_with_parameters(context.header, context.shapes)
         self.result = StepResult([], 0.0, [], False, [], 0.0)
         # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, whether a rank
         # wants to leave, the learning rate, the metrics of every microbatch, and whether those of a rank have other
         # names.
         count = context.header.microbatches
-        sizes = [self.grad_norms.length, count, 1, 1, count * len(self.metric_names), 1]
+        sizes = [context.norms.length, count, 1, 1, count * len(self.metric_names), 1]
         self.ends = list(accumulate(sizes, initial=0))
         (
             self.norms_at, self.losses_at, self.leave_at, self.rate_at, self.metrics_at, self.others_at,
@@ -76,15 +66,15 @@ class OptimizerStep:
         totals = {unit: buffer.total for unit, buffer in owned.items()}
         stages = {unit: context.stages[unit[0]] for unit in owned}
         contributors = [
-            self.grad_norms.contributor(
-                unit, stages[unit], stages[unit].views_of_part(unit[1], total), self.versions.unsound.get(unit[0])
+            context.norms.contributor(
+                unit, stages[unit], stages[unit].views_of_part(unit[1], total), context.versions.unsound.get(unit[0])
             )
             for unit, total in totals.items()
         ]
 
         def act() -> None:
             context.allreduces.finish()
-            self.versions.copy_last_to_0()
+            context.versions.copy_last_to_0()
             for buffer in row_sums:
                 buffer.sum_rows()
             if position.passes > 1:
@@ -105,33 +95,33 @@ class OptimizerStep:
         )
         for contribute in contributors:
             contribute(values)
-        if self.losses:
-            values[self.losses_at][list(self.losses)] = torch.stack(list(self.losses.values())).tolist()
-        self.losses.clear()
+        if context.losses:
+            values[self.losses_at][list(context.losses)] = torch.stack(list(context.losses.values())).tolist()
+        context.losses.clear()
         values[self.leave_at] = self.leave_requested()
         if context.transport.comm.rank == self.rate_from:
             values[self.rate_at] = context.optimizer.rate(context.position.step)
-        own = {mb: {name: float(found[name]) for name in sorted(found)} for mb, found in self.metrics.items()}
-        self.metrics.clear()
+        own = {mb: {name: float(found[name]) for name in sorted(found)} for mb, found in context.metrics.items()}
+        context.metrics.clear()
         for mb, found in own.items():
             metrics[mb] = [found.get(name, 0.0) for name in names]
         values[self.others_at] = any(found.keys() != {*names} for found in own.values())
         context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
-        norms, losses = self.grad_norms.norms(sums[self.norms_at].tolist()), sums[self.losses_at].tolist()
+        norms, losses = context.norms.norms(sums[self.norms_at].tolist()), sums[self.losses_at].tolist()
         (leave,), (rate,) = sums[self.leave_at].tolist(), sums[self.rate_at].tolist()
         by_name = [dict(zip(names, of_mb, strict=True)) for of_mb in sums_of_metrics.tolist()]
         if sums[self.others_at].any():
             of_ranks = context.transport.group(group).allgather(own)
             own = {mb: of_mb for of_rank in of_ranks for mb, of_mb in of_rank.items()}
             by_name = [own.get(mb, {}) for mb in range(context.header.microbatches)]
-        self.result = StepResult(losses, total_norm(norms), norms, leave > 0, by_name, rate)
+        self.result = StepResult(losses, math.hypot(*norms), norms, leave > 0, by_name, rate)
         begins = context.position.accumulation_pass == 0
         self.finite = (self.finite or begins) and bool(np.isfinite(sums[: self.losses_at.stop]).all())
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
         if i.version >= 0:
-            return self.versions.step(i)
+            return self.context.versions.step(self.context, i)
         unit, context, position = (i.stage, i.part), self.context, self.context.position
         weights, gradient = context.buffers.get(Kind.W, i.stage, via=i.part), context.grad_buffers.of_unit(unit)
 

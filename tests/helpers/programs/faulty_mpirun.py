@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpirun.engine.core.interpreter
 import mpirun.engine.read_schedule
 from mpirun.cli.main import main
-from mpirun.engine.core.act import Act
+from mpirun.engine.core.context import Act
 from mpirun.engine.core.messages import Transfers
 from schedgen.ir.instructions import Instruction
 

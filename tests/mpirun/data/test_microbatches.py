@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpirun.data.chunks import chunk, in_own_memory, sample_count
 from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch, input_and_target
 from mpirun.data.stream_loader import loader_class
-from mpirun.engine.minibatch_loss import MinibatchLoss, try_minibatch_loss
+from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import without_padding

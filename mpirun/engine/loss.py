@@ -1,4 +1,4 @@
-"""The loss of one microbatch, or of the whole minibatch, and the gradient that its backward starts from.
+"""The loss of one microbatch, or of the whole minibatch, as the core calls it.
 
 - The backward of a microbatch's loss starts from the microbatch's share of the minibatch, usually 1 / (microbatches of
   a step), so that the gradients of a step add up to the gradient of the mean loss. With weight versions it starts from
@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -22,19 +21,33 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mpirun.data.chunks import cut_dims
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch
 from mpirun.data.values import to_device
+from mpirun.engine.core.context import Score
+from mpirun.engine.core.stage import LocalStage
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
-from mpirun.model.loss import check_real, loss_input, try_loss
+from mpirun.model.loss import check_real, loss_and_metrics, loss_input, try_loss
+from mpirun.model.rng import LOSS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError
 
 
-@lru_cache(256)  # a step's microbatches may have any weights
-def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> Tensor:
-    """The gradient of a loss divided by `divisor`, with respect to the loss; a cached tensor."""
-    return torch.ones((), dtype=dtype, device=device).div_(divisor)
+def score(function: Callable[[Any, Any], Any], stage: LocalStage, i: Instruction) -> Score:
+    """A function that computes the loss of a microbatch and its metrics, after the forward `i` of the last stage."""
+    facts, rng = stage.shape.loss, stage.layer_rng
+    draws = facts is not None and facts.draws
+
+    def loss_of(batch: Microbatch, metrics: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
+        if draws:
+            rng.begin(LOSS)
+        loss, returned = loss_and_metrics(function, loss_input(outputs), batch)
+        if not loss.requires_grad:
+            raise ValueError("the loss has no gradient: it depends on no parameter")
+        metrics |= returned
+        return loss
+
+    return loss_of
 
 
 def check_minibatch_loss(header: Header, passes: int) -> None:
@@ -94,9 +107,17 @@ def try_minibatch_loss(
 class MinibatchLoss:
     """A step's loss, computed from the outputs of all its microbatches."""
 
-    def __init__(self, model: Model, count: int, device_type: str, autocast_dtype: torch.dtype | None) -> None:
-        """`count`: microbatches of a step; `device_type`: cpu or cuda, for autocast."""
+    def __init__(
+        self,
+        model: Model,
+        count: int,
+        device_type: str,
+        autocast_dtype: torch.dtype | None,
+        seed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`count`: microbatches of a step; `device_type`: cpu or cuda, for autocast; `seed`: called before the loss."""
         self.model, self.count, self.device_type, self.autocast_dtype = model, count, device_type, autocast_dtype
+        self.seed = seed
         self.collected: dict[int, tuple[list[Tensor], Microbatch]] = {}  # by number: outputs, and all but the input
 
     def add_outputs(self, mb: int, outputs: Sequence[Tensor], batch: Microbatch) -> dict[int, Tensor]:
@@ -109,6 +130,7 @@ class MinibatchLoss:
         self.collected[mb] = leaves, batch._replace(leaves=[])
         if len(self.collected) < self.count:
             return {}
+        self.seed()
         outputs_of, batches = zip(*(self.collected[number] for number in sorted(self.collected)), strict=True)
         with torch.enable_grad(), autocast(self.device_type, self.autocast_dtype):
             joined = [torch.cat(parts) for parts in zip(*outputs_of, strict=True)]
