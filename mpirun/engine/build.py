@@ -96,7 +96,7 @@ def build_interpreter(
         around=_around(instructions, graphs), versions=StageVersions(instructions, stages, slots), optimizer=optimizer,
         norms=GradNorms(header, setup.shapes, comm.rank, setup.canonical), tied_sum=partial(tied_sum, setup.model),
     )  # fmt: skip
-    progress = MessageProgress(comm, transport.poll, setup.device) if other is None else other.progress
+    progress = MessageProgress(comm, setup.device) if other is None else other.progress
     under_way = bytes_under_way(program, slots.bytes).tolist()
     return RunInterpreter(context, state, optimizer, slots, under_way, progress, graphs)
 

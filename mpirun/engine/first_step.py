@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from mpirun.comm.progress_thread import LONG, MessageProgress, needs_calls
+from mpirun.comm.progress_thread import MessageProgress, needs_calls
 from mpirun.comm.transport import Transport
 from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.interpreter import Interpreter
@@ -50,10 +50,6 @@ class RunInterpreter(Interpreter):
         self.under_way, self.progress, self.graphs = under_way, progress, graphs
         self.timed = False  # whether the first step is done
         self.reached: set[tuple[int, str]] = set()  # (stage, parameter) that got a gradient in the first step
-
-    def use(self) -> None:
-        """Let what looks for messages look for this interpreter's, after another was in use."""
-        self.progress.poll = self.transport.poll
 
     def begin_pass(self) -> None:
         """Count the passes of graphs; use words once passes neither allocate memory nor load kernels.
@@ -121,23 +117,12 @@ def _note_reached(interpreter: RunInterpreter) -> Iterator[None]:
 
 def _let_mpi_go_on(interpreter: RunInterpreter, seconds: Mapping[tuple[int, int], float]) -> None:
     """Let MPI make progress during jobs where this pays; `seconds`: how long a job takes, by stage and opcode."""
-    transport, progress, code = interpreter.transport, interpreter.progress, interpreter.code
+    transport, code = interpreter.transport, interpreter.code
     if transport.moves_alone or interpreter.graphs is not None:  # a rank is never inside a replayed job for long
         return
-    last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch; it places the backward's hooks
     for row, i in enumerate(interpreter.context.instructions):
-        if i.op in (Op.FWD, Op.RECOMPUTE):
-            last_forward[i.stage, i.mb] = row
-        if i.op not in COMPUTE or not needs_calls(seconds[i.stage, i.op], interpreter.under_way[row]):
-            continue
-        module = interpreter.context.stage_of(i).module
-        if seconds[i.stage, i.op] > LONG * progress.layer_count(module):
-            code[row] = _where_messages_move(transport, progress.with_thread(code[row]), code[row])
-        else:
-            at, backward = last_forward[i.stage, i.mb], i.op not in (Op.FWD, Op.RECOMPUTE)
-            with_hooks = progress.with_hooks(code[at], module, seconds[i.stage, i.op], backward)
-            # Messages in flight during a backward may not have started yet when its forward places the hooks.
-            code[at] = with_hooks if backward else _where_messages_move(transport, with_hooks, code[at])
+        if i.op in COMPUTE and needs_calls(seconds[i.stage, i.op], interpreter.under_way[row]):
+            code[row] = _where_messages_move(transport, interpreter.progress.with_thread(code[row]), code[row])
 
 
 def _where_messages_move(transport: Transport, with_calls: Act, act: Act) -> Act:

@@ -19,14 +19,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpirun.data.chunks import cut_dims
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch
-from mpirun.data.values import to_device
+from mpirun.data.microbatches import Microbatch, Minibatch
 from mpirun.engine.core.context import Score
 from mpirun.engine.core.stage import LocalStage
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Dataflow
-from mpirun.model.loss import check_real, loss_and_metrics, loss_input, try_loss
+from mpirun.model.loss import check_real, loss_and_metrics, loss_input
 from mpirun.model.rng import LOSS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
@@ -75,33 +73,6 @@ def check_forwards_first(header: Header, instructions: Sequence[Instruction]) ->
             "the model's loss is of the whole minibatch: the last stage's forwards must all come before its first "
             "backward, as in gpipe"
         )
-
-
-def try_minibatch_loss(
-    model: Model,
-    microbatches: MicrobatchSource,
-    dataflows: Sequence[Dataflow],
-    autocast_dtype: torch.dtype | None,
-    device: torch.device,
-    real_outputs: Callable[[Microbatch], Sequence[Tensor]],
-) -> None:
-    """UsageError if the loss cannot be computed from outputs of a step's shapes.
-
-    These are zeros or, if the loss fails on zeros, the model's outputs for the first microbatch of each shape.
-    """
-    firsts = [dataflows.index(dataflow) for dataflow in dataflows]
-
-    def real() -> list[Sequence[Tensor]]:
-        made = {mb: real_outputs(microbatches(0, mb)) for mb in sorted(set(firsts))}
-        return [made[mb] for mb in firsts]
-
-    def loss_of(outputs: Sequence[Sequence[Tensor]]) -> None:
-        loss = MinibatchLoss(model, len(dataflows), device.type, autocast_dtype)
-        for mb, of_mb in enumerate(outputs):
-            loss.add_outputs(mb, of_mb, to_device(microbatches(0, mb), device))
-
-    zeros: list[Sequence[Tensor]] = [[spec.zeros(device) for spec in each.outputs[-1]] for each in dataflows]
-    try_loss(loss_of, zeros, real)
 
 
 class MinibatchLoss:

@@ -131,8 +131,6 @@ class Session:
     def use(self, interpreter: RunInterpreter) -> None:
         """Do the next steps with this interpreter."""
         self.interpreter = interpreter
-        if len(self.interpreters) > 1:
-            interpreter.use()
         if self.trace is not None:
             self.trace.attach(interpreter)
 
