@@ -28,6 +28,7 @@ from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.running_statistics import KeptBuffers
 from mpirun.engine.same_start import Values, check_same_start, value_digests
 from mpirun.engine.setup import Setup
+from mpirun.engine.slice_sums import SliceSums
 from mpirun.engine.tied_sums import tied_sum
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.build_stage import build_stage
@@ -82,6 +83,7 @@ def build_interpreter(
     def seed_loss() -> None:
         setup.device.seed(derived_seed(setup.seed, position.step, LOSS))
 
+    slice_sums = SliceSums()
     count, kind, dtype = header.microbatches, setup.device.kind, setup.autocast_dtype
     context = Context(
         header=header, instructions=instructions, shapes=setup.shapes, dataflows=setup.dataflows, seed=setup.seed,
@@ -94,7 +96,8 @@ def build_interpreter(
         score=partial(score, setup.model.loss),
         minibatch_loss=MinibatchLoss(setup.model, count, kind, dtype, seed_loss) if whole else None,
         around=_around(instructions, graphs), versions=StageVersions(instructions, stages, slots), optimizer=optimizer,
-        norms=GradNorms(header, setup.shapes, comm.rank, setup.canonical), tied_sum=partial(tied_sum, setup.model),
+        norms=GradNorms(header, setup.shapes, comm.rank, setup.canonical),
+        other_sums={Kind.T: partial(tied_sum, setup.model), Kind.X: slice_sums.prepare, Kind.G: slice_sums.prepare},
     )  # fmt: skip
     progress = MessageProgress(comm, setup.device) if other is None else other.progress
     under_way = bytes_under_way(program, slots.bytes).tolist()

@@ -27,6 +27,7 @@ from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.sums import Sums
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
+from mpirun.engine.slice_sums import SliceSums
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.loss import loss_input
 from schedgen.ir.instructions import Instruction, Kind, Op
@@ -67,6 +68,7 @@ class ForwardList:
             position=self.position, stages=self.stages, slots=slots, transport=transport,
             buffers=LocalBuffers(transport), allreduces=AllreduceQueue(transport),
             microbatches=MicrobatchReader(setup.microbatches, self.device.torch, self.position, header.microbatches),
+            other_sums={Kind.X: SliceSums().prepare},
             pending={}, losses={}, metrics={}, score=self._give, minibatch_loss=None,
             around=lambda i, stage, compute: compute, versions=StageVersions(instructions, self.stages, slots),
         )  # fmt: skip

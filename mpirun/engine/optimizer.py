@@ -14,6 +14,7 @@ from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit, pieces
 from mpirun.engine.recipe import NO_OPTIONS, NamedParameter, Recipe, SteppedOptimizer, class_name, is_plain
 from mpirun.model.contract import Model
+from mpirun.model.meta_values import like_parameter
 from schedgen.util.errors import UsageError, clip
 
 
@@ -29,7 +30,7 @@ class Optimizer:
         # Parameters, or pieces of them, that only the optimizers hold: a STEP points them to a version's weights.
         # `data` hides the STEP from autograd, because graphs of other versions may be alive.
         self.parameters = {
-            (index, part): stage.new_parameters(part) for index, stage in stages.items() for part in stage.owned
+            (index, part): _new_parameters(stage, part) for index, stage in stages.items() for part in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
         # Parameters of modules, and the weights that their `data` are, except within a step.
@@ -202,6 +203,14 @@ class Optimizer:
             if parameter.data_ptr() != view.data_ptr():  # messages and jobs read the weights from the view
                 view.copy_(parameter.data)
                 parameter.data = view
+
+
+def _new_parameters(stage: LocalStage, part: int) -> list[nn.Parameter]:
+    """The parameters in an owned part, or pieces of them, as new ones with the attributes of the module's."""
+    trained = [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
+    of_part = trained if part < 0 else [trained[p.parameter] for p in pieces(stage.layout, stage.part_slices[part])]
+    views = stage.views_of_part(part, stage.owned[part])
+    return [like_parameter(parameter, view.data) for parameter, view in zip(of_part, views, strict=True)]
 
 
 def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:

@@ -147,7 +147,7 @@ class Context:
     versions: Versions
     optimizer: Optimizer
     norms: Norms
-    tied_sum: Callable[[Context, Instruction], Act]  # ALLREDUCE over tied stages
+    other_sums: Mapping[int, Callable[[Context, Instruction], Act]]  # ALLREDUCE of a t, x or g, by kind
 
     def stage_of(self, i: Instruction) -> LocalStage:
         """The stage, with the version of its weights that the instruction names."""

@@ -29,7 +29,11 @@ class Transfers:
         stage = self.context.stages[i.stage]
         weights = stage.weights[stage.part_slices[i.part]]
         act = self._receive(row, i, Kind.W, self.buffers.get(Kind.W, i.stage, via=i.part), weights, weights)
-        return in_order(stage.owned_parts_copier(), act) if row in self.first_fetches and stage.owned else act
+        if row not in self.first_fetches or not stage.owned:
+            return act
+        # Copied through `data`: autograd does not see it, as it sees no message.
+        copies = [(stage.weights.data[stage.part_slices[part]], owned) for part, owned in stage.owned.items()]
+        return in_order(lambda: [target.copy_(owned) for target, owned in copies], act)
 
     def recv(self, row: int, i: Instruction) -> Act:
         """RECV: start receiving an x, a g or another rank's partial sum of a dw into its memory slot."""

@@ -141,16 +141,6 @@ class LocalStage:
             piece.of_part(flat).copy_(piece.of_parameter(named[piece.parameter][1].detach()))
         return flat
 
-    def owned_parts_copier(self) -> Callable[[], None]:
-        """A function that copies the owned parts into `weights`, beside the fetched ones; autograd does not see it."""
-        pairs = [(self.weights.data[self.part_slices[part]], owned) for part, owned in self.owned.items()]
-
-        def copy() -> None:
-            for target, owned in pairs:
-                target.copy_(owned)
-
-        return copy
-
     def version(self, memory: Tensor) -> LocalStage:
         """The same stage, and module, with a version of its weights in `memory`, shape (bytes,)."""
         stage = copy.copy(self)
@@ -190,13 +180,6 @@ class LocalStage:
         if part < 0:
             return self.views(flat)
         return [piece.of_part(flat) for piece in pieces(self.layout, self.part_slices[part])]
-
-    def new_parameters(self, part: int) -> list[nn.Parameter]:
-        """The parameters in an owned part, or pieces of them, as new ones with the attributes of the module's."""
-        own = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        of_part = own if part < 0 else [own[p.parameter] for p in pieces(self.layout, self.part_slices[part])]
-        views = self.views_of_part(part, self.owned[part])
-        return [like_parameter(parameter, view.data) for parameter, view in zip(of_part, views, strict=True)]
 
     def forward(
         self,
