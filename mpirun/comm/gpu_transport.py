@@ -15,16 +15,16 @@ host, with events or with words:
     ------------------------------  ----------------------------------  ---------------------------------------------
     MPI sends before kernels have   the send begins at a mark           the copy's stream waits for the mark, the send
     written the tensor                                                  begins at a mark after the copy
-    kernels change the tensor       nothing does before `done`: FREE    `done` also waits for MPI to have sent the copy
-    before it is sent               or STEP waits for it
+    kernels change the tensor       none is launched before `done`: FREE and STEP wait for it
+    before it is sent
     MPI writes while kernels still  the receive begins at a mark        the same mark: then MPI writes host memory, and
     read the old values                                                 the copy to the GPU follows
     kernels read before the message events: the host waits for MPI      events: the host waits until the copy is
     is there                        words: the stream waits for a       launched, the stream for the copy's mark
                                     number that the thread writes       words: the stream waits for a number that the
                                                                         copy's stream writes
-    host memory of one message is   there is none                       a mirror has a place for each part of a block:
-    used by the next                                                    as disjoint in time as the GPU memory is
+    the next message overwrites     there is no host memory             a place in a mirror stands for GPU memory: the
+    host memory that is still read                                      mark of the next receive is after the last copy
     a sum waits behind a send of    its transfers have queues, and its additions a stream, of their own
     the list, and ranks in a circle
     a stream that waits for a word  words are used only in passes that neither allocate nor load kernels; if the thread

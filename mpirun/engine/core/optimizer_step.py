@@ -19,8 +19,6 @@ from torch import Tensor
 
 from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.weight_layout import Unit
-from mpirun.model.stage_shape import StageShape
-from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind
 
 
@@ -45,7 +43,9 @@ class OptimizerStep:
         self.finite = True  # whether all losses and norms of the step so far are
         facts = context.shapes[-1].loss
         self.metric_names = () if facts is None else facts.metrics
-        self.rate_from = _first_with_parameters(context.header, context.shapes)
+        # The rank that reports the learning rate: the first owner of the first stage with parameters.
+        with_parameters = [stage for stage, shape in enumerate(context.shapes) if shape.parameter_names]
+        self.rate_from = context.header.first_owner(with_parameters[0]) if with_parameters else -1
         self.result = StepResult([], 0.0, [], False, [], 0.0)
         # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, whether a rank
         # wants to leave, the learning rate, the metrics of every microbatch, and whether those of a rank have other
@@ -131,9 +131,3 @@ class OptimizerStep:
                 context.optimizer.step(unit, gradient, position.step, self.result.grad_norm)
 
         return act
-
-
-def _first_with_parameters(header: Header, shapes: Sequence[StageShape]) -> int:
-    """The rank that reports the learning rate: the first owner of the first stage with parameters; -1: none has any."""
-    owners = (header.first_owner(stage) for stage, shape in enumerate(shapes) if shape.parameter_names)
-    return next(owners, -1)
