@@ -31,8 +31,8 @@ from mpirun.engine.core.context import Act
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
+from mpirun.engine.other_sums import parameters_of_tie
 from mpirun.engine.setup import set_up_command
-from mpirun.engine.tied_sums import parameters_of_tie
 from mpirun.model.dataflow import ALIGN
 from mpirun.model.load_model import load_model
 from schedgen.checker.files import checked

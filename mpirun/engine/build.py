@@ -24,12 +24,11 @@ from mpirun.engine.grad_norm import GradNorms
 from mpirun.engine.job_graphs import Job, JobGraphs
 from mpirun.engine.loss import MinibatchLoss, check_forwards_first, score
 from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.other_sums import SliceSums, tied_sum
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.running_statistics import KeptBuffers
 from mpirun.engine.same_start import Values, check_same_start, value_digests
 from mpirun.engine.setup import Setup
-from mpirun.engine.slice_sums import SliceSums
-from mpirun.engine.tied_sums import tied_sum
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import StageEntry

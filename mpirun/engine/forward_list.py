@@ -19,17 +19,16 @@ from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.core.buffers import LocalBuffers
-from mpirun.engine.core.context import Act, Context, Score
-from mpirun.engine.core.forward import Forward
-from mpirun.engine.core.messages import Transfers
+from mpirun.engine.core.context import Context, Score
+from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.sums import Sums
+from mpirun.engine.other_sums import SliceSums
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
-from mpirun.engine.slice_sums import SliceSums
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.loss import loss_input
+from mpirun.watchdog import WORDS
 from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.program import Program
 
@@ -72,17 +71,8 @@ class ForwardList:
             pending={}, losses={}, metrics={}, score=self._give, minibatch_loss=None,
             around=lambda i, stage, compute: compute, versions=StageVersions(instructions, self.stages, slots),
         )  # fmt: skip
-        messages = Transfers(context)
         self.outcome: Outcome
-        table: dict[int, Callable[[int, Instruction], Act]] = {
-            Op.FETCH_W: messages.fetch_w,
-            Op.RECV: messages.recv,
-            Op.SEND: messages.send,
-            Op.FWD: lambda row, i: Forward(context, i),
-            Op.ALLREDUCE: Sums(context).allreduce,
-            Op.FREE: messages.free,
-        }
-        self.code = [table[i.op](row, i) for row, i in enumerate(instructions)]
+        self.interpreter = Interpreter(context, memoryview(bytearray(8 * WORDS)).cast("q"))
         self.buffers = context.buffers
         weights = [i for i in instructions if i.op == Op.SEND and i.kind == Kind.W]
         self.sent_weights = {self.buffers.named_by(i) for i in weights}  # no STEP waits for their sends
@@ -115,8 +105,7 @@ class ForwardList:
             self.position.step = step
             for number in range(self.position.passes):
                 self.position.accumulation_pass = number
-                for act in self.code:
-                    act()
+                self.interpreter.execute()
             for weights in self.sent_weights:
                 self.buffers.wait_sent(weights)
         finally:

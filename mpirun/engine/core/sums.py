@@ -2,8 +2,8 @@
 
 A rank that does not own the stage sends its partial sum to an owner, whose ADD adds the rows. If a stage has several
 owners, their ALLREDUCE starts the sum over them. The sum overlaps other instructions; NORM, or a STEP to a version,
-waits for it. Other kinds of sums are among the features around: t.k over tied stages (`engine.tied_sums`), x and g over
-the slices of a stage (`engine.slice_sums`).
+waits for it. Other kinds of sums are among the features around (`engine.other_sums`): x and g over the slices of a
+stage, t.k over tied stages.
 """
 
 from __future__ import annotations

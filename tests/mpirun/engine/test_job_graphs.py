@@ -15,7 +15,7 @@ from examples import further
 from golden_cases import TRAINED, cases, ranks, schedule
 
 from mpirun.comm.device import Device
-from mpirun.engine.capture_check import CaptureCheck
+from mpirun.engine.job_graphs import CaptureCheck
 
 # Whole and split backwards; weights that are fetched, sharded or have versions; sums over tensor shards; several stages
 # per rank.
