@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -47,15 +46,13 @@ class OptimizerStep:
         with_parameters = [stage for stage, shape in enumerate(context.shapes) if shape.parameter_names]
         self.rate_from = context.header.first_owner(with_parameters[0]) if with_parameters else -1
         self.result = StepResult([], 0.0, [], False, [], 0.0)
-        # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, whether a rank
-        # wants to leave, the learning rate, the metrics of every microbatch, and whether those of a rank have other
-        # names.
+        # What NORM exchanges: numbers of norms, losses, whether a rank wants to leave, the learning rate, the metrics of
+        # the trial's names, and whether those of a rank have other names.
         count = context.header.microbatches
-        sizes = [context.norms.length, count, 1, 1, count * len(self.metric_names), 1]
-        self.ends = list(accumulate(sizes, initial=0))
-        (
-            self.norms_at, self.losses_at, self.leave_at, self.rate_at, self.metrics_at, self.others_at,
-        ) = (slice(*ends) for ends in pairwise(self.ends))  # fmt: skip
+        self.numbers = np.dtype([
+            ("norms", "f8", (context.norms.length,)), ("losses", "f8", (count,)), ("leave", "f8"), ("rate", "f8"),
+            ("metrics", "f8", (count, len(self.metric_names))), ("other names", "f8"),
+        ])  # fmt: skip
         self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
 
     def norm(self, row: int, i: Instruction) -> Act:
@@ -87,36 +84,35 @@ class OptimizerStep:
 
     def _tell(self, group: int, contributors: Sequence[Callable[[np.ndarray], None]]) -> None:
         """Sum the step's numbers over all ranks; `contributors`: fill in this rank's numbers for the norms."""
-        context, names = self.context, self.metric_names
+        context, names, count = self.context, self.metric_names, self.context.header.microbatches
         # Each number comes from one rank, or is a whole number on all of them: the sums are exact.
-        values, sums = np.zeros(self.ends[-1]), np.empty(self.ends[-1])
-        metrics, sums_of_metrics = (
-            numbers[self.metrics_at].reshape(context.header.microbatches, len(names)) for numbers in (values, sums)
-        )
+        flat = np.zeros((2, self.numbers.itemsize // 8))
+        mine, sums = flat.view(self.numbers)[:, 0]
         for contribute in contributors:
-            contribute(values)
+            contribute(mine["norms"])
         if context.losses:
-            values[self.losses_at][list(context.losses)] = torch.stack(list(context.losses.values())).tolist()
+            mine["losses"][list(context.losses)] = torch.stack(list(context.losses.values())).tolist()
         context.losses.clear()
-        values[self.leave_at] = self.leave_requested()
+        mine["leave"] = self.leave_requested()
         if context.transport.comm.rank == self.rate_from:
-            values[self.rate_at] = context.optimizer.rate(context.position.step)
-        own = {mb: {name: float(found[name]) for name in sorted(found)} for mb, found in context.metrics.items()}
+            mine["rate"] = context.optimizer.rate(context.position.step)
+        metrics = {mb: {name: float(of_mb[name]) for name in sorted(of_mb)} for mb, of_mb in context.metrics.items()}
         context.metrics.clear()
-        for mb, found in own.items():
-            metrics[mb] = [found.get(name, 0.0) for name in names]
-        values[self.others_at] = any(found.keys() != {*names} for found in own.values())
-        context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
-        norms, losses = context.norms.norms(sums[self.norms_at].tolist()), sums[self.losses_at].tolist()
-        (leave,), (rate,) = sums[self.leave_at].tolist(), sums[self.rate_at].tolist()
-        by_name = [dict(zip(names, of_mb, strict=True)) for of_mb in sums_of_metrics.tolist()]
-        if sums[self.others_at].any():
-            of_ranks = context.transport.group(group).allgather(own)
-            own = {mb: of_mb for of_rank in of_ranks for mb, of_mb in of_rank.items()}
-            by_name = [own.get(mb, {}) for mb in range(context.header.microbatches)]
-        self.result = StepResult(losses, math.hypot(*norms), norms, leave > 0, by_name, rate)
+        for mb, of_mb in metrics.items():
+            mine["metrics"][mb] = [of_mb.get(name, 0.0) for name in names]
+        mine["other names"] = any(of_mb.keys() != {*names} for of_mb in metrics.values())
+        context.transport.wait(context.transport.group(group).Iallreduce(flat[0], flat[1]).Test)
+        norms, losses = context.norms.norms(sums["norms"].tolist()), sums["losses"].tolist()
+        by_mb = [dict(zip(names, of_mb, strict=True)) for of_mb in sums["metrics"].tolist()]
+        if sums["other names"]:
+            of_ranks = context.transport.group(group).allgather(metrics)
+            metrics = {mb: of_mb for of_rank in of_ranks for mb, of_mb in of_rank.items()}
+            by_mb = [metrics.get(mb, {}) for mb in range(count)]
+        leave, rate = bool(sums["leave"] > 0), float(sums["rate"])
+        self.result = StepResult(losses, math.hypot(*norms), norms, leave, by_mb, rate)
         begins = context.position.accumulation_pass == 0
-        self.finite = (self.finite or begins) and bool(np.isfinite(sums[: self.losses_at.stop]).all())
+        finite = np.isfinite(sums["norms"]).all() and np.isfinite(sums["losses"]).all()
+        self.finite = (self.finite or begins) and bool(finite)
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
