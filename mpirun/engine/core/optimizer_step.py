@@ -46,8 +46,7 @@ class OptimizerStep:
         with_parameters = [stage for stage, shape in enumerate(context.shapes) if shape.parameter_names]
         self.rate_from = context.header.first_owner(with_parameters[0]) if with_parameters else -1
         self.result = StepResult([], 0.0, [], False, [], 0.0)
-        # What NORM exchanges: numbers of norms, losses, whether a rank wants to leave, the learning rate, the metrics of
-        # the trial's names, and whether those of a rank have other names.
+        # What NORM exchanges; metrics are those of the trial's names, and the last number says whether others occur.
         count = context.header.microbatches
         self.numbers = np.dtype([
             ("norms", "f8", (context.norms.length,)), ("losses", "f8", (count,)), ("leave", "f8"), ("rate", "f8"),
