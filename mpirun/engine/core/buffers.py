@@ -69,11 +69,15 @@ class LocalBuffers:
     def getter(self, buffers: Sequence[LocalBuffer], bundles: Sequence[Bundle]) -> Callable[[], list[Tensor]]:
         """A function that waits for buffers, and returns the tensors in their messages, one after the other."""
         wait_value = self.wait_value
+        single = all(len(bundle.indices) == 1 for bundle in bundles)
+        if single and len(buffers) == 1:  # the usual case, without a frame more
+            (only,) = buffers
+            return lambda: [only.value if only.arriving is None else wait_value(only)]
 
         def values() -> list[Tensor]:
             return [x.value if x.arriving is None else wait_value(x) for x in buffers]
 
-        if all(len(bundle.indices) == 1 for bundle in bundles):
+        if single:
             return values
         return lambda: [x for message, of in zip(values(), bundles, strict=True) for x in of.unpack(message)]
 

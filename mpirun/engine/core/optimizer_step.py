@@ -110,8 +110,8 @@ class OptimizerStep:
         leave, rate = bool(sums["leave"] > 0), float(sums["rate"])
         self.result = StepResult(losses, math.hypot(*norms), norms, leave, by_mb, rate)
         begins = context.position.accumulation_pass == 0
-        finite = np.isfinite(sums["norms"]).all() and np.isfinite(sums["losses"]).all()
-        self.finite = (self.finite or begins) and bool(finite)
+        norms_and_losses = flat[1, : context.norms.length + count]
+        self.finite = (self.finite or begins) and bool(np.isfinite(norms_and_losses).all())
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
