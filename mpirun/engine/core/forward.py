@@ -60,10 +60,12 @@ class Forward:
         if self.score is not None:  # cached before a step: its memory does not count as kept by a forward
             loss_gradient(torch.float32, context.microbatches.source.count if self.has_flush else 1, self.device)
         self.run: Callable[..., tuple[list[Tensor], dict[str, Tensor]]] = context.around(i, self.stage, self.compute)
-        self.put: Callable[[list[Tensor]], object] = lambda outputs: None
-        if last and context.minibatch_loss is not None:
+        self.put: Callable[[list[Tensor]], object]
+        if again:  # only what its backward needs
+            self.put = lambda outputs: None
+        elif last and context.minibatch_loss is not None:
             self.put = self._collector(i, context.minibatch_loss)
-        elif not again:
+        else:
             self.put = self._putter(i)
 
     def __call__(self) -> None:
