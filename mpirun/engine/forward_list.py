@@ -80,7 +80,7 @@ class ForwardList:
     def _give(self, stage: LocalStage, i: Instruction) -> Score:
         """In place of a loss: a function that gives the last stage's outputs to `outcome`."""
         zero = torch.zeros((), device=self.device.torch)
-        first_slice, position, count = self.header.is_first_shard(i.stage), self.position, self.header.microbatches
+        first_slice, position, count = self.header.is_first_slice(i.stage), self.position, self.header.microbatches
 
         def give(batch: Microbatch, metrics: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
             if first_slice:

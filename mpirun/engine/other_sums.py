@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
+from mpirun.comm.ordered_allreduce import SLICE_TAGS, OrderedAllreduce
 from mpirun.comm.sections import Section
 from mpirun.comm.transport import NO_ROW
 from mpirun.engine.core.buffers import LocalBuffer
@@ -40,17 +40,17 @@ class SliceSums:
         header, transport = context.header, context.transport
         if i.kind == Kind.G:
             consumer = header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
-            direction, shards = B, header.shards_of(consumer)
+            direction, slices = B, header.slices_of(consumer)
         else:
-            direction, shards = F, header.shards_of(i.stage)
-        ranks = tuple(header.compute[direction, list(shards), i.mb].tolist())
+            direction, slices = F, header.slices_of(i.stage)
+        ranks = tuple(header.compute[direction, list(slices), i.mb].tolist())
         spec = context.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
         key = ranks, spec.bytes, spec.dtype
         if key not in self.shared:
             rows = torch.empty((1, spec.bytes), dtype=torch.uint8, device=context.slots.device)
             keys, sections = [[ranks.index(rank)] for rank in header.groups[i.group]], [Section(0, *key[1:])]
             group = transport.group(i.group)
-            self.shared[key] = OrderedAllreduce(transport, group, rows, keys, sections, tags=SHARD_TAGS)
+            self.shared[key] = OrderedAllreduce(transport, group, rows, keys, sections, tags=SLICE_TAGS)
         buffer, allreduce, allreduces = context.buffers.named_by(i), self.shared[key], context.allreduces
         total, wait_value, latest = allreduce.total.view(spec.dtype), context.buffers.wait_value, self.latest
 

@@ -15,7 +15,7 @@ from mpirun.engine.core.stage import LocalStage
 from mpirun.model.dataflow import Bundle
 from schedgen.ir.instructions import Instruction
 
-Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a buffer's name
+Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or shard: a buffer's name
 
 
 class LocalBuffer:
@@ -38,15 +38,15 @@ class LocalBuffers:
         """`transport`: makes progress on transfers during a wait."""
         self.transport = transport
         self.by_name: dict[Key, LocalBuffer] = {}
-        self.partial_sums: dict[tuple[int, int, int], LocalBuffer] = {}  # of a dw, by stage, part and sender
+        self.partial_sums: dict[tuple[int, int, int], LocalBuffer] = {}  # of a dw, by stage, shard and sender
 
-    def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> LocalBuffer:
-        """The buffer of this name, created on first use; `via`: the consumer of an x or g, the part of a w or dw."""
-        return self.by_name.setdefault((kind, stage, mb, via), LocalBuffer())
+    def get(self, kind: int, stage: int, mb: int = -1, piece: int = -1) -> LocalBuffer:
+        """The buffer of this name, created on first use; `piece`: the consumer of an x or g, the shard of a w or dw."""
+        return self.by_name.setdefault((kind, stage, mb, piece), LocalBuffer())
 
     def named_by(self, i: Instruction) -> LocalBuffer:
         """The buffer that an instruction names."""
-        return self.get(i.kind, i.stage, i.mb, i.via)
+        return self.get(i.kind, i.stage, i.mb, i.piece)
 
     def wait_value(self, buffer: LocalBuffer) -> Any:
         """Wait until a buffer has arrived, and return its value."""
@@ -116,8 +116,8 @@ class Slots(Protocol):
     def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
         """The keys of the rows of dw.s, ascending, and flat memory for them."""
 
-    def keys(self, rank: int, stage: int, part: int = -1) -> list[int]:
-        """The keys of a rank's rows of dw.stage, or of a part, once the rank has added all that it receives."""
+    def keys(self, rank: int, stage: int, shard: int = -1) -> list[int]:
+        """The keys of a rank's rows of dw.stage, or of a shard, once the rank has added all that it receives."""
 
     def row_key(self, mb: int) -> int:
         """The key of the row that a microbatch's backward adds to."""

@@ -118,7 +118,7 @@ class Norms(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """One rank's part of a run. Each instruction's act binds what it needs from it."""
+    """One rank's shard of a run. Each instruction's act binds what it needs from it."""
 
     header: Header
     instructions: Sequence[Instruction]
@@ -168,8 +168,8 @@ class Context:
         return not self.header.graph.consumers[stage]
 
     def wait_for_weights(self, i: Instruction) -> Callable[[], object] | None:
-        """A function that waits until all parts of the stage's weights have arrived; None: they are never fetched."""
+        """A function that waits until all shards of the stage's weights have arrived; None: they are never fetched."""
         if i.stage not in self.slots.fetched:
             return None
-        parts = [self.buffers.get(Kind.W, i.stage, via=part) for part in self.stages[i.stage].part_slices]
-        return partial(self.buffers.wait_values, parts)
+        shards = [self.buffers.get(Kind.W, i.stage, piece=shard) for shard in self.stages[i.stage].shard_spans]
+        return partial(self.buffers.wait_values, shards)

@@ -23,10 +23,10 @@ class Sums:
 
     def add(self, row: int, i: Instruction) -> Act:
         """ADD: add the partial sum that another rank has sent."""
-        gradient = self.context.grad_buffers.of_unit((i.stage, i.part))
+        gradient = self.context.grad_buffers.of_unit((i.stage, i.shard))
         buffers = self.context.buffers
-        received, wait_value = buffers.partial_sums[i.stage, i.part, i.peer], buffers.wait_value
-        keys = self.context.slots.keys(i.peer, i.stage, i.part)
+        received, wait_value = buffers.partial_sums[i.stage, i.shard, i.source], buffers.wait_value
+        keys = self.context.slots.keys(i.source, i.stage, i.shard)
 
         def act() -> None:
             gradient.add_rows(keys, wait_value(received))
