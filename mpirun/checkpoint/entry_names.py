@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import read_entries
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.core.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Slice, SlicedDim
 from schedgen.util.errors import UsageError

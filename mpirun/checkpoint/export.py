@@ -27,8 +27,8 @@ from mpirun.checkpoint.gather import writing_rank, written_entries
 from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Slice
 from mpirun.model.weight_names import unused_names, weight_names

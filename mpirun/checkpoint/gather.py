@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mpirun.checkpoint.entry_names import parameter_entries, written_untrained
 from mpirun.comm.fail_together import together
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Unit, pieces
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.stage_shape import Place
 from schedgen.ir.header import Header
 

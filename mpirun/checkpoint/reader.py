@@ -20,10 +20,10 @@ from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.entry_names import Entries, untrained_tensors
 from mpirun.comm.fail_together import Stop, from_rank_0, together
 from mpirun.comm.output import say
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Piece, pieces
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Piece, pieces
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import SlicedDim
 from schedgen.util.errors import UsageError

@@ -27,9 +27,9 @@ from mpirun.checkpoint.reader import check_all_read, restore
 from mpirun.checkpoint.run_settings import differing_options, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 

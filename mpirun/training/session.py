@@ -23,10 +23,9 @@ from mpirun.comm.output import say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleep_until, sleeping_barrier
 from mpirun.engine.build import build_interpreter
-from mpirun.engine.first_step import run_first
-from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.core.optimizer_step import StepResult
+from mpirun.engine.first_step import RunInterpreter, run_first
 from mpirun.engine.nonfinite import find_nonfinite
-from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared, share_buffers
 from mpirun.engine.same_start import check_same_start, given_digests
@@ -92,7 +91,7 @@ class Session:
         self.steps = 0  # steps done
         self.writer: CheckpointWriter | None = None
         self.verification: Verification | None = None
-        self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
+        self.interpreters: list[RunInterpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
 
     def build(self, setup: Setup, verify: bool, resumes: bool) -> None:
@@ -105,7 +104,7 @@ class Session:
         start = first_values(setup.unsliced_model, setup.seed) if verify and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
-        self.interpreter: Interpreter = build_interpreter(
+        self.interpreter: RunInterpreter = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state, resumes=resumes
         )
         self.interpreters.append(self.interpreter)
@@ -118,7 +117,7 @@ class Session:
             say(self.setup.device.description, sys.stdout)
         note_odd_model(self.comm, setup, self.header)
 
-    def add_interpreter(self, setup: Setup) -> Interpreter:
+    def add_interpreter(self, setup: Setup) -> RunInterpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
         made = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state, self.interpreters[-1]
@@ -128,11 +127,9 @@ class Session:
         self.interpreters.append(made)
         return made
 
-    def use(self, interpreter: Interpreter) -> None:
+    def use(self, interpreter: RunInterpreter) -> None:
         """Do the next steps with this interpreter."""
         self.interpreter = interpreter
-        if len(self.interpreters) > 1:
-            interpreter.use()
         if self.trace is not None:
             self.trace.attach(interpreter)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mpirun.comm.fail_together import first_difference
 from mpirun.data.values import digest_of
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import pieces
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import pieces
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 

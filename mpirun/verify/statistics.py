@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics
 from mpirun.verify.record import Parameters
 from mpirun.verify.reference_stage import ReferenceStage

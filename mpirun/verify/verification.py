@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mpirun.comm.output import say
 from mpirun.comm.waiting import sleeping_barrier
-from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.core.weight_layout import Unit
+from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.setup import Setup
-from mpirun.engine.weight_shards import Unit
 from mpirun.model.module_tensors import given_modules, kept
 from mpirun.verify.compare import compare, default_tolerance, directionless, same_bits
 from mpirun.verify.delayed_updates import run_with_delayed_updates, used_versions
@@ -33,7 +33,7 @@ class Verification:
     """One rank's part of --verify: records what the interpreter does from now on, then compares."""
 
     def __init__(
-        self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter, start: Start
+        self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: RunInterpreter, start: Start
     ) -> None:
         """`program`: this rank's rows; `start`: on rank 0, `first_values` of the model without slices."""
         self.start = start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 from mpirun.data.chunks import chunk, in_own_memory
 from mpirun.data.dataset_loaders import loader_class
 from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch, input_and_target
-from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
+from mpirun.engine.loss import MinibatchLoss
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import without_padding
 from mpirun.training.batches import whole_batch
 from mpirun.training.session import mean
@@ -23,7 +21,6 @@ from schedgen.util.errors import UsageError
 
 ROWS = torch.arange(20).view(10, 2)
 TREE = {"a": (ROWS, [ROWS.T]), "mask": torch.ones(3), "name": "x", "none": None}
-SCALE = nn.Parameter(torch.ones(1))
 DIMS = {"a": (0, [-1]), "mask": None, "name": None, "none": None}
 
 
@@ -153,16 +150,12 @@ def test_a_loss_of_the_whole_minibatch_gives_complex_outputs_a_gradient() -> Non
         (lambda output, target: output.sum() * 1j, "the loss should be a real number, not torch.complex64"),
         (lambda output, target: (output.sum(), {}), "a loss of the whole minibatch has no metrics beside it"),
         (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
-        (lambda output, target: torch.autograd.grad(output.sum(), SCALE)[0], r"the loss differentiates what it gets"),
-        (lambda output, target: output.nothing(), "the loss fails on the shapes it gets: AttributeError"),
     ],
 )
-def test_a_loss_of_the_whole_minibatch_is_tried_before_the_first_step(loss: Any, sentence: str) -> None:
-    model = Model([nn.Identity()], loss, lambda text, rng: (torch.zeros(4), torch.zeros(4)), loss_of="minibatch")
-    dataflows = [SimpleNamespace(outputs=[[TensorSpec((4,), torch.float32)]])] * 2
-    batches, outputs = Microbatches(model.batch, torch.zeros(1), 0, 2), [torch.zeros(4)]
+def test_a_loss_of_the_whole_minibatch_is_one_real_number_with_a_gradient(loss: Any, sentence: str) -> None:
+    minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss, lambda text, rng: (0, 0)), 1, "cpu", None)
     with pytest.raises(UsageError, match=sentence):
-        try_minibatch_loss(model, batches, dataflows, None, torch.device("cpu"), lambda batch: outputs)
+        minibatch_loss.add_outputs(0, [torch.zeros(4)], Microbatch([], torch.zeros(4), 1.0, 4))
 
 
 def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:
