@@ -34,7 +34,7 @@ class Run:
         file = read_schedule(comm, options.file)
         if not options.trace:
             file = file._replace(all_ranks=None)  # now the rows of other ranks can be freed
-        self.session = Session(comm, file, options.timeout)
+        self.session = Session(comm, file, options.timeout, options.verify)
         with contextlib.ExitStack() as end:
             end.push(self.session.end)  # called if the setup fails, else at the end of the run
             self._set_up()
@@ -48,13 +48,13 @@ class Run:
         made = set_up_command(comm, setup, session.header)
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
-        session.build(made, options.verify, checkpoint is not None)
+        session.build(made)
         if options.save:
             session.checkpoint_writer().open(options.save, options.resume)
         if checkpoint is not None:
             session.resume(checkpoint)
+        session.check_start()
         self.progress = on_rank_0(comm, lambda: Progress(session.begun, setup.steps, options.metrics))
-        session.sigterm.take()
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""

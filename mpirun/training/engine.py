@@ -29,6 +29,7 @@ from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.output import note, print_notes
 from mpirun.comm.run_comm import RunComm
 from mpirun.data.loader import Batch, Loader
+from mpirun.data.microbatches import Microbatch
 from mpirun.data.numbered_loader import FunctionLoader, NumberedLoader
 from mpirun.data.stream_loader import StreamLoader, loader_class
 from mpirun.engine.expand_shards import expanded_model
@@ -51,17 +52,17 @@ from mpirun.training.arguments import (
     make_recipe,
     take_model,
 )
-from mpirun.training.batches import LossWeight, loss_weights, read_by, shares, whole_batch
+from mpirun.training.batches import LossWeight, StepBatches, loss_weights, read_by, shares, whole_batch
 from mpirun.training.compiled import compile_for, is_scheme
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.notes import DataNotes
-from mpirun.training.prepared import Prepared
+from mpirun.training.prepared import Prepared, first_microbatch, shared
 from mpirun.training.same_options import check_same_options, options_to_compare
-from mpirun.training.saving import Checkpoints, Saving
+from mpirun.training.saving import Saving
 from mpirun.training.session import Result, Session, is_compared
 from mpirun.training.shapes import Shapes, check_buckets, check_loss_weight, check_padding
-from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
+from mpirun.watchdog import EVALUATING, IN_SCRIPT
 from schedgen.ir.program import Program
 from schedgen.util.files import check_writable
 from schedgen.util.option_fields import refuse_overwriting
@@ -87,9 +88,10 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 
 
 class Engine:
-    """A run. It learns what the data look like from the first batch that is trained on or evaluated.
+    """A run. It trains the given modules: on each rank those of the stages that it owns.
 
-    It trains the given modules: on each rank those of the stages that it owns. `state_dict` and `export` give all.
+    It is built as soon as it knows what a microbatch looks like: at once from `example`, else from the first loader
+    that it makes, or the first batch that it is given. A Model may make its microbatches itself.
 
     Its arguments:
 
@@ -99,6 +101,7 @@ class Engine:
     loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
     loss_weight   target -> what a microbatch's loss is a mean over, if not over samples: say, the number of tokens
                   that count. The loss and the metrics of a step are then means over that
+    example       one microbatch, as a batch of this many samples: only shapes and types matter. None: see above
     optimizer     a class, such as torch.optim.Adam, or a list of NamedParameters -> a torch optimizer of them all;
                   None: torch.optim.AdamW
     elementwise   the optimizer steps element by element, so that it may step pieces; known of torch's own classes
@@ -135,6 +138,7 @@ class Engine:
         *,
         loss: Callable[[Any, Any], Any] | None = None,
         loss_weight: LossWeight | None = None,
+        example: Any = None,
         stages: int | None = None,
         microbatches: int | None = None,
         optimizer: Optimizers | None = None,
@@ -197,16 +201,19 @@ class Engine:
             self._schedule: str | None = None  # the file, which no trace may overwrite
             if not isinstance(schedule, Program) and Path(schedule).is_file():
                 self._schedule = str(Path(schedule).absolute())
-            self.session = session = Session(self.comm, file, timeout)
+            self.session = session = Session(self.comm, file, timeout, verify)
             session.end_with_script()
             together(self.comm, lambda: check_buckets(buckets, self._model, session.header))
             together(self.comm, lambda: check_loss_weight(loss_weight, self._model, session.header))
             self._loss_weight = loss_weight
             expanded = together(self.comm, lambda: expanded_model(self._model, session.header))
             self._reads = read_by(session.instructions, session.header, expanded, accumulate)
-            self._prepared = Prepared(session, self._model, self._options, self._host, verify, loss_weight)
-            self._checkpoints = Checkpoints(session)
             self._log = on_rank_0(self.comm, lambda: make_log(log, self._ending))
+            self._count = session.header.microbatches * accumulate  # microbatches of a step
+            self._prepared: Prepared | None = None
+            if example is not None:
+                one = together(self.comm, lambda: whole_batch(example, 1, self._model.origin.pair))
+                self._build(shared(self.comm, one.microbatches[0]))
             session.watchdog.state[IN_SCRIPT] = True
 
     def _load(
@@ -281,7 +288,7 @@ class Engine:
         loader = together(
             self.comm,
             lambda: loader_class(dataset)(
-                dataset, microbatch_size, self._prepared.count, self._reads, self._model.origin.pair,
+                dataset, microbatch_size, self._count, self._reads, self._model.origin.pair,
                 say=self._data_notes.say, shuffle=shuffle, seed=self._options.seed if seed is None else seed,
                 workers=workers, last=last, collate=collate,
             ),
@@ -289,8 +296,10 @@ class Engine:
         options = {"shuffle": shuffle, "seed": loader.seed, "last": last, "collate": collate}
         samples = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
         check_same_options(self.comm, {**samples, **options})
-        if isinstance(loader, NumberedLoader):
-            on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
+        if isinstance(loader, NumberedLoader):  # a stream is not read ahead: it may be read only once
+            first = on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
+            if self._prepared is None:
+                self._build(shared(self.comm, first))
         self._loaders.add(loader)
         return loader
 
@@ -303,22 +312,22 @@ class Engine:
         """
         session = self._running
         batch = self._batch(batch)
-        if self._prepared.verifies and isinstance(batch.loader, StreamLoader):
+        if session.verifies and isinstance(batch.loader, StreamLoader):
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
-        of_shape = self._prepared.use(batch, self._shapes.of(batch, f"step {session.steps + 1}"))
+        of_shape = self._begun.use(batch, self._shapes.of(batch, f"step {session.steps + 1}"))
         if isinstance(batch.loader, FunctionLoader):
             batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
         total = sum(batch.samples)
         if min(batch.samples) < of_shape.example.size:
-            check_padding(self._model, self._running.header)
+            check_padding(self._model, session.header)
         weights = None if self._loss_weight is None else loss_weights(self._loss_weight, batch, self.comm)
-        self._prepared.batches.give(session.steps, batch, self._prepared.verifies, weights)
+        self._batches.give(session.steps, batch, session.verifies, weights)
         compared = is_compared(session.steps - session.begun)
         result = session.step(shares(batch.samples if weights is None else weights), total * of_shape.tokens)
         if batch.loader is not None:
             batch.loader.trained(batch)
         if compared:
-            of_several = self._model.loss_of == "microbatch" and self._prepared.count > 1
+            of_several = self._model.loss_of == "microbatch" and self._count > 1
             if weights is None and of_several and session.header.has_flush:
                 self._data_notes.look(batch)
             self._data_notes.print_unsaid()
@@ -326,7 +335,7 @@ class Engine:
         if self._log is not None:
             self._log(session.steps, numbers)
         if result.leave:
-            self._checkpoints.leave()
+            self._built.checkpoints.leave()
         return result
 
     @_collective
@@ -371,8 +380,7 @@ class Engine:
     @_collective
     def _begin_trace(self, path: str | os.PathLike[str]) -> str:
         """Begin to record; returns the name of the file, absolute unless it is - for standard output."""
-        session = self._running
-        refuse(self.comm, not self._prepared.has_stages, "trace: the first step builds the stages: trace a later one")
+        session = self._built.session
         refuse(self.comm, session.trace is not None, "trace: steps are traced already")
         name = os.fspath(path) if os.fspath(path) == "-" else str(Path(path).absolute())
         on_rank_0(self.comm, lambda: check_writable("trace", name))
@@ -392,10 +400,10 @@ class Engine:
         The newest `keep` checkpoints are kept. A run saves to one directory, which is new or the one it resumed from.
         SIGTERM saves as the last call did.
         """
-        self._build_stages("save")
+        checkpoints = self._begun.checkpoints
         together(self.comm, lambda: check_saving(data, keep))
         path = together(self.comm, lambda: directory_of("save", directory))
-        return self._checkpoints.save(Saving(path, data, keep))
+        return checkpoints.save(Saving(path, data, keep))
 
     @_collective
     def resume(self, directory: str | os.PathLike[str], data: Loader | None = None) -> bool:
@@ -403,24 +411,20 @@ class Engine:
 
         Returns False if the directory has no checkpoint.
         """
-        session = self._running
+        session = self._built.session
         refuse(self.comm, bool(session.steps), "resume: this run has done steps already: make a new Engine")
         again = "verify=True does all steps again, but not those before a checkpoint: resume without it"
-        refuse(self.comm, self._prepared.verifies, again)
+        refuse(self.comm, session.verifies, again)
         together(self.comm, lambda: check_data(data))
         path = together(self.comm, lambda: directory_of("resume", directory))
-        manifest = self._checkpoints.resume(path, data)
-        if manifest is not None:
-            self._prepared.resume(manifest)
-        return manifest is not None
+        return self._built.checkpoints.resume(path, data)
 
     @_collective
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the whole model under its own names: safetensors, and the other files of the directory `weights`."""
-        self._build_stages("export")
+        session = self._begun.session
         path = together(self.comm, lambda: directory_of("export", directory))
         on_rank_0(self.comm, lambda: check_new(path))
-        session = self._running
         stages, source = session.interpreter.stages, self._weights_directory
         with session.model_values():
             write_export(self.comm, session.header, session.setup, stages, path, source, session.beat)
@@ -432,8 +436,7 @@ class Engine:
         The module that the Engine was made with can load these; names are without the
         `_orig_mod.` of torch.compile.
         """
-        self._build_stages("state_dict")
-        session = self._running
+        session = self._begun.session
         with session.model_values():
             return whole_state(self.comm, session.header, session.setup, session.interpreter.stages, session.beat)
 
@@ -444,16 +447,17 @@ class Engine:
         The Engine must be made with verify=True. With canonical=True nothing may differ, else a relative difference of
         `tolerance`; None: 1e-5, or more where numbers are narrower than float32.
         """
-        refuse(self.comm, not self._prepared.verifies, "verify: say verify=True where the Engine is made")
+        refuse(self.comm, not self._running.verifies, "verify: say verify=True where the Engine is made")
         together(self.comm, lambda: check_tolerance(tolerance))
-        return self._running.verify(tolerance) == 0
+        return self._begun.session.verify(tolerance) == 0
 
     def close(self) -> None:
         """End the run; another Engine may follow in this process. Collective."""
         if self.session is None:
             return
         self.session.wait_for_others()
-        self._prepared.free()
+        if self._prepared is not None:
+            self._prepared.free()
         self._end()
 
     def __enter__(self) -> Engine:
@@ -504,6 +508,25 @@ class Engine:
             raise Stop("the Engine is closed")
         return self.session
 
+    @property
+    def _built(self) -> Prepared:
+        if self.session is None:
+            raise Stop("the Engine is closed")
+        if self._prepared is None:
+            raise Stop("give Engine(example=(input, target)), one microbatch, or make a loader first")
+        return self._prepared
+
+    @property
+    def _begun(self) -> Prepared:
+        built = self._built
+        built.session.check_start()
+        return built
+
+    def _build(self, example: Microbatch) -> None:
+        """Build the stages for microbatches that look like this one. Collective."""
+        self._batches = StepBatches(example, self._count)
+        self._prepared = Prepared(self._running, self._model, self._options, self._host, self._batches)
+
     def _failing(self, error: BaseException) -> None:
         """Tell the watchdog that this rank reports by itself why it ends."""
         if self.session is not None:
@@ -517,7 +540,7 @@ class Engine:
 
         UsageError on a rank whose microbatch of a loader has other keys than the run's first.
         """
-        count = self._prepared.count
+        count = self._count
         if not isinstance(batch, Batch):
             batch = together(self.comm, lambda: whole_batch(batch, count, self._model.origin.pair))
         if len(batch.samples) != count:
@@ -526,20 +549,14 @@ class Engine:
             others = list(batch.loader.reads) != self._reads
             refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
-        self._prepared.check_names(batch)
+        if self._prepared is None:
+            self._build(first_microbatch(self.comm, batch))
+        names = self._built.names
+        if batch.loader is None:
+            together(self.comm, lambda: batch.check_names(names))
+        else:
+            batch.check_names(names)
         return batch
-
-    def _build_stages(self, method: str) -> None:
-        """Build the stages if the run was resumed with data and has used none yet: all of its steps may be done.
-
-        Stop if the stages are still not built; `method`: for the message.
-        """
-        data = self._checkpoints.data
-        if not self._prepared.has_stages and data is not None:
-            with data.from_the_start():
-                batch = self._batch(next(iter(data)))
-            self._prepared.build(batch, Shapes(self.comm, self._shapes.buckets).of(batch, "batch 1"))
-        refuse(self.comm, not self._prepared.has_stages, f"{method}: nothing has been trained or evaluated yet")
 
     def _over(
         self,
@@ -560,12 +577,11 @@ class Engine:
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
             for number, given in enumerate(islice(loader, batches), start=1):
                 batch = self._batch(given)
-                yield self._prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
+                yield self._begun.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
 
         found = evaluators()
         whole = loader.from_the_start() if isinstance(loader, Loader) else contextlib.nullcontext()
-        before = session.watchdog.state[PHASE]
-        with session.watchdog.phase(before if before == SETTING_UP else EVALUATING), whole, contextlib.closing(found):
+        with session.watchdog.phase(EVALUATING), whole, contextlib.closing(found):
             first = next(found, None)
             refuse(self.comm, first is None, "there is no batch to evaluate")
             assert first is not None

@@ -1,4 +1,4 @@
-"""What a run prepares when it sees data: its stages first, then an interpreter and an evaluator for each shape.
+"""A run's stages, and an interpreter and an evaluator for each shape of microbatches.
 
 A shape is that of a microbatch's input; there is one in a run, or one for each declared size (`shapes.py`).
 """
@@ -10,16 +10,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from mpi4py import MPI
+from torch import Tensor
 
-from mpirun.checkpoint.disk_format import Manifest
-from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.comm.output import print_notes
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, Shape, tokens
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
 from mpirun.engine.host import Host
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Setup, StepOptions, set_up
@@ -27,10 +27,12 @@ from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import loss_input, why_uncut
-from mpirun.training.batches import LossWeight, StepBatches, loss_weight
+from mpirun.training.batches import StepBatches
 from mpirun.training.evaluation import Evaluator
+from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
-from schedgen.util.errors import MpirunWarning, UsageError
+from mpirun.watchdog import SETTING_UP
+from schedgen.util.errors import MpirunWarning
 
 
 class OfShape(NamedTuple):
@@ -43,7 +45,7 @@ class OfShape(NamedTuple):
 
 
 class Prepared:
-    """A run's interpreters and evaluators, by the shape of microbatches. Every method is collective."""
+    """A run's stages, its interpreters and evaluators. Every method is collective."""
 
     def __init__(
         self,
@@ -51,56 +53,39 @@ class Prepared:
         model: Model,
         options: StepOptions,
         host: Host,
-        verifies: bool,
-        weigh: LossWeight | None,
+        source: MicrobatchSource,
+        text: Tensor | None = None,
     ) -> None:
-        """`verifies`: the steps are recorded, to be verified; `weigh`: an Engine's `loss_weight`."""
-        self.session, self.model, self.options, self.host, self.verifies = session, model, options, host, verifies
-        self.weigh = weigh
-        self.count = session.header.microbatches * options.passes  # microbatches of a step
-        self.resumed: Manifest | None = None  # the checkpoint to resume from, as soon as the stages are built
-        self.of_shape: dict[Shape, OfShape] = {}
+        """Build the stages for the microbatches of `source`; `text`: what the model makes them from, if it does."""
+        self.session, self.model, self.options, self.host, self.source = session, model, options, host, source
+        with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
+            on_rank_0(session.comm, lambda: check_weights(model))
+            setup = set_up(session.comm, session.header, model, source, options, host, text)
+            session.build(setup)
+        example = source.examples()[0]
+        self.names = example.names  # of every microbatch's input
+        self.of_shape = {example.shape: _of_shape(session.interpreter, setup, example)}
         self.evaluators: dict[Shape, Evaluator] = {}
-        self.batches: StepBatches  # of the steps
-        self.names: tuple[str, ...] | None = None  # of the run's first input
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether the stages are built."""
-        return bool(self.of_shape)
-
-    def check_names(self, batch: Batch) -> None:
-        """UsageError if an input has other names than the run's first; Stop if all ranks have this batch."""
-        found = [microbatch.names for microbatch in batch.microbatches.values()]
-        if self.names is None:
-            self.names = next(chain.from_iterable(self.session.comm.allgather(found[:1])), ())
-        try:
-            for microbatch in batch.microbatches.values():
-                microbatch.check_names(self.names)
-        except UsageError as error:
-            if batch.loader is None:
-                raise Stop(str(error)) from None
-            raise
+        self.checkpoints = Checkpoints(session)
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.
 
         Stop if the loader will pad a microbatch in part, and the padding could not be removed.
         """
-        if not self.has_stages:
-            self.build(batch, shape)
         if shape not in self.of_shape:
             if not self.session.header.has_flush:
                 raise Stop(
-                    "with weight versions there is one shape: the first batch evaluated should have that of the steps"
+                    "with weight versions there is one shape: that of example=, of the first loader, or of the first "
+                    "batch"
                 )
-            example = self._example(batch)
+            example = first_microbatch(self.session.comm, batch)
             with print_notes(self.session.comm):
                 setup = set_up(
-                    self.session.comm, self.session.header, self.model, StepBatches(example, self.count),
+                    self.session.comm, self.session.header, self.model, StepBatches(example, self.source.count),
                     self.options, self.host,
                 )  # fmt: skip
-                made = self.session.add_interpreter(replace(setup, microbatches=self.batches))
+                made = self.session.add_interpreter(replace(setup, microbatches=self.source))
             self.of_shape[shape] = _of_shape(made, setup, example)
         of_shape = self.of_shape[shape]
         pads_in_part = batch.loader is not None and batch.loader.pads_in_part
@@ -114,10 +99,9 @@ class Prepared:
 
         Stop if a microbatch will be `padded` in part, and the padding could not be removed.
         """
-        if not self.has_stages:
-            self.build(batch, shape)
         if shape not in self.evaluators:
-            example = self.of_shape[shape].example if shape in self.of_shape else self._example(batch)
+            seen = self.of_shape.get(shape)
+            example = first_microbatch(self.session.comm, batch) if seen is None else seen.example
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
                 self.evaluators[shape] = Evaluator(self.session, example, self.options, self.host)
@@ -127,53 +111,26 @@ class Prepared:
             raise Stop(why)
         return evaluator
 
-    def build(self, batch: Batch, shape: Shape) -> None:
-        """Build the stages, now that a microbatch's shape is known, and resume from a checkpoint if there is one."""
-        session, example = self.session, self._example(batch)
-        self.batches = StepBatches(example, self.count)
-        with print_notes(session.comm):
-            on_rank_0(session.comm, lambda: check_weights(self.model))
-            setup = set_up(session.comm, session.header, self.model, self.batches, self.options, self.host)
-            session.build(setup, self.verifies, self.resumed is not None)
-        self.of_shape[shape] = _of_shape(session.interpreter, setup, example)
-        session.sigterm.take()
-        if self.resumed is not None:
-            session.resume(self.resumed)
-
-    def resume(self, manifest: Manifest) -> None:
-        """Resume from this checkpoint: now, or as soon as the stages are built."""
-        if self.has_stages:
-            self.session.resume(manifest)
-        else:
-            self.resumed, self.session.steps = manifest, manifest.step
-
     def free(self) -> None:
         """Free the MPI resources of all interpreters and evaluators."""
         for evaluator in self.evaluators.values():
             evaluator.list.transport.free()
-        if self.has_stages:
-            self.session.free()
-
-    def _example(self, batch: Batch) -> Microbatch:
-        """A microbatch of the batch, the same on all ranks: one that counts, with the most samples without padding."""
-        comm, saved, weigh = self.session.comm, io.BytesIO(), self.weigh
-
-        def use(microbatch: Microbatch | None) -> tuple[bool, int]:
-            if microbatch is None:
-                return False, -1
-            return weigh is None or loss_weight(weigh, microbatch) > 0, _real(microbatch)
-
-        own = together(comm, lambda: max([None, *batch.microbatches.values()], key=use))
-        uses = comm.allgather(use(own))
-        root = uses.index(max(uses))
-        if comm.rank == root:
-            torch.save(own, saved)  # pickle does not know all types
-        return torch.load(io.BytesIO(comm.bcast(saved.getvalue(), root)), weights_only=False)
+        self.session.free()
 
 
-def _real(microbatch: Microbatch) -> int:
-    """The number of a microbatch's samples without padding."""
-    return microbatch.size - microbatch.padding
+def first_microbatch(comm: MPI.Intracomm, batch: Batch) -> Microbatch:
+    """The first microbatch of a batch, which not all ranks may have, on all ranks. Collective."""
+    firsts = comm.allgather(min(batch.microbatches, default=len(batch.samples)))
+    root = firsts.index(min(firsts))
+    return shared(comm, batch.microbatches[firsts[root]] if comm.rank == root else None, root)
+
+
+def shared(comm: MPI.Intracomm, microbatch: Microbatch | None, root: int = 0) -> Microbatch:
+    """The microbatch of rank `root`, on all ranks. Collective."""
+    saved = io.BytesIO()
+    if comm.rank == root:
+        torch.save(microbatch, saved)  # pickle does not know all types
+    return torch.load(io.BytesIO(comm.bcast(saved.getvalue(), root)), weights_only=False)
 
 
 def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> OfShape:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import refuse, together
 from mpirun.data.loader import Loader
@@ -28,20 +27,21 @@ class Checkpoints:
         self.session = session
         self.last: Saving | None = None  # what SIGTERM saves, and where
         self.resumed: Path | None = None  # the directory that the run resumed from
-        self.data: Loader | None = None  # that it resumed with
 
-    def resume(self, directory: Path, data: Loader | None) -> Manifest | None:
-        """The newest whole checkpoint, whose position `data` gets; None if the directory has no checkpoint."""
+    def resume(self, directory: Path, data: Loader | None) -> bool:
+        """Continue from the newest whole checkpoint, and `data` at its position; False if there is no checkpoint."""
         comm = self.session.comm
         manifest = newest_checkpoint(comm, str(directory), str(directory))
-        if manifest is not None:
-            if data is not None:
-                position = manifest.settings.get("loader", {})
-                unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
-                refuse(comm, not position, unsaved)
-                together(comm, lambda: data.restore(position))
-            self.resumed, self.data = directory, data
-        return manifest
+        if manifest is None:
+            return False
+        if data is not None:
+            position = manifest.settings.get("loader", {})
+            unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
+            refuse(comm, not position, unsaved)
+            together(comm, lambda: data.restore(position))
+        self.resumed = directory
+        self.session.resume(manifest)
+        return True
 
     def save(self, saving: Saving) -> bool:
         """Write a checkpoint; returns whether that succeeded. Stop if the run saves to another directory."""

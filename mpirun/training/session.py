@@ -30,7 +30,7 @@ from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared, share_buffers
-from mpirun.engine.same_start import check_same_start, given_digests
+from mpirun.engine.same_start import Values, check_same_start, given_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
@@ -77,9 +77,13 @@ def is_compared(number: int) -> bool:
 class Session:
     """A run on this rank: set up once, then stepped."""
 
-    def __init__(self, comm: RunComm, schedule: Schedule, timeout: float) -> None:
-        """`timeout`: seconds within which some rank has to make progress; 0: there is no watchdog."""
-        self.comm, self.schedule = comm, schedule
+    def __init__(self, comm: RunComm, schedule: Schedule, timeout: float, verifies: bool) -> None:
+        """Nothing is built yet.
+
+        `timeout`: seconds within which some rank has to make progress; 0: there is no watchdog. `verifies`: the steps
+        are recorded for the method `verify`.
+        """
+        self.comm, self.schedule, self.verifies = comm, schedule, verifies
         self.program, self.header = schedule.program, schedule.program.header
         self.instructions = self.program.instructions(comm.rank)
         self.watchdog = Watchdog(comm, schedule.first_line, self.instructions, timeout)
@@ -93,31 +97,33 @@ class Session:
         self.steps = 0  # steps done
         self.writer: CheckpointWriter | None = None
         self.verification: Verification | None = None
+        self.start: list[dict[Values, str]] = []  # digests of values that are compared before they are used
         self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
 
-    def build(self, setup: Setup, verify: bool, resumes: bool) -> None:
-        """Build the stages, and the interpreter that executes the list. Stop if the model does not fit the schedule.
-
-        `verify`: record the steps for the method `verify`; `resumes`: a checkpoint will replace all values.
-        """
+    def build(self, setup: Setup) -> None:
+        """Build the stages, and the interpreter that executes the list. Stop if the model does not fit the schedule."""
         self.setup = setup
-        given = given_digests(setup.model, self.header, self.comm.rank)
-        start = first_values(setup.unsharded_model, setup.seed) if verify and self.comm.rank == 0 else {}
+        self.start = [given_digests(setup.model, self.header, self.comm.rank), {}]
+        start = first_values(setup.unsharded_model, setup.seed) if self.verifies and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: Interpreter = build_interpreter(
-            self.comm, self.program, self.instructions, setup, self.watchdog.state, resumes=resumes
+            self.comm, self.program, self.instructions, setup, self.watchdog.state, digests=self.start[1]
         )
         self.interpreters.append(self.interpreter)
         self.interpreter.optimizer_step.leave_requested = self.sigterm.asks
-        if not resumes:
-            check_same_start(self.comm, given)
-        if verify:
+        if self.verifies:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, start)
         if self.comm.rank == 0 and self.setup.device.description:
             say(self.setup.device.description, sys.stdout)
         note_odd_model(self.comm, setup, self.header)
+        self.sigterm.take()
+
+    def check_start(self) -> None:
+        """Stop if ranks begin with different values, unless those of a checkpoint have replaced them."""
+        while self.start:
+            check_same_start(self.comm, self.start.pop())
 
     def add_interpreter(self, setup: Setup) -> Interpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
@@ -170,6 +176,7 @@ class Session:
         if self.verification is not None:
             self.verification.resumed()
         self.begun = self.steps = manifest.step
+        self.start = []
 
     def save(self, keep: int) -> bool:
         """Write a checkpoint to the open directory, and keep the newest `keep`; returns whether that succeeded.

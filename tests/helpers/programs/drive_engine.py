@@ -407,13 +407,19 @@ def sentences() -> Any:
 
         return call
 
-    def within_traces(steps: int) -> Callable[[], Any]:
+    def within_traces() -> None:
+        run = engine(example=DATA[:2])
+        try:
+            with run.trace(FOLDER / "outer"), run.trace(FOLDER / "inner"):
+                pass
+        finally:
+            run.close()
+
+    def before_data(method: str) -> Callable[[], Any]:
         def call() -> None:
             run = engine()
             try:
-                train(run, run.loader(DATA, 2), steps)
-                with run.trace(FOLDER / "outer"), run.trace(FOLDER / "inner"):
-                    pass
+                getattr(run, method)(FOLDER / "x")
             finally:
                 run.close()
 
@@ -567,11 +573,10 @@ def sentences() -> Any:
         "buckets": lambda: mpirun.Engine(file, modules(), buckets=(0,), **plain),
         "traced": lambda: mpirun.Engine(file, traced(), buckets=(6,), **plain),
         "closed": closed,
-        "save first": refused_at_once("save", FOLDER / "x"),
-        "export first": refused_at_once("export", FOLDER / "x"),
+        "save first": before_data("save"),
+        "resume first": before_data("resume"),
         "verify": refused_at_once("verify"),
-        "trace first": within_traces(0),
-        "trace in a trace": within_traces(1),
+        "trace in a trace": within_traces,
     }  # fmt: skip
     for name in given_by_rank:
         mistakes[f"other {name}"] = lambda name=name: mpirun.Engine(

@@ -222,7 +222,6 @@ SENTENCES = {
     "items": "the dataset's items should be pairs",
     "fewer": "last: 'fewer' is neither 'pad' nor 'drop': all microbatches have one shape",
     "size": "the loader's microbatch_size is 0",
-    "trace first": "trace: the first step builds the stages: trace a later one",
     "trace in a trace": "trace: steps are traced already",
     "two save": "another run saves there: on ",
     "another optimizer": "the optimizer is torch.optim.sgd.SGD: ",
@@ -234,8 +233,8 @@ SENTENCES = {
     "buckets": "buckets should be sizes, whole numbers of at least 1, not (0,)",
     "traced": "buckets: what split has traced has one shape: give modules or a Model",
     "closed": "the Engine is closed",
-    "save first": "save: nothing has been trained or evaluated yet",
-    "export first": "export: nothing has been trained or evaluated yet",
+    "save first": "give Engine(example=(input, target)), one microbatch, or make a loader first",
+    "resume first": "give Engine(example=(input, target)), one microbatch, or make a loader first",
     "verify": "verify: say verify=True where the Engine is made",
     **{f"other {name}": f"ranks 0 and 3 were given different {words}" for name, words in {
         "seed": "`seed`: 0 and 1",
@@ -261,7 +260,7 @@ def test_a_mistake_ends_all_ranks_with_one_sentence(found, mistake):
 
 
 def test_what_becomes_of_the_last_step_is_said_once_in_a_run(found):
-    _, err = found["sentences"]["save first"]
+    _, err = found["sentences"]["verify"]
     note = "mpirun: note: the TensorDataset of 41 samples: the last step of an epoch has 9 of 16: padded, weight 0"
     assert [line for line in err.splitlines() if "note:" in line] == [note]
 

@@ -28,7 +28,7 @@ def test_a_run_of_the_command_line_goes_on_in_a_script(several, scripts, compile
 
 
 def test_a_run_whose_steps_are_all_done_is_exported_and_saved_when_it_is_started_again(tmp_path, scripts):
-    """As one that was killed before its export: the data that it resumes give the shape of a microbatch."""
+    """As one that was killed before its export. A stream is not read ahead, so the script gives an example."""
     script = """
 from itertools import islice
 from safetensors.torch import load_file
@@ -42,7 +42,7 @@ data = [(row, row) for row in x]
 for kind, dataset in (("map", data), ("stream", Stream()), ("function", lambda *_: (x[2:4], x[:2]))):
     losses = []
     for part in ("whole", "exported", "saved"):
-        with engine(2) as run:
+        with engine(2, example=(x[:2], x[:2]) if kind == "stream" else None) as run:
             loader = run.loader(dataset, 2)
             assert run.resume(folder / kind, data=loader) == (part != "whole")
             for batch in islice(loader, 0 if run.steps else 1):
@@ -55,12 +55,9 @@ for kind, dataset in (("map", data), ("stream", Stream()), ("function", lambda *
             assert (run.steps, loader.epoch, loader.step) == (1, 0, 1)
             losses.append(run.step(next(iter(loader))).loss)
     assert len({*losses}) == 1 and weights(f"{kind}-whole") == weights(f"{kind}-exported") != {}
-with engine(2) as run:
-    assert run.resume(folder / "map") and refused(lambda: run.export(folder / "without data")) == 2
 """
     (done,) = scripts(2, [[SAVING + script, tmp_path]])
     assert done.code == 0, done.err
-    assert done.err.splitlines()[-1] == "mpirun: export: nothing has been trained or evaluated yet"
 
 
 DRAWN_AGAIN = """
@@ -163,7 +160,8 @@ found = []
 for name, parts in (("whole", (4,)), ("parts", (2, 4))):
     for steps in parts:
         torch.manual_seed(0)
-        with mpirun.Engine(sys.argv[1], [Scaled(), Scaled()], loss=nn.functional.mse_loss, optimizer=sgd) as run:
+        with mpirun.Engine(sys.argv[1], [Scaled(), Scaled()], loss=nn.functional.mse_loss, optimizer=sgd,
+                           example=(x[:4], x[:4])) as run:
             run.resume(f"{sys.argv[2]}/{name}")
             while run.steps < steps:
                 run.step((x, x))
