@@ -10,6 +10,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
-from schedgen.compiler.options import Options
 from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both, without_redo
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
@@ -27,7 +27,6 @@ from schedgen.ir.stage_graph import chain
 from schedgen.planner import plan_output
 from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers, read_layers
-from schedgen.planner.order_search.compiled_orders import compile_own, with_own_costs
 from schedgen.planner.order_search.cp_sat import is_installed
 from schedgen.planner.order_search.question import FoundOrder, Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
@@ -38,7 +37,7 @@ from schedgen.report.compare import compare, comparison_as_json, comparison_as_t
 from schedgen.report.compare_plot import plot_comparison
 from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
-from schedgen.schemes.scheme import Scheme, Sizes, no_order
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import read_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
@@ -59,30 +58,16 @@ def run_compile(options: CompileOptions) -> int:
         program = compile(
             scheme,
             sizes,
-            Options(
-                mode=options.mode,
-                n=options.n,
-                cost=options.cost,
-                weight_slots=options.weight_slots,
-                fan_out=options.fan_out,
-                prefetch=options.prefetch,
-                recompute=options.recompute,
-                memory_limit=options.memory_limit,
+            replace(
+                options,
                 tied=graph.tied if graph else (),
-                updates=options.updates,
-                tensor=options.tensor,
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
                 substages=substages,
-                forward=options.forward,
             ),
             **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )
         check_compiled(program)
         _write_checked(program, options.output, options.cost)
-    used, workers = int(program.header.compute.max()) + 1, program.header.workers
-    if options.scheme.endswith(".csv") and used < workers:
-        idle = workers - len(set(program.header.compute.flat))
-        note(f"{options.scheme}: each row is a rank, and {idle} of {workers} ranks have no jobs, the last among them")
     return 0
 
 
@@ -188,10 +173,6 @@ def run_plan(options: PlanOptions) -> int:
     """Print where to cut a model and the schedules that no other beats; write the fastest schedule."""
     if options.microbatches is None and (options.output or not options.partition_only):
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
-    if options.search and options.partition_only:
-        raise UsageError("plan --partition-only searches nothing: leave --search out")
-    if options.schemes and options.partition_only:
-        raise UsageError("plan --partition-only compiles PipeDream's scheme alone: leave --schemes out")
     check_writable("-o", options.output)
     layers = read_layers(options.profile, read_graph_file(options.graph))
     levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
@@ -252,8 +233,6 @@ def run_search(options: SearchOptions) -> int:
     with _slow_schemes_noted():
         best = _searched(options, question)
         seconds = time.perf_counter() - begin
-        if options.scheme.endswith(".py") and scheme.n is not no_order:
-            _say_if_untried(question)
     check_compiled(best.program)
     if options.output:
         _write_checked(best.program, options.output, cost)
@@ -281,15 +260,6 @@ def _searched(options: SearchOptions, question: Question) -> FoundOrder:
         return search_with_recompute(question, options.budget)
     question = question._replace(cost=without_redo(question.cost))
     return search_whole_or_split(question, options.budget)
-
-
-def _say_if_untried(question: Question) -> None:
-    """Print a note if a search could not begin with a user's own order, because that makes no schedule."""
-    try:
-        compile_own(with_own_costs(question))
-    except UsageError as error:
-        name = question.scheme.name
-        note(f"the order of {name} itself was not tried: {error}")
 
 
 def run_new(options: NewOptions) -> int:

@@ -35,7 +35,7 @@ from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.stats_table import named_numbers, stats_table
-from schedgen.report.torch_csv import as_torch_csv, lost_in_csv, refused_by_torch
+from schedgen.report.torch_csv import as_torch_csv, lost_in_csv
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
@@ -92,7 +92,6 @@ class _Execution(NamedTuple):
 
     program: Program
     run: Simulation
-    machine: Machine
     measured: list[Timeline]  # the passes of --measured through the list; empty without it
     seconds: bool  # whether the simulation's time is in seconds
 
@@ -111,21 +110,12 @@ def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
     if times and not (options.cost or options.profile):
         cost, machine = times, machine._replace(step=times.pop("step", 0.0))
     seconds = bool(options.profile or (measured and not options.cost))
-    try:
-        run = simulate(program, cost, machine)
-    except UsageError as error:
-        if cost is not times:
-            raise
-        raise RefusedFile(f"{display_name(str(options.measured))}: {error}") from None
-    return _Execution(program, run, machine, measured, seconds)
+    return _Execution(program, simulate(program, cost, machine), measured, seconds)
 
 
 def run_simulate(options: SimulateOptions) -> int:
     """Print the numbers of a simulation, and write its trace."""
     execution = _execute(options, options.file)
-    given = "profile" if options.profile else "cost" if options.cost else None
-    if options.measured and given and not options.trace:
-        note(f"the durations are those of --{given}: --measured is for --trace alone")
     if options.trace:
         slices = trace_events(execution.program, [execution.timeline], SIMULATED)
         slices += trace_events(execution.program, execution.measured, MEASURED) if execution.measured else []
@@ -146,8 +136,6 @@ def _read_profile(options: CostOptions | StatsOptions, program: Program) -> tupl
     """Durations of jobs by direction, and the machine, as given by a profile; None if there is none."""
     header, name = program.header, options.profile
     if name is None:
-        if options.graph:
-            raise UsageError("--graph is that of a profile's layers: give --profile, too")
         return None
     shown = display_name(name)
     cost, machine = read_stage_profile(read_text(name), shown, header, read_graph_file(options.graph))
@@ -167,8 +155,6 @@ def run_draw(options: DrawOptions) -> int:
     form = Path(options.output).suffix if options.output else None
     if form not in (None, ".svg", ".png", ".html"):
         raise UsageError(f"{options.output}: the name should end in .svg, .png or .html")
-    if form is None and options.transfers:
-        raise UsageError("--transfers: a terminal shows no arrows: give -o OUT.svg, OUT.png or OUT.html")
     scenes = _scenes(options, [name for name in (options.file, options.other) if name])
     by = options.by or default_colouring(scenes)
     if options.output is None or form is None:
@@ -214,8 +200,6 @@ def run_export(options: ExportOptions) -> int:
         files = [("", as_torch_csv(program).encode())]
         if lost := lost_in_csv(program):
             note(f"torch's CSV has jobs alone: it loses {' and '.join(lost)}")
-        if wanted := refused_by_torch(program):
-            note(f"torch refuses this CSV: it wants {' and '.join(wanted)}")
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]
@@ -227,10 +211,7 @@ def run_export(options: ExportOptions) -> int:
         run = simulate(program, cost, machine)
         files = chakra_traces(run, unit)
         if jobs := jobs_rounded_to_zero(run, unit):
-            advice = (
-                "" if options.profile else ", and a unit of costs is one: give larger costs, or --profile in seconds"
-            )
-            note(f"the durations of {number_of(jobs, 'job')} round to 0 microseconds{advice}")
+            note(f"the durations of {number_of(jobs, 'job')} round to 0 microseconds: give larger costs, or a profile")
     for end, data in files:
         with open_output(options.output + end) as out:
             out.write(data)

@@ -35,9 +35,10 @@ from schedgen.schemes import (
 )
 from schedgen.schemes.building_block import third
 from schedgen.schemes.orders import ORDERS
-from schedgen.schemes.scheme import Scheme, Sizes, check_whole
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_file import load_file
 from schedgen.util.errors import UsageError
+from schedgen.util.option_fields import count
 
 
 class BuiltIn(NamedTuple):
@@ -100,7 +101,7 @@ def load(name: str | os.PathLike[str], sizes: Sizes, tensor: int = 1) -> Scheme:
     `tensor`: shards of each stage. `sizes.workers` counts all workers; schemes that do not place shards see 1/T of it.
     """
     name = os.fspath(name)
-    sizes, tensor = sizes.checked(), check_whole("tensor", tensor, 1)
+    sizes, tensor = sizes.checked(), count.check("tensor", tensor)
     if name in SCHEMES:
         built_in, sizes = SCHEMES[name], sizes.per_shard(tensor)
         check_jobs(sizes.stages, sizes.microbatches, per_pair=2)  # some make lists of all jobs

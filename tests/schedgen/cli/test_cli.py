@@ -505,16 +505,9 @@ def test_no_option_is_passed_over(files, run, refused, tmp_path):
     for options in (("--cost", "F=1,B=2"), ("--alpha", 0), ("--beta", 1), ("--activation", 1), ("--saved", 2)):
         for command in (("simulate", schedule), ("draw", schedule), ("search", "1f1b", *sizes)):
             assert f"leave {options[0]} out" in refused(run(*command, "--profile", costs, *options), 2)
-    plan = ("plan", costs, "--workers", 2, "--microbatches", 2, "--bandwidth", 1e9)
-    assert "leave --schemes out" in refused(run(*plan, "--partition-only", "--schemes", "gpipe"), 2)
-    assert "a terminal shows no arrows" in refused(run("draw", schedule, "--transfers"), 2)
-    compare = ("compare", *sizes, "--workers", 4)
-    assert "should end in .svg" in refused(run(*compare, "-o", tmp_path / "picture.png"), 2)
-    for out in ("-", "/dev/stdout"):
-        for command in (compare, plan, ("search", "1f1b", *sizes)):
-            assert "would both be standard output" in refused(run(*command, "--json", "-o", out), 2)
-        sentence = f"--trace {out} and --json would both be"
-        assert sentence in refused(run("simulate", schedule, "--json", "--trace", out), 2)
+    assert "--transfers needs --output" in refused(run("draw", schedule, "--transfers"), 2)
+    assert "--graph needs --profile" in refused(run("simulate", schedule, "--graph", costs), 2)
+    assert "should end in .svg" in refused(run("compare", *sizes, "--workers", 4, "-o", tmp_path / "picture.png"), 2)
 
 
 def test_check_counts_one_worker_as_one(run, tmp_path):
