@@ -27,13 +27,14 @@ def run_settings(
     """
     name, settings = optimizer
     versions = header.lowering.get("updates")
+    text = getattr(setup.microbatches, "text", None)
     options = {**settings, "autocast": "bf16" if setup.autocast_dtype else None, "weight versions": versions}
     return {
         "seed": setup.seed,
         "optimizer": name,
         "schedule": {"sha256": schedule, "scheme": dict(header.scheme)},
         "data": {
-            "text": hashlib.sha256(setup.text.numpy().data).hexdigest() if rank == 0 and setup.text is not None else "",
+            "text": hashlib.sha256(text.numpy().data).hexdigest() if rank == 0 and text is not None else "",
             "microbatches": header.microbatches * setup.passes,
         },
         "options": {option: value for option, value in options.items() if value is not None},

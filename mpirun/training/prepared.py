@@ -9,28 +9,33 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
-from torch import Tensor
 
-from mpirun.comm.fail_together import Stop, on_rank_0
+from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import print_notes
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
+from mpirun.data.numbered_loader import FunctionLoader
+from mpirun.data.stream_loader import StreamLoader
 from mpirun.engine.host import Host
 from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.setup import Setup, StepOptions, set_up
+from mpirun.engine.options import RunOptions
+from mpirun.engine.recipe import Recipe
+from mpirun.engine.setup import Setup, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import loss_input, why_uncut
-from mpirun.training.batches import StepBatches
+from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
+from mpirun.training.notes import note_ignored_labels
 from mpirun.training.saving import Checkpoints
-from mpirun.training.session import Session
+from mpirun.training.session import Session, is_compared
+from mpirun.training.shapes import Shapes, check_padding
 from mpirun.watchdog import SETTING_UP
 from schedgen.util.errors import MpirunWarning
 
@@ -51,22 +56,67 @@ class Prepared:
         self,
         session: Session,
         model: Model,
-        options: StepOptions,
+        options: RunOptions,
+        recipe: Recipe,
         host: Host,
         source: MicrobatchSource,
-        text: Tensor | None = None,
+        shapes: Shapes,
+        weigh: LossWeight | None,
     ) -> None:
-        """Build the stages for the microbatches of `source`; `text`: what the model makes them from, if it does."""
-        self.session, self.model, self.options, self.host, self.source = session, model, options, host, source
+        """Build the stages for the microbatches of `source`.
+
+        `shapes`: of the steps' microbatches; `weigh`: an Engine's loss_weight.
+        """
+        self.session, self.source, self.shapes, self.weigh = session, source, shapes, weigh
+        self.labels_noted = False
+        self.model, self._set_up = model, partial(set_up, session.comm, options=options, recipe=recipe, host=host)
         with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(model))
-            setup = set_up(session.comm, session.header, model, source, options, host, text)
+            setup = self._set_up(session.header, model, source)
             session.build(setup)
         example = source.examples()[0]
+        self._own = source.loss_weights, source.tokens
         self.names = example.names  # of every microbatch's input
         self.of_shape = {example.shape: _of_shape(session.interpreter, setup, example)}
         self.evaluators: dict[Shape, Evaluator] = {}
         self.checkpoints = Checkpoints(session)
+
+    def check_names(self, batch: Batch) -> None:
+        """Stop, or UsageError on a rank whose loader made it, if an input has other names than the first."""
+        if batch.loader is None:
+            together(self.session.comm, lambda: batch.check_names(self.names))
+        else:
+            batch.check_names(self.names)
+
+    def take(self, batch: Batch | None) -> tuple[list[float], int]:
+        """Take the next step's batch; returns its losses' weights in the step's, and the elements of its targets.
+
+        None: the model makes the microbatches itself.
+        """
+        session, source = self.session, self.source
+        if not isinstance(source, StepBatches):
+            if batch is not None:
+                raise Stop("the model makes the run's microbatches itself: give example=, or make the loader first")
+            return self._own
+        if batch is None:
+            raise Stop("step: give a batch")
+        if session.verifies and isinstance(batch.loader, StreamLoader):
+            raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
+        of_shape = self.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
+        if isinstance(batch.loader, FunctionLoader):
+            batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
+        if min(batch.samples) < of_shape.example.size:
+            check_padding(self.model, session.header)
+        weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
+        source.give(session.steps, batch, session.verifies, weights)
+        if weights is None and is_compared(session.steps - session.begun):
+            self._note_labels(batch)
+        return shares(batch.samples if weights is None else weights), sum(batch.samples) * of_shape.tokens
+
+    def _note_labels(self, batch: Batch) -> None:
+        several = self.model.loss_of == "microbatch" and self.source.count > 1 and self.session.header.has_flush
+        if several and not self.labels_noted:
+            self.labels_noted = note_ignored_labels(self.session.comm, batch)
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.
@@ -81,10 +131,7 @@ class Prepared:
                 )
             example = first_microbatch(self.session.comm, batch)
             with print_notes(self.session.comm):
-                setup = set_up(
-                    self.session.comm, self.session.header, self.model, StepBatches(example, self.source.count),
-                    self.options, self.host,
-                )  # fmt: skip
+                setup = self._set_up(self.session.header, self.model, StepBatches(example, self.source.count))
                 made = self.session.add_interpreter(replace(setup, microbatches=self.source))
             self.of_shape[shape] = _of_shape(made, setup, example)
         of_shape = self.of_shape[shape]
@@ -104,7 +151,7 @@ class Prepared:
             example = first_microbatch(self.session.comm, batch) if seen is None else seen.example
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
-                self.evaluators[shape] = Evaluator(self.session, example, self.options, self.host)
+                self.evaluators[shape] = Evaluator(self.session, example, self._set_up)
         evaluator = self.evaluators[shape]
         padded = padded or batch.is_padded_in_part
         if padded and (why := _why_uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:

@@ -75,8 +75,6 @@ def main() -> None:
             schedgen.write(schedgen.compile(load("1f1b", sizes), sizes), out)
     WORLD.Barrier()
     command = Run(WORLD, run_options(WORLD, [str(file), "--model", f"{__name__}:model", "--timeout", "0"]))
-    source = command.session.setup.microbatches
-    weights, tokens = source.loss_weights, source.tokens
     run = mpirun.Engine(str(file), model, timeout=0)
     kinds = ((0.0, 0), (0.0, WORKERS), (SLEEP, WORKERS))
     loaders = [run.loader(Pieces(320, seconds), SEQUENCES, workers=workers) for seconds, workers in kinds]
@@ -84,7 +82,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {"command": [], "script": [], "workers": [], "slow": []}
     for number in range(rounds):
         steps = {
-            "command": lambda: command.session.step(weights, tokens),
+            "command": command.engine.step,
             "script": lambda: run.step(next(by_script)),
             "workers": lambda: run.step(next(by_workers)),
             "slow": lambda: run.step(next(by_slow)),

@@ -85,10 +85,6 @@ def start(comm: Any, schedule: str, folder: Path, size: str) -> Any:
     """The interpreter, built as the command builds it."""
     import mpirun
     from mpirun.checkpoint.pretrained import Pretrained
-    from mpirun.engine.build import build_interpreter
-    from mpirun.engine.options import SetupOptions
-    from mpirun.engine.read_schedule import read_schedule
-    from mpirun.engine.setup import set_up_command
 
     def model(stages: int) -> mpirun.Model:
         return mpirun.split_sequential(net(size), stages).model(
@@ -98,11 +94,8 @@ def start(comm: Any, schedule: str, folder: Path, size: str) -> Any:
             weights=Pretrained(folder / size),
         )
 
-    sys.modules["meta_start"] = sys.modules["__main__"]
-    globals()["model"] = model
-    program = read_schedule(comm, schedule).program
-    setup = set_up_command(comm, SetupOptions("meta_start:model", threads=1, device="cpu"), program.header)
-    return build_interpreter(comm, program, program.instructions(comm.rank), setup)
+    run = mpirun.Engine(schedule, model, comm=comm, threads=1, device="cpu", timeout=0)
+    return run.checkpoints.session.interpreter
 
 
 def peak_bytes() -> int:

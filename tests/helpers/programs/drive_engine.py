@@ -6,7 +6,6 @@ that `schemes` trains by, and those of `buckets`, each with whether its sums are
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -447,10 +446,9 @@ def sentences() -> Any:
             second.close()
 
     def another_optimizer() -> None:
-        run = engine(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1))
+        run = engine(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1), example=DATA[:2])
         try:
             run.resume(FOLDER / "whole")
-            train(run, run.loader(DATA, 2), 8)
         finally:
             run.close()
 
@@ -513,7 +511,6 @@ def sentences() -> Any:
         return torch.optim.SGD([{"params": [p.parameter], "lr": 0.2 / len(p.shape)} for p in named])
 
     last = WORLD.rank == 3  # alone it is given other options
-    settings = argparse.Namespace(momentum=0.1 * last, rank=WORLD.rank)
 
     def rate(step: int, base: float = 0.1 * last) -> float:
         return base
@@ -526,7 +523,6 @@ def sentences() -> Any:
         "timeout": 60.0 * last,
         "export": FOLDER / "new" if last else None,
         "lr": rate,
-        "optimizer": lambda named: torch.optim.SGD([p.parameter for p in named], momentum=settings.momentum),
         "scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5 + 0.1 * last),
         "loss": nn.functional.l1_loss if last else mse_loss,
         "loss_weight": (lambda target: 1.0) if last else (lambda target: 2.0),
@@ -569,7 +565,6 @@ def sentences() -> Any:
         "two shapes": two_shapes,
         "ragged": lengths(ragged, buckets=(6, 9)),
         "undeclared": lengths(of_lengths((6, 9)), buckets=(6, 8)),
-        "no size": stepped(buckets=(6,), data=TensorDataset(torch.randn(16), torch.randn(16))),
         "buckets": lambda: mpirun.Engine(file, modules(), buckets=(0,), **plain),
         "traced": lambda: mpirun.Engine(file, traced(), buckets=(6,), **plain),
         "closed": closed,

@@ -204,7 +204,11 @@ MISTAKES = {
         lambda files: [files.folder, "--model", MLP], 1, lambda files: f"{files.folder}: Is a directory"
     ),
     **{
-        f"no name for {name}": option(f"--{name}", "", sentence=f"--{name}: the file has no name")
+        f"no name for {name}": Mistake(
+            lambda files, name=name: [files.schedule, "--model", MLP, f"--{name}", ""],
+            2,
+            f"--{name} names no file: it is empty",
+        )
         for name in ("text", "metrics", "trace")
     },
     "an empty schedule": schedule("empty", lambda data: b"", ":1: the file ends here, before its end"),
