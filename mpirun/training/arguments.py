@@ -88,12 +88,6 @@ def check_saving(data: object, keep: object) -> None:
         raise UsageError(f"keep should be a whole number of at least 1, not {keep!r}")
 
 
-def check_tolerance(tolerance: float | None) -> None:
-    """UsageError if `tolerance` is neither None nor a relative difference."""
-    if tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0):
-        raise UsageError(f"tolerance should be a number of at least 0, not {tolerance!r}")
-
-
 def check_batches(loader: object, batches: object) -> None:
     """UsageError unless `loader` gives batches to evaluate, and `batches` says how many; None: all, if they end."""
     if batches is not None and (type(batches) is not int or batches < 0):

@@ -47,7 +47,6 @@ from mpirun.training.arguments import (
     check_batches,
     check_data,
     check_saving,
-    check_tolerance,
     directory_of,
     make_log,
     make_recipe,
@@ -376,7 +375,6 @@ class Engine:
         `tolerance`; None: 1e-5, or more where numbers are narrower than float32.
         """
         refuse(self.comm, not self._running.verifies, "verify: say verify=True where the Engine is made")
-        together(self.comm, lambda: check_tolerance(tolerance))
         return self._begun.session.verify(tolerance) == 0
 
     def close(self) -> None:

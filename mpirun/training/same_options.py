@@ -1,18 +1,15 @@
 """Whether all ranks were given the same options: one comparison, before anything else depends on them.
 
-Plain values are compared as they are, functions by their code and their defaults, other objects by their classes. What
-a function reads elsewhere is not compared: it may be a rank, a device or a path.
+Plain values are compared as they are, functions by their names, other objects by those of their classes.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from functools import partial
 from numbers import Number
 from os import PathLike, fspath
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from mpi4py import MPI
@@ -53,20 +50,4 @@ def _in_words(value: Any) -> str:
     if isinstance(value, partial):
         given = [*map(_in_words, value.args), *(f"{name}={_in_words(x)}" for name, x in value.keywords.items())]
         return f"{_in_words(value.func)}({', '.join(given)})"
-    function = getattr(value, "__func__", value)  # that of a method
-    if isinstance(code := getattr(function, "__code__", None), CodeType):
-        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        with_defaults = [*_parts(code), *map(_in_words, defaults)]
-        return f"{function.__qualname__} (code {zlib.crc32(repr(with_defaults).encode()):08x})"
     return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
-def _parts(code: CodeType) -> list[Any]:
-    """What a function computes, and those that it defines, in a form with the same repr in every process."""
-    parts: list[Any] = [code.co_code, code.co_names]
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            parts += _parts(constant)
-        else:
-            parts.append(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
-    return parts
