@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -141,6 +142,8 @@ class Engine:
     ) -> None:
         """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
         given = dict(locals())
+        for unknown in options.keys() - {each.name for each in fields(RunOptions)}:
+            raise TypeError(f"Engine has no argument {unknown}: help(mpirun.Engine) lists them")
         self.comm = comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
         self.session: Session | None = None
         self._prepared: Prepared | None = None
@@ -335,14 +338,14 @@ class Engine:
         """
         built = self._built
         refuse(self.comm, bool(built.session.steps), "resume: this run has done steps already: make a new Engine")
-        again = "verify=True does all steps again, but not those before a checkpoint: resume without it"
-        refuse(self.comm, built.session.verifies and isinstance(built.source, StepBatches), again)
         together(self.comm, lambda: check_data(data))
         manifest = directory if isinstance(directory, Manifest) else None
         if manifest is None and directory is not None:
             path = str(together(self.comm, lambda: directory_of("resume", directory)))
             manifest = newest_checkpoint(self.comm, path, path)
         if manifest is not None:
+            again = "verify repeats all steps from the first, not those before a checkpoint: resume without it"
+            refuse(self.comm, built.session.verifies, again)
             built.checkpoints.resume(manifest, data)
         return manifest is not None
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.run_settings import differing_settings, other_sums, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import on_rank_0, refuse, together
+from mpirun.comm.fail_together import refuse, together
 from mpirun.data.loader import Loader
 from mpirun.engine.running_statistics import share_buffers
 from mpirun.training.session import Session
-from mpirun.verify.verification import check_repeatable
 from mpirun.watchdog import SAVING
 
 
@@ -53,12 +51,6 @@ class Checkpoints:
             unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
             refuse(run.comm, not position, unsaved)
             together(run.comm, lambda: data.restore(position))
-        settings = self.writer.settings
-        if run.verification is not None:
-            changed = [*saved["changed"], *differing_settings(saved, settings)]
-            if run.setup.canonical:
-                changed += [*other_sums(saved, settings), *other_threads(saved, settings)]
-            on_rank_0(run.comm, lambda: check_repeatable(changed))
         run.interpreter.optimizer.take_assigned()
         self.writer.resume(manifest)
         self.resumed = manifest.folder.parent

@@ -153,8 +153,6 @@ class Session:
         """A checkpoint of so many steps has replaced all values."""
         self.begun = self.steps = steps
         self.start = []
-        if self.verification is not None:
-            self.verification.resumed()
 
     def begin_trace(self) -> None:
         """Record from now on when each rank executes which instruction."""
