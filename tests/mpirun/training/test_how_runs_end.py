@@ -171,32 +171,6 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert (done.code, done.out.split()) == (0, ["own", "True"]), done.err
 
 
-@pytest.mark.parametrize("last_first", [False, True])
-def test_runs_at_one_time_give_back_sigterm_and_threads_in_whatever_order_they_end(last_first, scripts):
-    """Runs that have not ended keep them: SIGTERM ends the next one that steps."""
-    script = """
-last_first, threads = sys.argv[1] == "True", torch.get_num_threads()
-torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
-before, runs = torch.get_num_threads(), [engine() for _ in range(3)]
-for run in runs:
-    step(run)
-last = runs.pop(1)
-for run in reversed(runs) if last_first else runs:
-    run.close()
-print(torch.get_num_threads() < before)
-signal.raise_signal(signal.SIGTERM)
-try:
-    step(last)
-except SystemExit as end:
-    print(end.code)
-last.close()
-print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, torch.get_num_threads() == before)
-torch.set_num_threads(threads)
-"""
-    (done,) = scripts(1, [[HANDLERS + script, last_first]])
-    assert (done.code, done.out.split()) == (0, ["True", "143", "True", "True"]), done.err
-
-
 def test_the_steps_of_a_run_can_be_read_when_it_has_ended(scripts):
     script = """
 with engine() as run:
