@@ -73,11 +73,12 @@ class Prepared:
         with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(model))
             setup = self._set_up(session.header, model, source)
+            example, self._own = source.examples()[0], (source.loss_weights, source.tokens)
             session.build(setup)
-        example = source.examples()[0]
-        self._own = source.loss_weights, source.tokens
         self.names = example.names  # of every microbatch's input
-        self.of_shape = {example.shape: _of_shape(session.interpreter, setup, example)}
+        self.of_shape: dict[Shape, OfShape] = {}
+        if isinstance(source, StepBatches):
+            self.of_shape[example.shape] = _of_shape(session.interpreter, setup, example)
         self.evaluators: dict[Shape, Evaluator] = {}
         self.checkpoints = Checkpoints(session)
 

@@ -4,6 +4,28 @@ from __future__ import annotations
 
 from engine_scripts import SAVING
 
+
+def test_what_a_microbatch_looks_like_is_enough_to_begin(tmp_path, scripts):
+    """An example on every rank, whose values do not count; or a loader; or nothing, for a Model with a batch."""
+    script = """
+from mpirun.examples.mlp import tiny
+def begins(run):
+    found = len(run.state_dict()), run.steps, run.resume(folder / "none")
+    run.export(folder / str(len([*folder.iterdir()])))
+    return found
+with engine(2, example=(torch.full((4, 4), float("nan")), x[:4])) as run:
+    print(begins(run), run.evaluate([(x, x)]).samples, run.save(folder / "saved"))
+with engine(2, example=None) as run:
+    print(refused(lambda: run.state_dict()))
+    run.loader([(row, row) for row in x], 4)
+    print(begins(run), refused(lambda: run.step()))
+with mpirun.Engine("gpipe", tiny, stages=2, microbatches=2, timeout=0) as run:
+    print(begins(run)[1:], run.step().loss > 0, refused(lambda: run.step((x, x))))
+"""
+    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+    assert (done.code, done.out.splitlines()[-3:]) == (0, ["2", "(4, 0, False) 2", "(0, False) True 2"]), done.err
+
+
 RESUMES = """
 import sys, torch, mpirun
 from mpirun.examples.mlp import tiny
