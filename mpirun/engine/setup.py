@@ -14,7 +14,7 @@ from mpirun.comm.device import Device
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, raised_at, together
 from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource, Shape
 from mpirun.data.text import training_text
-from mpirun.engine.expand_shards import check_shards, expanded_model
+from mpirun.engine.expand_slices import check_slices, expanded_model
 from mpirun.engine.host import Host
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.options import RunOptions, SetupOptions
@@ -39,8 +39,8 @@ class Setup(Host):
     autocast_dtype: torch.dtype | None  # the type that autocast computes in
     on_nan: str
     graphs: bool
-    model: Model  # with the shards of tensor parallelism
-    unsharded_model: Model
+    model: Model  # with the slices of tensor parallelism
+    unsliced_model: Model
     shapes: Sequence[StageShape]  # by stage
     dataflows: Sequence[Dataflow]  # by microbatch of a list; the first is the largest
     microbatches: MicrobatchSource
@@ -59,7 +59,7 @@ def text_microbatches(
 def set_up(
     comm: MPI.Intracomm,
     header: Header,
-    unsharded_model: Model,
+    unsliced_model: Model,
     source: MicrobatchSource,
     options: RunOptions,
     recipe: Recipe,
@@ -68,19 +68,19 @@ def set_up(
 ) -> Setup:
     """The setup for a schedule. Collective; Stop if the model does not fit the schedule or the options.
 
-    `unsharded_model`: as its author gave it; `prepare`: as for `Trial`.
+    `unsliced_model`: as its author gave it; `prepare`: as for `Trial`.
     """
     if options.canonical:  # before the loss is tried on the device
         host.device.be_deterministic()
-    together(comm, lambda: _check_options(unsharded_model, options, recipe, header, host.device))
-    model = together(comm, lambda: expanded_model(unsharded_model, header))
+    together(comm, lambda: _check_options(unsliced_model, options, recipe, header, host.device))
+    model = together(comm, lambda: expanded_model(unsliced_model, header))
     reads = together(comm, lambda: _reads(model, header, source))
     dtype, device = torch.bfloat16 if options.autocast else None, host.device.torch
     trial = partial(Trial, model, reads, autocast_dtype=dtype, device=device, prepare=prepare)
     shapes_by_size = from_rank_0(
         comm, lambda: [trial(batch).shapes() for batch in _one_of_each_size(source, options.accumulate)]
     )
-    together(comm, lambda: check_shared_buffers(unsharded_model, shapes_by_size[0]))
+    together(comm, lambda: check_shared_buffers(unsliced_model, shapes_by_size[0]))
     counts = [len(shape.outputs) for shape in shapes_by_size[0]]
     outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
     distinct = [Dataflow(outputs_read, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
@@ -95,7 +95,7 @@ def set_up(
     return Setup(
         **vars(host), recipe=recipe, seed=options.seed, passes=options.accumulate, canonical=options.canonical,
         autocast_dtype=dtype, on_nan=options.on_nan, graphs=options.graphs, model=model,
-        unsharded_model=unsharded_model, shapes=shapes_by_size[0], dataflows=dataflows, microbatches=source,
+        unsliced_model=unsliced_model, shapes=shapes_by_size[0], dataflows=dataflows, microbatches=source,
         outputs_of_one_more=cache(lambda: from_rank_0(comm, trial(source.examples()[0]).outputs_of_one_more)),
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ def _check_options(model: Model, options: RunOptions, recipe: Recipe, header: He
             raise UsageError(
                 "on_nan skip: this schedule updates stages before all losses are known, so no step can be skipped"
             )
-    check_shards(model, header)
+    check_slices(model, header)
     if model.loss_of == "minibatch":
         check_minibatch_loss(header, options.accumulate)
 

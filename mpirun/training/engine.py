@@ -35,7 +35,7 @@ from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, MicrobatchSource
 from mpirun.data.numbered_loader import NumberedLoader
 from mpirun.data.stream_loader import loader_class
-from mpirun.engine.expand_shards import expanded_model
+from mpirun.engine.expand_slices import expanded_model
 from mpirun.engine.host import threads_kept, use_host
 from mpirun.engine.options import RunOptions, in_words
 from mpirun.engine.read_schedule import Schedule

@@ -50,7 +50,7 @@ class Evaluator:
         """`example`: what a microbatch looks like; `set_up`: as the run's was made. Collective."""
         comm = session.comm
         program = on_rank_0(comm, lambda: _forwards(session))
-        follow_eval = from_rank_0(comm, session.setup.unsharded_model.origin.check_eval)  # the same on every rank
+        follow_eval = from_rank_0(comm, session.setup.unsliced_model.origin.check_eval)  # the same on every rank
         if follow_eval is not None:
             stages = session.interpreter.stages.values()
             together(comm, lambda: [follow_eval(stage.module) for stage in stages])
@@ -62,7 +62,7 @@ class Evaluator:
 
         forwards = share_program(comm, program).program
         self.batches = StepBatches(example, session.header.microbatches * session.setup.passes)
-        model = session.setup.unsharded_model
+        model = session.setup.unsliced_model
         self.setup = set_up(forwards.header, model, self.batches, prepare=in_eval)
         self.list = ForwardList(comm, forwards, self.setup, session.interpreter.context)
 

@@ -104,7 +104,7 @@ class Session:
             self.bytes = self.memory.enter_context(track_memory(setup.device.torch))
         self.setup = setup
         self.start = [given_digests(setup.model, self.header, self.comm.rank), {}]
-        start = first_values(setup.unsharded_model, setup.seed) if self.verifies and self.comm.rank == 0 else {}
+        start = first_values(setup.unsliced_model, setup.seed) if self.verifies and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: Interpreter = build_interpreter(

@@ -57,7 +57,7 @@ def _name(proof: Proof, fault: Fault) -> str:
     stage, mb, via = (int(column[0]) for column in operands(header, np.array([buffer]), np.array([fault.number])))
     rest = fault.number % int(numbers_per_size(header)[buffer])  # version of weights, sender of a partial
     if fault.code == NOTHING:
-        stage, mb, via = (int(column[fault.row]) for column in (proof.stage, proof.mb, proof.via))
+        stage, mb, via = (int(column[fault.row]) for column in (proof.stage, proof.mb, proof.piece))
     match buffer:
         case Buffer.SAVED:
             return f"what the forward of stage {stage}, microbatch {mb} saves"

@@ -14,7 +14,7 @@ from schedgen.util.errors import clip
 
 def rule_3(proof: Proof) -> None:
     """Refuse a message to the sender itself, and the first SEND or receive of a channel that has no match."""
-    rank, peer, kind = proof.rank, proof.peer, proof.kind
+    rank, peer, kind = proof.rank, proof.operand, proof.kind
     for rows in (proof.rows_of(*SENDERS), proof.rows_of(*RECEIVERS)):
         proof.refuse_any(3, rows[peer[rows] == rank[rows]], "a rank does not send to itself")
     messages = proof.analysis.messages
@@ -57,7 +57,7 @@ def rule_6(proof: Proof) -> None:
 
 
 def _names_in_collectives(proof: Proof, rows: Numbers) -> Numbers:
-    """What the members of a collective must agree on, shape (5, rows): shards enter a sum under their own stage."""
-    of_shards, stages = np.isin(proof.kind[rows], EXCHANGED), (proof.stage[rows], proof.via[rows])
-    stage, via = (np.where(of_shards, proof.header.model_stage(each), each) for each in stages)
+    """What the members of a collective must agree on, shape (5, rows): slices enter a sum under their own stage."""
+    of_slices, stages = np.isin(proof.kind[rows], EXCHANGED), (proof.stage[rows], proof.piece[rows])
+    stage, via = (np.where(of_slices, proof.header.model_stage(each), each) for each in stages)
     return np.stack([proof.op[rows], proof.kind[rows], stage, proof.mb[rows], via])

@@ -80,7 +80,7 @@ def slots(numbers: Numbers) -> Slots:
 
 
 def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, Ints, Ints]:
-    """Stage, microbatch and consumer or part of buffers, as instructions name them; -1 where a name has none."""
+    """Stage, microbatch and consumer or shard of buffers, as instructions name them; -1 where a name has none."""
     stage, mb, via = np.full((3, len(number)), -1, np.int32)
     edges, units = np.array(header.graph.edges).reshape(-1, 2), np.array(header.weight_shards.units)
     for thing, count in zip(Buffer, numbers_per_size(header).tolist(), strict=True):
@@ -119,7 +119,7 @@ def _most(program: Program, names: _Names, table: Numbers, begin: Numbers) -> in
     several = {  # how many buffers, by stage or by tie
         Which.INPUTS: np.diff(names.first_in),
         Which.OUTPUTS: np.diff(names.first_out),
-        Which.PARTS: np.diff(names.first_unit),
+        Which.SHARDS: np.diff(names.first_unit),
         Which.TIED: np.diff(names.first_of_tie),
     }
     for e in np.flatnonzero(np.isin(table[:, 2], list(several))).tolist():
@@ -188,9 +188,9 @@ def _freed_later(program: Program) -> Flags:
         steps = program.rows_of(Op.STEP)
         frees = np.flatnonzero((table.op == Op.FREE) & (table.kind == Kind.W))
         weights = table.rank.astype(np.int64) * program.header.stages + table.stage
-        freed = weights[frees] * versions + table.peer[frees]
-        stays[steps] = np.isin(weights[steps] * versions + table.peer[steps] - 1, freed)
-        stays[steps[table.peer[steps] == 0]] = False
+        freed = weights[frees] * versions + table.operand[frees]
+        stays[steps] = np.isin(weights[steps] * versions + table.operand[steps] - 1, freed)
+        stays[steps[table.operand[steps] == 0]] = False
     return stays
 
 
@@ -253,7 +253,7 @@ def _expand(
                 continue
             else:
                 low, high = first_unit[s], first_unit[s + 1]
-                if which != Which.PARTS:
+                if which != Which.SHARDS:
                     low += max(via[row], 0)
                     high = low + 1
                 version = peer[row] - (which == Which.BEFORE) if thing == Buffer.W and names.versions > 1 else 0

@@ -82,12 +82,12 @@ def header_entries(header: Header) -> dict[str, Any]:
         "order": {"mode": header.mode, "n": header.n, "cost": dict(header.cost)},
         "lowering": dict(header.lowering),
         "edges": graph.edges,
-        **({"apart": graph.per_consumer} if graph.per_consumer else {}),
+        **({"per_consumer": graph.per_consumer} if graph.per_consumer else {}),
         "tied": header.tied,
         "owners": header.owners,
         "groups": header.groups,
-        **({"shards": header.part_owners} if header.part_owners else {}),
-        **({"tensor": {"degree": tensor.degree, "whole": tensor.replicated}} if tensor else {}),
+        **({"shards": header.shard_owners} if header.shard_owners else {}),
+        **({"tensor": {"degree": tensor.degree, "replicated": tensor.replicated}} if tensor else {}),
     }
 
 
@@ -200,8 +200,8 @@ def parse(content: str, name: str) -> Program:
     except Wrong as wrong:
         raise RefusedFile(f"{name}: {wrong}") from None
     ranks = np.repeat(np.arange(limits.workers), [len(listed) for listed in programs])
-    op, kind, stage, mb, via, peer = np.array(instructions, np.int32).reshape(-1, 6).T
-    return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, via=via, peer=peer))
+    op, kind, stage, mb, piece, operand = np.array(instructions, np.int32).reshape(-1, 6).T
+    return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, piece=piece, operand=operand))
 
 
 class _Lines:

@@ -40,11 +40,11 @@ def _instructions() -> Iterator[Instruction]:
                 if not has_peer:
                     yield one
                 if has_peer or _has_version(one):
-                    yield one._replace(peer=3)
+                    yield one._replace(operand=3)
 
 
 def _has_version(one: Instruction) -> bool:
-    """Whether its `peer` is a version; FREE of a part of weights has none."""
+    """Whether its `peer` is a version; FREE of a shard of weights has none."""
     return "version" in OPERANDS[Op(one.op)] or (one.op == Op.FREE and one.kind == Kind.W and one.via < 0)
 
 
@@ -83,9 +83,9 @@ _FORMS = _forms()
 
 def write_lines(table: Rows, last: bool) -> bytes:
     """The lines of all rows; `last`: the last line has no comma."""
-    form = _FORMS.of[table.op, table.kind, (table.via >= 0).astype(int), (table.peer >= 0).astype(int)]
+    form = _FORMS.of[table.op, table.kind, (table.piece >= 0).astype(int), (table.operand >= 0).astype(int)]
     form[-1:] += last
-    numbers = np.stack([table.stage, table.mb, table.via, table.peer, table.peer], axis=1)
+    numbers = np.stack([table.stage, table.mb, table.piece, table.operand, table.operand], axis=1)
     column = _FORMS.column[form]
     written = np.take_along_axis(numbers, column, axis=1)[column < 4].tolist()
     text = "".join(map(_FORMS.texts.__getitem__, form.tolist())) % tuple(written)
@@ -134,27 +134,29 @@ def read_lines(data: bytes, state: State, limits: Limits) -> Taken | None:
     if (numbers < 0).any() or not _within(form, table, limits):
         return None
     op, kind, _ = _FORMS.fixed[form].T
-    taken = rows(op, closed[item], **dict(zip(("kind", "stage", "mb", "via", "peer"), (kind, *table.T), strict=False)))
+    taken = rows(
+        op, closed[item], **dict(zip(("kind", "stage", "mb", "piece", "operand"), (kind, *table.T), strict=False))
+    )
     return Taken(taken, len(line), State(int(closed[-1]), int(line[-1])) if len(line) else state)
 
 
 def _within(form: Numbers, table: Numbers, limits: Limits) -> bool:
-    """Whether all numbers are below their bounds, and parts and versions are named exactly where the header has them.
+    """Whether all numbers are below their bounds, and shards and versions are named exactly where the header has them.
 
-    `table`: (instructions, 5): stage, mb, via, peer and a column that does not count.
+    `table`: (instructions, 5): stage, mb, piece, operand and a column that does not count.
     """
-    stage, mb, via, peer, _ = table.T
+    stage, mb, piece, operand, _ = table.T
     op, kind, peer_bound = _FORMS.fixed[form].T
     if (stage >= np.where(kind == Kind.T, limits.ties, limits.stages)).any():
         return False
     weights = (kind == Kind.W) | (kind == Kind.DW) | (op == Op.STEP)
-    parts = np.array(limits.parts or [1])[np.where(weights, stage, 0) if limits.parts else np.zeros_like(stage)]
+    shards = np.array(limits.shards or [1])[np.where(weights, stage, 0) if limits.shards else np.zeros_like(stage)]
     has_version = peer_bound == Limits._fields.index("versions")
     wrong = (
         (mb >= limits.microbatches)
         | (peer >= np.array(limits[:6])[peer_bound])
-        | (via >= np.where(weights, parts, limits.stages))
-        | (weights & ((via >= 0) != (parts > 1)))
+        | (via >= np.where(weights, shards, limits.stages))
+        | (weights & ((via >= 0) != (shards > 1)))
         | (has_version & ((peer >= 0) != (limits.versions > 0)))
         | ((op == Op.SEND) & (kind == Kind.W) & (limits.versions > 0))  # weights that have versions are never sent
     )

@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
     x.s.b.c and g.s.b.c, the part k of w.s/k and dw.s/k; for t.k, `stage` is
     k). For compute `stage` and `mb` are the job, for STEP `stage` and `via`
-    are the stage and the shard. `peer` is the operand `from`, `to`, `group`
+    are the stage and the slice. `peer` is the operand `from`, `to`, `group`
     or `version`, and for w.s@v it is v.
     """
 
@@ -64,7 +64,7 @@ def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
         np.asarray(rank, np.int32),
         column(op, np.int8),
         column(fields.get("kind", Kind.NONE), np.int8),
-        *(column(fields.get(name, -1), np.int32) for name in ("stage", "mb", "via", "peer")),
+        *(column(fields.get(name, -1), np.int32) for name in ("stage", "mb", "piece", "operand")),
     )
 
 
@@ -143,7 +143,7 @@ class Program:
         return len(self.header.directions) == 3 and len(self.rows_of(Op.BWD)) > 0
 
     def exchanges(self) -> Numbers:
-        """The rows of sums over shards: every member's ALLREDUCE of an x or a g."""
+        """The rows of sums over slices: every member's ALLREDUCE of an x or a g."""
         sums = self.rows_of(Op.ALLREDUCE)
         return sums[np.isin(self.rows.kind[sums], EXCHANGED)]
 

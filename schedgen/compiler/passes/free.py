@@ -40,7 +40,7 @@ def free(program: Program) -> Program:
     stage, mb, via = operands(header, buffer, number)
     kind_of = np.zeros(len(Buffer), np.int8)
     kind_of[list(FREED)] = [Kind[freed.name] for freed in FREED]
-    new = rows(Op.FREE, table.rank[after], kind=kind_of[buffer], stage=stage, mb=mb, via=via)
+    new = rows(Op.FREE, table.rank[after], kind=kind_of[buffer], stage=stage, mb=mb, piece=via)
     del buffer, number, order, stage, mb, via
     return program.insert(new, after=after.astype(np.int64))
 

@@ -87,7 +87,7 @@ def transfers(
     rank, peer = (np.stack(ends, axis=1).ravel() for ends in ((source, to), (to, source)))
     ops = np.tile(np.array([Op.SEND, receive], np.int8), len(source))
     twice = {name: np.repeat(column, 2) for name, column in buffer.items()}
-    return rows(ops, rank, kind=kind, peer=peer, **twice), np.repeat(after, 2)
+    return rows(ops, rank, kind=kind, last=peer, **twice), np.repeat(after, 2)
 
 
 def receive_early(program: Program, placed: PlacedScheme) -> Program:

@@ -66,7 +66,7 @@ def weight_versions(program: Program, placed: PlacedScheme) -> Program:
     everyone = header.group_numbers[tuple(range(header.workers))]
     fields += [(Op.NORM, rank, Kind.NONE, -1, everyone, len(program) - 1) for rank in range(header.workers)]
     op, rank_, kind, stage_, peer, after = np.array(fields, np.int64).T
-    return program.insert(rows(op, rank_, kind=kind, stage=stage_, peer=peer), after=after)
+    return program.insert(rows(op, rank_, kind=kind, stage=stage_, last=peer), after=after)
 
 
 def check_placement(header: Header) -> None:
@@ -84,7 +84,9 @@ def check_placement(header: Header) -> None:
 def _with_versions(program: Program, version: Numbers) -> Program:
     """The program with these versions, (S, B), in its jobs."""
     table = program.rows  # only compute instructions so far
-    return Program(program.header, table._replace(peer=version[table.stage, table.mb].astype(np.int32)), program.time)
+    return Program(
+        program.header, table._replace(operand=version[table.stage, table.mb].astype(np.int32)), program.time
+    )
 
 
 def _last_uses(program: Program, updates: Mapping[tuple[int, int], Updates]) -> dict[tuple[int, int], list[int]]:
@@ -95,7 +97,7 @@ def _last_uses(program: Program, updates: Mapping[tuple[int, int], Updates]) -> 
         begin[rank, stage] = count
         count += len(owned.steps) + 1
     last = np.full(count, -1, np.int64)
-    np.maximum.at(last, begin[table.rank, table.stage] + table.peer, np.arange(len(program)))
+    np.maximum.at(last, begin[table.rank, table.stage] + table.operand, np.arange(len(program)))
     return {key: last[begin[key] : begin[key] + len(owned.steps) + 1].tolist() for key, owned in updates.items()}
 
 
