@@ -30,7 +30,11 @@ def check_slices(model: Model, header: Header) -> None:
     replicated = [stage for stage in range(len(model.stages)) if stage not in model.sliced]
     if list(header.tensor_parallel.replicated) != replicated:
         if not model.sliced:
-            raise UsageError("the schedule has slices, but no stage of the model can have any")
+            degree = header.tensor_parallel.degree
+            raise UsageError(
+                f"the schedule was compiled with --tensor {degree}, but no stage of this model defines slices: "
+                "give Model(sliced=...)"
+            )
         in_model, in_schedule = (
             ",".join(map(str, stages)) for stages in (replicated, header.tensor_parallel.replicated)
         )

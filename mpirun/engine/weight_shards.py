@@ -1,4 +1,4 @@
-"""Weight shards: the shards that a stage's flat weights are divided into, and the piece of each parameter in a shard."""
+"""Weight shards: how a stage's flat weights are divided, and the piece of each parameter that lies in a shard."""
 
 from __future__ import annotations
 

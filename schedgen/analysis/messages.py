@@ -57,8 +57,8 @@ def match_messages(program: Program) -> Messages:
 def entries(program: Program) -> list[tuple[int, Numbers]]:
     """For every group with collectives: its index, and the rows that enter them, ascending and so sorted by rank."""
     rows = program.rows_of(*COLLECTIVES)
-    rows = rows[np.argsort(program.rows.operand[rows], kind="stable")]
-    groups, begin = np.unique(program.rows.operand[rows], return_index=True)
+    rows = rows[np.argsort(program.rows.group[rows], kind="stable")]
+    groups, begin = np.unique(program.rows.group[rows], return_index=True)
     return list(zip(groups.tolist(), np.split(rows, begin[1:]), strict=False))
 
 

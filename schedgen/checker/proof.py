@@ -54,7 +54,8 @@ class Proof:
         """`name` begins every refusal."""
         self.program, self.header, self.name = program, program.header, name
         self.analysis = analyse(program)
-        self.rank, self.op, self.kind, self.stage, self.mb, self.via, self.peer = program.rows
+        self.rank, self.op, self.kind, self.stage, self.mb, self.piece, self.operand = program.rows
+        self.group = self.version = self.operand  # by the opcode: `Operands`
 
     def rows_of(self, *ops: Op) -> Numbers:
         """The rows with one of these opcodes, ascending."""

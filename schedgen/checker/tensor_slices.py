@@ -6,8 +6,8 @@ ALLREDUCE of the part, over the ranks of all slices, before any SEND or job of t
 comes after the job, and by rule 6 all ranks enter it together.
 
 Rule 11: all slices of a replicated stage add up its gradient in one order and grouping. A sum of floating-point numbers
-depends on its order and grouping, and nothing is exchanged between the slices of a replicated stage. What is added to dw.s
-on a rank is a sequence of terms: the gradient of a microbatch, or a partial, which is such a sequence itself. The
+depends on its order and grouping, and nothing is exchanged between the slices of a replicated stage. What is added to
+dw.s on a rank is a sequence of terms: the gradient of a microbatch, or a partial, which is such a sequence itself. The
 owners' ALLREDUCE adds their sums in the order of their ranks. So the gradient of a slice is a tree, and the trees of
 all slices of a stage must be the same.
 """
@@ -61,7 +61,7 @@ def _check_summed(proof: Proof, buffer: Buffer, d: int, stage: Numbers, consumer
     proof.refuse_any(10, sums.rows[rank[part, mb] != sums.rank], "this rank does not compute it")
     slices = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # the ranks of all slices
     groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups], np.int64).reshape(-1, T)
-    right = (groups[proof.operand[sums.rows]] == slices[giver[part] // T, :, mb]).all(axis=1)
+    right = (groups[proof.group[sums.rows]] == slices[giver[part] // T, :, mb]).all(axis=1)
     proof.refuse_any(10, sums.rows[~right], "this is not the group of the stage's slices")
     summed = np.full(rank.shape, -1, np.int64)  # by part and microbatch: the row
     summed[part, mb] = sums.rows
@@ -120,7 +120,7 @@ def drifting(program: Program) -> tuple[int, int] | None:
 
 
 def _gradient_trees(program: Program) -> dict[Place, int]:
-    """For every dw of a replicated stage, the number of its sequence of terms before ALLREDUCE; equal ones share one."""
+    """By dw of replicated stages, the number of its sequence of terms before ALLREDUCE; equal ones share one."""
     table, whole = program.rows, ~program.header.tensor_parallel.sliced
     adds = (table.op == Op.ADD) & (table.kind == Kind.DW)
     rows = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)) | adds)
@@ -134,7 +134,7 @@ def _gradient_trees(program: Program) -> dict[Place, int]:
         for row in piece[:1].tolist():
             pieces[int(table.stage[row]), int(table.rank[row])].append(piece)
     needs = {
-        (stage, rank): [(stage, int(table.operand[piece[0]])) for piece in found if adds[piece[0]]]
+        (stage, rank): [(stage, int(table.source[piece[0]])) for piece in found if adds[piece[0]]]
         for (stage, rank), found in pieces.items()
     }
     numbers: dict[tuple[Term, ...], int] = {}

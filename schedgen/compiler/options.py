@@ -65,7 +65,7 @@ class Options:
 
 
 def shard_counts(sizes: Sizes, options: Options) -> list[int]:
-    """By stage of the model, into how many shards its weights are divided; UsageError if `sizes.shards` does not fit."""
+    """By stage of the model, how many shards its weights have; UsageError if `sizes.shards` does not fit."""
     stages, counts = sizes.stages * options.substages, list(sizes.shards or (1,))
     if len(counts) not in (1, stages):
         raise UsageError(f"--shards has {number_of(len(counts), 'number')}, but there are {stages} stages")

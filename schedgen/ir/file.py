@@ -26,13 +26,14 @@ from schedgen.ir.line_codec import CLOSE, LAST, State, read_lines, write_lines
 from schedgen.ir.program import Program, Rows, rows
 from schedgen.ir.validate_header import Wrong, read_header, read_limits
 from schedgen.ir.validate_instruction import instruction
+from schedgen.ir.version_1 import from_version_1
 from schedgen.util.arrays import Ints
 from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.files import BLOCK
 from schedgen.util.parse_json import read_json
 from schedgen.util.progress import counted
 
-VERSION = 1
+VERSION = 2
 CHUNK = 2**16  # rows written at a time
 MOST_LINE = 2**27  # bytes of a line of the header
 MOST_SHOWN = 256  # bytes of a wrong line that are read as an instruction: twice as many as the longest has
@@ -152,15 +153,15 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
 
 
 def _header_text(lines: _Lines) -> list[str]:
-    """The header's lines, with the one that begins the lists; the format version in the first is checked."""
+    """The header's lines, with the one that begins the lists, in the words of today's version; the first is checked."""
     first = next(lines)
     version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
     if version is None:
         reason = "its lines end in CR LF, not LF" if first.endswith("\r") else "its first line is wrong"
-        raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": 1,')
+        raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": {VERSION},')
     if int(version[1]) > VERSION:
         raise lines.refuse(f"format version {version[1]} is newer than this schedgen reads ({VERSION})")
-    if int(version[1]) < VERSION:
+    if int(version[1]) < 1:
         raise lines.refuse(f"there is no format version {version[1]}")
     header_text, room = [first], MOST_HEADER
     while header_text[-1] != _PROGRAMS:
@@ -168,7 +169,7 @@ def _header_text(lines: _Lines) -> list[str]:
         room -= len(header_text[-1]) + 64
         if room < 0:
             raise lines.refuse("the header is too long")
-    return header_text
+    return from_version_1("\n".join(header_text)).split("\n") if int(version[1]) == 1 else header_text
 
 
 def stored_hash(source: BinaryIO) -> str:
@@ -180,6 +181,8 @@ def stored_hash(source: BinaryIO) -> str:
 def parse(content: str, name: str) -> Program:
     """The program in the text of file `name`, which may be edited by hand: any JSON layout, any or no hash."""
     raw = read_json(content, name)
+    if isinstance(raw, dict) and raw.get("schedgen") == 1:
+        raw = read_json(from_version_1(content), name)
     if not isinstance(raw, dict) or raw.get("schedgen") != VERSION:
         raise RefusedFile(f'{name}: not a schedule file of format version {VERSION} ("schedgen": {VERSION})')
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
+from schedgen.ir.version_1 import from_version_1
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
 from schedgen.util.files import display_name, read_text
 from schedgen.util.parse_json import read_json
@@ -22,9 +23,9 @@ class ModelGraph:
 
     stages: int
     edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer), ascending
-    per_consumer: tuple[int, ...] = ()  # the file's key too
+    per_consumer: tuple[int, ...] = ()
     tied: tuple[tuple[int, ...], ...] = ()
-    replicated: tuple[int, ...] = ()  # the file's `whole`
+    replicated: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()  # one number a stage, or none
 
     def text(self) -> str:
@@ -47,7 +48,7 @@ def read_graph(text: str, name: str) -> ModelGraph:
 
     `name`: what error messages call the file.
     """
-    values = read_json(text, name)
+    values = read_json(from_version_1(text), name)
     optional = ("edges", "per_consumer", "tied", "replicated", "layers")
     if not isinstance(values, dict) or not {"stages"} <= values.keys() <= {"stages", *optional}:
         raise RefusedFile(f"{name}: should be an object with stages, and perhaps {', '.join(optional)}")

@@ -31,7 +31,7 @@ class Limits(NamedTuple):
     versions: int  # 0: weights have none
     shards: tuple[int, ...] = ()  # of the weights of each stage; empty: none are divided
 
-    def divided(self, stage: object) -> bool:
+    def is_sharded(self, stage: object) -> bool:
         """Whether the weights of a stage have shards; False for anything that is not a stage."""
         return isinstance(stage, int) and 0 <= stage < len(self.shards) and self.shards[stage] > 1
 

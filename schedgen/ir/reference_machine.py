@@ -145,18 +145,18 @@ class ReferenceMachine:
 
     def receive(self, rank: Rank, i: Instruction) -> None:
         """FETCH_W, RECV: post a receive of buf, the next message of this kind from `from`. A dw becomes a partial."""
-        name = i.buffer if i.kind != Kind.DW else f"partial.{i.buffer} from {i.operand}"
+        name = i.buffer if i.kind != Kind.DW else f"partial.{i.buffer} from {i.source}"
         rank.define(name, UNDER_WAY)
-        self.posted[i.operand, rank.rank, i.kind].append((i.buffer, name))
+        self.posted[i.source, rank.rank, i.kind].append((i.buffer, name))
 
     def send(self, rank: Rank, i: Instruction) -> None:
         """SEND: once rank `to` has posted its receive, the buffer there gets the value of buf."""
         value = rank.read(i.buffer)
-        if not self.posted[rank.rank, i.operand, i.kind]:
+        if not self.posted[rank.rank, i.to, i.kind]:
             raise MustWait
-        expected, name = self.posted[rank.rank, i.operand, i.kind].popleft()
-        rank.need(expected == i.buffer, f"rank {i.operand} receives {expected}")
-        self.ranks[i.operand].held[name] = value
+        expected, name = self.posted[rank.rank, i.to, i.kind].popleft()
+        rank.need(expected == i.buffer, f"rank {i.to} receives {expected}")
+        self.ranks[i.to].held[name] = value
 
     def forward(self, rank: Rank, i: Instruction) -> None:
         """FWD: x.s.b, and what the backward needs if there is one and no RECOMPUTE, from every x.p.b and w.s."""
@@ -207,7 +207,7 @@ class ReferenceMachine:
 
     def add(self, rank: Rank, i: Instruction) -> None:
         """ADD: buf += the partial of buf from rank `from`; the partial ends."""
-        name = f"partial.{i.buffer} from {i.operand}"
+        name = f"partial.{i.buffer} from {i.source}"
         more = rank.read(name)
         assert isinstance(more, Sum)
         rank.add(i.buffer, more)
@@ -239,7 +239,7 @@ class ReferenceMachine:
     def of_model(self, i: Instruction) -> Instruction:
         """The instruction, in a sum over slices with the model's stage in place of the slice that the member names."""
         model_stage = self.header.model_stage
-        return i._replace(stage=model_stage(i.stage), via=model_stage(i.piece)) if i.kind in EXCHANGED else i
+        return i._replace(stage=model_stage(i.stage), piece=model_stage(i.consumer)) if i.kind in EXCHANGED else i
 
     def sum_terms(self, rank: Rank, entered: list[tuple[Rank, Instruction]]) -> None:
         """ALLREDUCE of x or g: each slice's term is replaced by the sum of all terms."""

@@ -1,6 +1,6 @@
 """Tensor parallelism: T slices of every stage of the model, on as many workers [Megatron-LM, section 3].
 
-Stage s T + t of a schedule is slice t of the model's stage s. The jobs of a *split* stage's slices give
+Stage s T + t of a schedule is slice t of the model's stage s. The jobs of a *sliced* stage's slices give
 the terms of a sum, which an ALLREDUCE adds up. A *replicated* stage is computed alike by all its slices.
 """
 
@@ -29,11 +29,11 @@ class TensorParallel:
         return self.degree > 1
 
     @cached_property
-    def split(self) -> Flags:
+    def sliced(self) -> Flags:
         """By stage of the schedule: whether its output, and the gradients it gives, add up over its slices."""
-        split = np.full(self.stages // self.degree, self.degree > 1)
-        split[list(self.replicated)] = False
-        return np.repeat(split, self.degree)
+        sliced = np.full(self.stages // self.degree, self.degree > 1)
+        sliced[list(self.replicated)] = False
+        return np.repeat(sliced, self.degree)
 
     def slices_of(self, stage: int) -> range:
         """The slices of the model's stage that `stage` is one of: stages of the schedule, in their order."""
@@ -41,8 +41,8 @@ class TensorParallel:
         return range(first, first + self.degree)
 
     def summed_stages(self, stage: int) -> range:
-        """The stages whose jobs add up to x.s and to the gradients of s's inputs: all slices if s is split, else s."""
-        return self.slices_of(stage) if self.split[stage] else range(stage, stage + 1)
+        """The stages whose jobs add up to x.s and to the gradients of s's inputs: all slices if s is sliced, else s."""
+        return self.slices_of(stage) if self.sliced[stage] else range(stage, stage + 1)
 
 
 def check_slices_apart(compute: Ints, degree: int, directions: Sequence[str]) -> None:

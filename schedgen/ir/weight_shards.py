@@ -41,7 +41,7 @@ class WeightShards:
         """How many units each stage has."""
         return np.array([len(ranks) for ranks in self.shard_owners] or [1] * len(self.owners), np.int64)
 
-    def shards(self, stage: int) -> tuple[int, ...]:
+    def of(self, stage: int) -> tuple[int, ...]:
         """The `shard` operands of w.stage and dw.stage: (-1,) where they are not divided."""
         count = int(self.counts[stage])
         return tuple(range(count)) if count > 1 else (-1,)
@@ -59,7 +59,7 @@ class WeightShards:
     @cached_property
     def units(self) -> list[tuple[int, int]]:
         """(stage, shard) of every unit."""
-        return [(stage, shard) for stage in range(len(self.counts)) for shard in self.shards(stage)]
+        return [(stage, shard) for stage in range(len(self.counts)) for shard in self.of(stage)]
 
     def holders(self, stage: int, shard: int) -> tuple[int, ...]:
         """The owners of a unit, ascending."""

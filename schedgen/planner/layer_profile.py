@@ -29,6 +29,7 @@ from schedgen.ir.cost import REDO, by_stage
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import chain
+from schedgen.ir.version_1 import from_version_1
 from schedgen.simulator.machine import Machine, by_direction, read_profile
 from schedgen.util.arrays import Floats
 from schedgen.util.errors import RefusedFile, UsageError, clip
@@ -114,7 +115,7 @@ def listed(values: object) -> int:
 
 def parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
     """The layers in the JSON of a profile; as `read_layers`."""
-    values = read_json(text, name)
+    values = read_json(from_version_1(text), name)
     count = listed(values)
     if not 1 <= count <= MOST_PROFILED:
         raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_PROFILED}")

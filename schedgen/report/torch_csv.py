@@ -23,10 +23,10 @@ from schedgen.util.errors import UsageError
 def as_torch_csv(program: Program) -> str:
     """The jobs of every rank in the order of its list; torch has no action for RECOMPUTE, so RECOMPUTEs are left out.
 
-    Raises UsageError for stages in shards and for weight versions, which torch's schedules do not have.
+    Raises UsageError for stages in slices and for weight versions, which torch's schedules do not have.
     """
     if program.header.model_stages < program.header.stages:
-        raise UsageError("torch's CSV has no shards of stages, which --tensor makes")
+        raise UsageError("torch's CSV has no slices of stages, which --tensor makes")
     if not program.header.has_flush:
         updates = program.header.weight_versions.updates
         raise UsageError(f"torch's CSV has no versions of weights, which --updates {updates} makes")

@@ -95,11 +95,11 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
 def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Numbers:
     """Bytes of the buffer that each of these SEND, RECV and FETCH_W rows names; a received dw counts as its partial."""
     header, table = program.header, program.rows.take(rows)
-    column = header.weight_shards.first_unit[table.stage] + np.maximum(table.piece, 0)
+    column: Numbers = header.weight_shards.first_unit[table.stage] + np.maximum(table.shard, 0)
     exchanged = np.isin(table.kind, EXCHANGED)
-    column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.piece[exchanged])
+    column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.consumer[exchanged])
     x, g, w, dw, partial = sizes.by_kind(header)[:5]
-    by_kind = np.stack([0 * x, x, g, w, dw, partial])
+    by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial])
     return by_kind[np.where((table.kind == Kind.DW) & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
 
 
@@ -119,5 +119,5 @@ def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
         rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
         summed[rows] = by_number[table.stage[rows]]
     rows = program.exchanges()
-    summed[rows] = sizes.outputs(header)[header.graph.size_columns(table.stage[rows], table.piece[rows])]
+    summed[rows] = sizes.outputs(header)[header.graph.size_columns(table.stage[rows], table.consumer[rows])]
     return summed

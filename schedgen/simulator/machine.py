@@ -16,6 +16,7 @@ from schedgen.ir.cost import DIRECTION, MOST_AMOUNT, REDO, Amount, by_stage, is_
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
+from schedgen.ir.version_1 import from_version_1
 from schedgen.util.arrays import Floats, Times
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
 from schedgen.util.parse_json import read_json
@@ -88,7 +89,7 @@ def read_profile(
     Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
     the number of stages or edges.
     """
-    values = read_json(text, name)
+    values = read_json(from_version_1(text), name)
     given = {*values} if isinstance(values, dict) else set()
     names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
     if not names:

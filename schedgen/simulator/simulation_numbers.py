@@ -16,7 +16,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
     """The numbers by name: times in the unit of the costs; bytes in all, by kind, link and worker. See the README."""
     table, workers = program.rows, program.header.workers
     sends = program.rows_of(Op.SEND)
-    link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.operand[sends], return_inverse=True)
+    link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.to[sends], return_inverse=True)
     traffic = np.bincount(number, run.message_bytes[sends], minlength=len(link)).astype(np.int64)
     return {
         "latency": run.latency,

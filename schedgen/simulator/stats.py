@@ -82,7 +82,7 @@ def _collectives(program: Program) -> int:
     """How many collectives there are; each is entered by all members of its group."""
     rows = program.rows_of(Op.ALLREDUCE, Op.NORM)
     sizes = np.array([len(group) for group in program.header.groups])
-    return round(float((1 / sizes[program.rows.operand[rows]]).sum()))
+    return round(float((1 / sizes[program.rows.group[rows]]).sum()))
 
 
 def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def _staleness(program: Program) -> Numbers:
     header, table = program.header, program.rows
     forwards = program.rows_of(Op.FWD)
     stage = table.stage[forwards]
-    late = table.mb[forwards] // np.array(header.weight_versions.rounds)[stage] - table.operand[forwards]
+    late = table.mb[forwards] // np.array(header.weight_versions.rounds)[stage] - table.version[forwards]
     most = np.zeros(header.stages, np.int64)
     np.maximum.at(most, stage, late)
     return most

@@ -264,7 +264,7 @@ def a_message_again(chance: Random, program: Program) -> Program:
             new.append((at + 1, sender, other))
         elif (other.op, program.rows.rank[at]) == (Op.FREE, receiver):
             get = Op.FETCH_W if i.kind == Kind.W else Op.RECV
-            new += [(at + 1, receiver, i._replace(op=get, operand=sender)), (at + 1, receiver, other)]
+            new += [(at + 1, receiver, i._replace(op=get, last=sender)), (at + 1, receiver, other)]
     return with_rows(program, new) if new else program
 
 

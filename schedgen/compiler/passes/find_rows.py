@@ -23,7 +23,7 @@ def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: I
     def key(stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
         return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
 
-    keys = key(table.stage[sums], table.mb[sums], table.piece[sums])
+    keys = key(table.stage[sums], table.mb[sums], table.consumer[sums])
     T = len(header.slices_of(int(table.stage[sums[0]])))
     last_member = sums.reshape(-1, T)[:, -1:].repeat(T, axis=1).ravel()
     order = np.argsort(keys)

@@ -6,8 +6,8 @@ workers that finish first are furthest from the owner. A receiver adds sums in o
 receive; an owner adds the last one after its next job, so that the transfer overlaps other work. Several owners then
 all-reduce their sums once, as soon as the last owner's sum is complete.
 
-Each shard of divided weights has an owner, and a tree, of its own. K shards count as one sum, and a worker sends first to
-the next worker, then to the one after it, and so on, modulo the number of workers.
+Each shard of weights has an owner, and a tree, of its own. K shards count as one sum, and a worker sends first to the
+next worker, then to the one after it, and so on, modulo the number of workers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, rows
 
-# An instruction to be inserted: op, rank, stage, shard, peer, the row after which it is inserted, and for divided
-# weights its order among the instructions inserted there: by depth and then by distance.
+# An instruction to be inserted: op, rank, stage, shard, its last operand, the row after which it is inserted, and for
+# divided weights its order among the instructions inserted there: by depth and then by distance.
 Fields = tuple[Op, int, int, int, int, int, int, int]
 
 
@@ -52,13 +52,13 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
             for owner in owners:
                 sums.append((len(new), own, adds))
                 new.append((Op.ALLREDUCE, owner, stage, -1, header.group_numbers[owners], -1, 0, 0))
-    op, rank_, stage_, shard_, peer, after, depth, distance = np.array(new, np.int64).reshape(-1, 8).T
+    op, rank_, stage_, shard_, operand, after, depth, distance = np.array(new, np.int64).reshape(-1, 8).T
     last = np.array(last_adds, np.int64)
     # An owner runs its next job before its last ADD; a worker that relays its sum does not.
     after[last] = next_compute(program, after[last], rank_[last].astype(np.int32))
     for index, own, adds in sums:
         after[index] = max(own, after[last[adds]].max(initial=-1))
-    inserted = rows(op, rank_, kind=Kind.DW, stage=stage_, shard=shard_, last=peer)
+    inserted = rows(op, rank_, kind=Kind.DW, stage=stage_, shard=shard_, operand=operand)
     if header.shard_owners:
         order = np.lexsort((distance, depth, after))
         inserted, after = inserted.take(order), after[order]

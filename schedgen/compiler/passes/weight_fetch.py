@@ -157,7 +157,7 @@ def _fetches(
     program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]],
     jobs: list[Numbers], placed: PlacedScheme,
 ) -> list[tuple[int, ...]]:  # fmt: skip
-    """The fetches: (rank and stage of a copy, shard, sender of the shard, row after which it is sent, number of relays).
+    """The fetches: (rank and stage of a copy, shard, its sender, the row after which it is sent, number of relays).
 
     The sender is the owner or, if it has sent `fan_out` live copies, the oldest copy that can send in time, if any.
     `jobs`: by rank.

@@ -88,12 +88,12 @@ def test_nothing_is_exchanged_where_all_stages_are_replicated():
     check(program)
 
 
-def test_slices_and_parts_of_one_are_what_was_compiled_without():
+def test_slices_and_shards_of_one_are_what_was_compiled_without():
     plain = compile(load("1f1b", Sizes(4, 4)), Sizes(4, 4))
     assert [listed(plain, r) for r in range(4)] == [listed(compiled("1f1b", 4, 4, 1, substages=1), r) for r in range(4)]
 
 
-def test_parts_of_a_stage_run_one_behind_the_other():
+def test_substages_run_one_behind_the_other():
     program = compiled("1f1b", 2, 3, tensor=1, substages=3)
     assert program.header.graph.edges == tuple((s, s + 1) for s in range(5)) and program.header.workers == 2
     undivided = compiled("1f1b", 2, 3, tensor=1)
@@ -107,7 +107,7 @@ def test_parts_of_a_stage_run_one_behind_the_other():
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_has_parts_and_slices(name):
+def test_every_scheme_has_substages_and_slices(name):
     if name in ("pipedream", "pipedream-2bw"):
         return  # its weights have versions
     options = {"groups": 2} if name in ("lpp", "fslpp") else {"replicas": (1, 1)} if name == "1f1b-rr" else {}
@@ -406,8 +406,8 @@ def test_an_exchange_that_is_missing_late_or_there_twice_is_refused(change, rule
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        ({"buf": "x.6.0"}, "the stage that computes this is not split"),
-        ({"buf": "g.4.0"}, "the stage that computes this is not split"),
+        ({"buf": "x.6.0"}, "the stage that computes this is not sliced"),
+        ({"buf": "g.4.0"}, "the stage that computes this is not sliced"),
         ({"buf": "x.4.0"}, "this rank does not compute it"),
         ({"group": 0}, "this is not the group of the stage's slices"),
     ],
@@ -481,7 +481,7 @@ def test_other_commands_know_exchanges(run, graph_file, tmp_path):
     assert run("export", path, "--to", "chakra", "-o", tmp_path / "et").code == 0
     other = tmp_path / "other.json"
     assert run("compile", "zb-h1", *sizes, "--graph", graph_file(stages=4, replicated=[0]), "-o", other).code == 0
-    assert "whole: (3,) -> (0, 3)" in run("diff", path, other).out
+    assert "tensor replicated: (3,) -> (0, 3)" in run("diff", path, other).out
 
 
 def test_statistics_of_slices():

@@ -63,7 +63,7 @@ def test_first_and_last_stage_tied_in_every_scheme(scheme, execute):
     assert rows.rank[sums].tolist() == owners
     for row in sums.tolist():
         rank = int(rows.rank[row])
-        assert header.groups[rows.operand[row]] == tuple(owners)
+        assert header.groups[rows.group[row]] == tuple(owners)
         own = [stage for stage in (0, last) if rank in header.owners[stage]]
         norm = np.flatnonzero((rows.op == Op.NORM) & (rows.rank == rank))
         assert adds_to(program, rank, own).max() < row < norm[0]
@@ -141,14 +141,14 @@ def moved(program, row, to):
 def another_order(program, row, begin, end):
     """Whether the members of a collective's group disagree on its order if it moves past these rows."""
     passed = program.rows.take(slice(begin, end))
-    same = np.isin(passed.op, (Op.ALLREDUCE, Op.NORM)) & (passed.operand == program.rows.operand[row])
-    return same.any() and len(program.header.groups[program.rows.operand[row]]) > 1
+    same = np.isin(passed.op, (Op.ALLREDUCE, Op.NORM)) & (passed.group == program.rows.group[row])
+    return same.any() and len(program.header.groups[program.rows.group[row]]) > 1
 
 
 def with_group(program, rows, ranks):
-    peer = program.rows.operand.copy()
-    peer[rows] = program.header.groups.index(ranks)
-    return Program(program.header, program.rows._replace(operand=peer))
+    operand = program.rows.operand.copy()
+    operand[rows] = program.header.groups.index(ranks)
+    return Program(program.header, program.rows._replace(operand=operand))
 
 
 def test_a_tie_that_nobody_sums_up_is_refused():

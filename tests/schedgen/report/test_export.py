@@ -148,7 +148,7 @@ def test_every_instruction_is_its_node_and_every_message_has_two_ends(scheme, ex
                 message = tuple(node.attr[key] for key in ("comm_src", "comm_dst", "comm_tag"))
                 ends[message].append((node.type, node.name.split()[1]))
             if node.type == COLLECTIVE:
-                assert node.attr["comm_type"] == 0 and node.attr["pg_name"] == str(i.operand)
+                assert node.attr["comm_type"] == 0 and node.attr["pg_name"] == str(i.group)
     assert ends
     for (first, buffer), (second, same) in (sorted(pair) for pair in ends.values()):
         assert (first, second) == (SEND, RECV) and buffer == same
