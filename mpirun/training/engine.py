@@ -61,7 +61,7 @@ from mpirun.training.saving import Checkpoints, Saving
 from mpirun.training.schedule_and_model import Given, Models, load
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_loss_weight
-from mpirun.watchdog import EVALUATING, IN_SCRIPT
+from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
 from schedgen.util.files import check_writable
 from schedgen.util.option_fields import checked, refuse_overwriting
@@ -378,7 +378,10 @@ class Engine:
         `tolerance`; None: 1e-5, or more where numbers are narrower than float32.
         """
         refuse(self.comm, not self._running.verifies, "verify: say verify=True where the Engine is made")
-        return self._begun.session.verify(tolerance) == 0
+        session = self._begun.session
+        assert session.verification is not None
+        session.watchdog.state[PHASE] = VERIFYING
+        return session.verification.compare(session.begun, session.steps, session.beat, tolerance) == 0
 
     def close(self) -> None:
         """End the run; another Engine may follow in this process. Collective."""

@@ -147,7 +147,7 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
         joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in leaves]
     except RuntimeError as error:
         raise UsageError(
-            f"predict: outputs cannot be joined along dimension 0: {error}: take each with each="
+            f"predict: outputs cannot be joined along dimension 0: {error}: take each of them with each="
         ) from None
     return pytree.tree_unflatten(joined, pytree.tree_structure(ordered[0]))
 

@@ -36,7 +36,7 @@ from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreache
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification
-from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, TRYING, VERIFYING
+from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, TRYING
 from mpirun.watchdog.rank_side import Watchdog
 
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
@@ -254,16 +254,6 @@ class Session:
             raise Stop(sentence, 1, speaker=rank if sentence else -1)
         if sentence:
             say(f"mpirun: {sentence}", sys.stderr)
-
-    def verify(self, tolerance: float | None = None) -> int:
-        """Repeat all steps in one process, and print how far the results differ; returns 0 if that is allowed, else 1.
-
-        `tolerance`: the relative difference that is allowed; None: by the types.
-        """
-        if self.verification is None:
-            return 0
-        self.watchdog.state[PHASE] = VERIFYING
-        return self.verification.compare(self.begun, self.steps, self.beat, tolerance)
 
     def beat(self) -> None:
         """Show the watchdog that this rank makes progress."""
