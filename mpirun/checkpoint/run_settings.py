@@ -25,10 +25,10 @@ def run_settings(
     `optimizer`: its name and its settings; `groups`: the options of all parameter groups; `schedule`: its SHA-256.
     """
     name, settings = optimizer
-    text = hashlib.sha256(setup.text.numpy().data).hexdigest()[:8] if setup.text is not None else None
+    text = getattr(setup.microbatches, "text", None)
     options = {
         "seed": setup.seed,
-        "text": text,
+        "text": None if text is None else hashlib.sha256(text.numpy().data).hexdigest()[:8],
         "microbatches": header.microbatches * setup.passes,
         **settings,
         **_set_in_groups(groups, settings),

@@ -16,7 +16,7 @@ class Graph:
 
     def __init__(self, comm: MPI.Intracomm, options: GraphOptions) -> None:
         """Nothing is done before `execute`."""
-        self.comm, self.options, self.traceback = comm, options, options.traceback
+        self.comm, self.options = comm, options
 
     def position(self) -> str:
         """Empty: no instruction is executed."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from mpirun.cli.options import graph_options, profile_options, run_options
+from mpirun.cli.options import ModelOptions, graph_options, profile_options, run_options
 from mpirun.comm.fail_together import Stop
-from mpirun.training.errors import end_all_ranks
+from mpirun.training import errors
 from schedgen.util.files import prepare_streams
 
 if TYPE_CHECKING:
@@ -38,35 +38,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if comm.rank == stop.speaker:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         return stop.code
+    except SystemExit as end:  # an Engine has said why
+        return end.code if isinstance(end.code, int) else 1
     except BaseException as error:
-        position, show_traceback = ("", False) if command is None else (command.position(), command.traceback)
-        end_all_ranks(comm, position, error, show_traceback)
+        errors.end_all_ranks(comm, "" if command is None else command.position(), error)
 
 
 def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Run | Profile | Graph:
     """The requested command. torch is imported only once the options are right: --help does not wait for it."""
     if arguments[:1] == ["profile"]:
         of_profile = profile_options(comm, arguments[1:])
-        with _imports():
+        with _imports(of_profile):
             from mpirun.cli.profile import Profile
         return Profile(comm, of_profile)
     if arguments[:1] == ["graph"]:
         of_graph = graph_options(comm, arguments[1:])
-        with _imports():
+        with _imports(of_graph):
             from mpirun.cli.graph import Graph
         return Graph(comm, of_graph)
     options = run_options(comm, arguments)
-    with _imports():
+    with _imports(options):
         from mpirun.cli.run import Run
     return Run(comm, options)
 
 
 @contextlib.contextmanager
-def _imports() -> Iterator[None]:
+def _imports(options: ModelOptions) -> Iterator[None]:
     """Let garbage collection skip what is imported inside, now and in steps: it lives until the process ends.
 
     Afterwards modules in the working directory can be imported, as --model does.
     """
+    errors.show_traceback = options.traceback
     first = "torch" not in sys.modules
     if first:
         gc.disable()

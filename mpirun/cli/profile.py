@@ -16,23 +16,28 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 from tqdm import tqdm
 
+from mpirun.cli.optimizer import optimizer
 from mpirun.cli.options import ProfileOptions
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.comm.link_speed import measure_link_speed
-from mpirun.comm.output import note, write_output
+from mpirun.comm.output import note, print_notes, write_output
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.core.context import Act
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.host import use_host
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
+from mpirun.engine.options import RunOptions, SetupOptions, values_of
 from mpirun.engine.other_sums import parameters_of_tie
-from mpirun.engine.setup import set_up_command
+from mpirun.engine.recipe import Recipe
+from mpirun.engine.setup import Setup, set_up, text_microbatches
 from mpirun.model.dataflow import ALIGN
 from mpirun.model.load_model import load_model
 from schedgen.checker.files import checked
@@ -98,15 +103,24 @@ class Profile:
 
     def __init__(self, comm: MPI.Intracomm, options: ProfileOptions) -> None:
         """Compile the schedules and set up the model. Collective."""
-        self.comm, self.options, self.traceback = comm, options, options.traceback
+        self.comm, self.options = comm, options
         on_rank_0(comm, lambda: check_writable("--output", options.output))
         self.program = from_rank_0(comm, lambda: _schedule(options))
         self.instructions = self.program.instructions(0)
         self.current: Instruction | None = None
-        self.setup = set_up_command(comm, options.setup, self.program.header)
+        self.setup = self._set_up()
         if self.setup.model.loss_of == "minibatch":
             raise Stop("a loss of the whole minibatch cannot be profiled: jobs are measured two microbatches at a time")
         together(comm, lambda: self.setup.device.try_messages(comm))
+
+    def _set_up(self) -> Setup:
+        comm, options, header = self.comm, self.options, self.program.header
+        host = use_host(comm, options.device, options.threads, options.gpu_messages, options.stream_words)
+        with print_notes(comm):
+            model = together(comm, lambda: load_model(options.model, header.model_stages, options.seed))
+        source = text_microbatches(comm, model, options, header)
+        recipe = Recipe(partial(optimizer, options), clip=options.clip)
+        return set_up(comm, header, model, source, RunOptions(**values_of(options, SetupOptions)), recipe, host)
 
     def position(self) -> str:
         """The instruction being executed, for error messages; empty outside of a step."""
@@ -176,7 +190,7 @@ class Profile:
 
     def _seconds(self) -> dict[str, object]:
         """Seconds of jobs and STEPs, and overheads of jobs, by stage: medians over ranks of each rank's medians."""
-        steps, silent = self.options.setup.steps, self.comm.rank > 0 or not sys.stderr.isatty()
+        steps, silent = self.options.steps, self.comm.rank > 0 or not sys.stderr.isatty()
         machine, inside = together(self.comm, self._interpreter), _Stopwatch()
         on_cpu = self.setup.device.kind == "cpu"
         for stage in machine.stages.values() if on_cpu else ():
@@ -241,7 +255,7 @@ def _schedule(options: ProfileOptions) -> Program:
     if options.schedule is None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MpirunWarning)  # the set-up makes the model again, and then warns
-            return _one_worker(load_model(options.setup.model, options.stages or 1, options.setup.seed).graph())
+            return _one_worker(load_model(options.model, options.stages or 1, options.seed).graph())
     try:
         header = checked(options.schedule).header
     except OSError as error:

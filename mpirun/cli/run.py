@@ -1,60 +1,55 @@
-"""`python -m mpirun FILE`: a run by the options of the command line: steps, checkpoints, output, traces, --verify."""
+"""`python -m mpirun FILE`: an Engine by the options of the command line, its steps, and what is printed of them."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
+from pathlib import Path
 
 from mpi4py import MPI
 
 from mpirun.checkpoint.reader import newest_checkpoint
-from mpirun.cli.options import RunOptions
+from mpirun.cli.optimizer import recipe
+from mpirun.cli.options import TrainOptions
 from mpirun.cli.progress_bar import Progress
 from mpirun.comm.fail_together import on_rank_0
 from mpirun.comm.output import all_said, note, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_any
-from mpirun.engine.memory_tracker import track_memory
+from mpirun.engine.options import RunOptions, values_of
 from mpirun.engine.read_schedule import read_schedule
-from mpirun.engine.setup import set_up_command
-from mpirun.training.session import Session
+from mpirun.model.load_model import load_model
+from mpirun.training.engine import Engine
 from schedgen.util.files import check_writable
 
 
 class Run:
     """One rank's part of a run."""
 
-    def __init__(self, comm: MPI.Intracomm, options: RunOptions) -> None:
-        """Set up: read the schedule, start the watchdog, build the stages, resume. Collective."""
+    def __init__(self, comm: MPI.Intracomm, options: TrainOptions) -> None:
+        """Set up: read the schedule, build the stages, resume. Collective."""
         self.comm = comm = RunComm(comm)
-        self.options, self.traceback = options, options.traceback
+        self.options = options
         for option, path in (("--metrics", options.metrics), ("--trace", options.trace)):
             on_rank_0(comm, lambda: check_writable(option, path))
-        file = read_schedule(comm, options.file)
-        if not options.trace:
-            file = file._replace(all_ranks=None)  # now the rows of other ranks can be freed
-        self.session = Session(comm, file, options.timeout)
-        with contextlib.ExitStack() as end:
-            end.push(self.session.end)  # called if the setup fails, else at the end of the run
-            self._set_up()
-            self.end = end.pop_all()
-
-    def _set_up(self) -> None:
-        comm, options, session, setup = self.comm, self.options, self.session, self.options.setup
+        schedule = read_schedule(comm, options.file)
         checkpoint = newest_checkpoint(comm, options.resume, options.save) if options.resume else None
-        if options.seed is None and checkpoint is not None:
-            setup = replace(setup, seed=checkpoint.seed)
-        made = set_up_command(comm, setup, session.header)
-        self.memory = contextlib.ExitStack()
-        self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
-        session.build(made, options.verify, checkpoint is not None)
-        if options.save:
-            session.checkpoint_writer().open(options.save, options.resume)
-        if checkpoint is not None:
-            session.resume(checkpoint)
-        self.progress = on_rank_0(comm, lambda: Progress(session.begun, setup.steps, options.metrics))
-        session.sigterm.take()
+        seed = (checkpoint.seed if checkpoint else 0) if options.seed is None else options.seed
+        self.engine = Engine(
+            schedule, lambda stages: load_model(options.model, stages, seed), optimizer=recipe(options), comm=comm,
+            **{**values_of(options, RunOptions), "seed": seed},
+        )  # fmt: skip
+        assert self.engine.session is not None
+        self.session = self.engine.session
+        self.session.counts_memory = options.memory
+        with contextlib.ExitStack() as end:
+            end.push(self.engine.__exit__)  # called if the set-up fails, else at the end of the run
+            self.engine.resume(checkpoint)
+            if options.save:
+                self.engine.checkpoints.open(Path(options.save))
+            self.progress = on_rank_0(comm, lambda: Progress(self.engine.steps, options.steps, options.metrics))
+            self.end = end.pop_all()
+        self.saved = self.left = False  # whether the last step is saved, and whether SIGTERM has ended them early
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
@@ -62,49 +57,42 @@ class Run:
 
     def execute(self) -> int:
         """Do all steps, and what follows them; returns the exit code. Collective."""
-        session, options = self.session, self.options
+        run, options = self.engine, self.options
         with self.end:
-            begun, steps = session.begun, options.setup.steps
-            traced = min(options.trace_steps if options.trace else 0, max(0, steps - begun))
-            saved, left = self._steps(traced)
-            if options.trace and not session.end_trace("--trace", options.trace):
-                why = "none of its steps is done" if left else "no step is left"
-                note(self.comm, f"--trace: {why}, so {options.trace} is not written")
+            begun, traced = run.steps, options.trace_steps if options.trace else 0
+            self._steps(options.steps - traced)
+            with run.trace(options.trace) if options.trace else contextlib.nullcontext():
+                self._steps(options.steps)
+            if not self.left:
+                self.session.sigterm.end()
+            if self.progress is not None:
+                self.progress.close(self.session.header)
             self._print_memory()
-            if left:
+            if self.left:
                 if options.verify:
                     note(self.comm, "--verify: nothing is compared, for the run is not done")
-                session.leave(saved)
-            code = session.verify(options.tolerance)
-            unsaved = options.save and begun < steps and not saved
+                self.session.leave(self.saved)
+            verified = not options.verify or run.verify(options.tolerance)
+            unsaved = options.save and begun < options.steps and not self.saved
             unwritten = not all_said() or (self.progress is not None and self.progress.failed)
-            return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # no rank is done before all are
+            return int(not verified or sleeping_any(self.comm, bool(unsaved or unwritten)))
 
-    def _steps(self, traced: int) -> tuple[bool, bool]:
-        """Do all steps, tracing the last `traced`; returns (the last one is saved, SIGTERM ended them early)."""
-        session, options, saved, left = self.session, self.options, False, False
-        steps, source = options.setup.steps, session.setup.microbatches
-        weights, tokens = source.loss_weights, source.tokens
-        while session.steps < steps and not left:
-            if traced and session.steps == steps - traced:
-                session.begin_trace()
-            result = session.step(weights, tokens)
+    def _steps(self, steps: int) -> None:
+        """Do steps until so many are done."""
+        run, options = self.engine, self.options
+        while run.steps < steps and not self.left:
+            result = run.step(leave=False)
             if self.progress is not None:
-                self.progress.step(session.steps - 1, result)
-            last = session.steps == steps
-            left = result.leave and not last
-            if options.save and (left or last or session.steps % options.every == 0):
-                saved = session.save(options.keep)
-        if not left:
-            session.sigterm.end()
-        if self.progress is not None:
-            self.progress.close(session.header)
-        return saved, left
+                self.progress.step(run.steps - 1, result)
+            last = run.steps == options.steps
+            self.left = result.leave and not last
+            if options.save and (self.left or last or run.steps % options.every == 0):
+                self.saved = run.save(options.save, keep=options.keep)
 
     def _print_memory(self) -> None:
-        if self.bytes is not None:
-            counts = self.comm.gather((self.bytes.peak, self.session.setup.device.reserved()))
-            self.memory.close()
+        if self.session.bytes is not None:
+            counts = self.comm.gather((self.session.bytes.peak, self.session.setup.device.reserved()))
+            self.session.memory.close()
             if counts is not None:
                 peaks, reserved = (" ".join(map(str, column)) for column in zip(*counts, strict=True))
                 say(f"memory: most bytes of tensors at once, by rank: {peaks}", sys.stdout)

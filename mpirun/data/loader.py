@@ -48,6 +48,11 @@ class Batch(NamedTuple):
         """Whether a microbatch has both samples and padding."""
         return self.loader is not None and any(0 < real < self.loader.microbatch_size for real in self.samples)
 
+    def check_names(self, first: tuple[str, ...]) -> None:
+        """UsageError if the leaves of an input have other names than `first`."""
+        for microbatch in self.microbatches.values():
+            microbatch.check_names(first)
+
 
 class Step(NamedTuple):
     """A step as a worker makes it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.other_sums import SliceSums, tied_sum
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.running_statistics import KeptBuffers
-from mpirun.engine.same_start import Values, check_same_start, value_digests
+from mpirun.engine.same_start import Values, value_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.build_stage import build_stage
@@ -48,7 +48,7 @@ def build_interpreter(
     setup: Setup,
     state: memoryview | None = None,
     other: RunInterpreter | None = None,
-    resumes: bool = False,
+    digests: MutableMapping[Values, str] | None = None,
 ) -> RunInterpreter:
     """Build one rank's interpreter. Collective; Stop if the model does not fit the schedule.
 
@@ -57,7 +57,7 @@ def build_interpreter(
     other                  an interpreter of the same list for microbatches of another shape, never in use at the same
                            time; the new one shares its weights, modules, optimizer, memory slots, and the gradient
                            buffers of what the rank owns
-    resumes                a checkpoint will replace all values
+    digests                gets those of the values that stages begin with
     """
     header, whole = program.header, setup.model.loss_of == "minibatch"
     if whole:
@@ -67,10 +67,11 @@ def build_interpreter(
         () if other is None else other.slots.blocks,
     )  # fmt: skip
     if other is None:
-        stages, digests = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
+        stages, of_values = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
         owned = {index: stage for index, stage in stages.items() if stage.owned}
         optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned, setup.seed))
-        check_same_start(comm, {} if resumes else digests)
+        if digests is not None:
+            digests.update(of_values)
     else:
         stages = {s: stage.elsewhere(slots.weights(s), setup.shapes[s]) for s, stage in other.stages.items()}
         optimizer = other.optimizer

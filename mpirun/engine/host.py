@@ -38,8 +38,8 @@ def threads_kept() -> Callable[[], None]:
     return give_back
 
 
-def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, stream_words: bool) -> Host:
-    """Choose this rank's device, by name, and torch's number of threads; 0: the rank's share of the cores. Collective.
+def use_host(comm: MPI.Intracomm, device: str, threads: int | None, gpu_messages: str, stream_words: bool) -> Host:
+    """Choose this rank's device, by name, and torch's threads; None: the rank's share of the cores. Collective.
 
     `gpu_messages`: auto, direct or host; `stream_words`: words in pinned memory replace events.
     """

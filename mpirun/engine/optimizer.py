@@ -62,7 +62,7 @@ class Optimizer:
         left_out = (*NO_OPTIONS, scheduled)
         plain = {key: x for key, x in optimizer.defaults.items() if is_plain(x) and key not in left_out}
         settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
-        name, distinct = self.recipe.name or class_name(type(optimizer)), {repr(group): group for group in groups}
+        name, distinct = class_name(type(optimizer)), {repr(group): group for group in groups}
         return name, {**settings, **self.recipe.settings}, list(distinct.values())
 
     def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:

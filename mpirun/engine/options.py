@@ -1,35 +1,69 @@
-"""The command line's options for a model and its run, read by `engine.setup`. Does not import torch, which is slow."""
+"""The options of a run, declared once: for an Engine, for the command line, and for the set-up of both.
+
+It does not import torch, which is slow: --help does without it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, fields
+from typing import Any
 
-DEVICES = ("auto", "cpu", "cuda")
-GPU_MESSAGES = ("auto", "direct", "host")
-ON_NAN = ("stop", "skip")
+from schedgen.util.option_fields import READ, Number, amount, count, natural, option, switch
+
+SECONDS = Number("a number of at least 0", float, 0, float("inf"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SetupOptions:
-    """Options with the names and defaults of those of `python -m mpirun`, whose help explains them."""
+    """What a run and a profile share."""
 
-    model: str  # MODULE:FUNCTION
-    seed: int = 0
-    text: str | None = None  # None: the sources of the standard library
-    steps: int = 20
-    optimizer: str = "adamw"
-    lr: float = 1e-3
-    momentum: float = 0.0
-    weight_decay: float = 0.01
-    lr_schedule: str = "constant"
-    warmup: int = 0  # steps
-    clip: float | None = None  # None: no limit
-    accumulate: int = 1
-    canonical: bool = False
-    autocast: str | None = None
-    on_nan: str = "stop"
-    device: str = "auto"
-    gpu_messages: str = "auto"
-    stream_words: bool = False
-    graphs: bool = False
-    threads: int = 0  # 0: a rank's share of the cores
+    seed: int = option("--seed N", "of weights, of what is drawn in steps, and of the order of data", natural, 0)
+    text: str | None = option(
+        "--text FILE", "what a model makes microbatches from; default: modules of Python's standard library", file=READ
+    )
+    clip: float | None = option("--clip X", "largest norm of the whole gradient; default: no limit", amount)
+    autocast: str | None = option(
+        "--autocast", "forwards in mixed precision; weights stay as they are", choices=("bf16",)
+    )
+    device: str = option(
+        "--device", "default: a GPU where every rank has one", default="auto", choices=("auto", "cpu", "cuda")
+    )
+    gpu_messages: str = option(
+        "--gpu-messages", "direct: MPI gets GPU memory; host: messages go through host memory; default: direct if MPI "
+        "can and a trial shows that it does", default="auto", choices=("auto", "direct", "host"),
+    )  # fmt: skip
+    stream_words: bool = switch(
+        "--stream-words", "order a GPU's kernels and messages by words in memory, instead of events"
+    )
+    threads: int | None = option("--threads N", "torch's threads on each rank; default: cores / ranks", count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(SetupOptions):
+    """What a run has besides."""
+
+    accumulate: int = option("--accumulate N", "passes through the schedule before the optimizer's step", count, 1)
+    canonical: bool = switch(
+        "--canonical", "add gradients in microbatch order: under every schedule the bits of one process"
+    )
+    graphs: bool = switch("--graphs", "on a GPU, capture the kernels of each job once, and replay them")
+    on_nan: str = option(
+        "--on-nan", "what to do about a loss or a gradient that is not finite: stop, or skip the optimizer's step",
+        default="stop", choices=("stop", "skip"),
+    )  # fmt: skip
+    verify: bool = switch("--verify", "repeat the steps in one process and compare")
+    timeout: float = option(
+        "--timeout S", "seconds without progress after which a run is ended; 0: never; default: 600", SECONDS, 600.0
+    )
+
+
+def values_of(options: object, kind: type[Any]) -> dict[str, Any]:
+    """The options that a dataclass declares, by name, from a dataclass that has them, too."""
+    return {each.name: getattr(options, each.name) for each in fields(kind)}
+
+
+def in_words(kind: type[Any]) -> str:
+    """The options of a dataclass as lines of a class's docstring."""
+    lines = [f"{each.name:<14}{each.metadata['how']['help']}" for each in fields(kind)]
+    return "\n".join(textwrap.fill(f"    {line}", 116, subsequent_indent=18 * " ") for line in lines)

@@ -6,24 +6,20 @@ A factory makes one torch optimizer for the parameters that it is given: on a ra
 
 from __future__ import annotations
 
-import functools
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
-from mpirun.engine.options import SetupOptions
 from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import derived_seed, seed_generators
-from schedgen.util.errors import UsageError, clip, raised
+from schedgen.util.errors import UsageError, clip
 
-Class = TypeVar("Class", bound=torch.optim.Optimizer)
 SPREAD = 2654435761  # odd, so that steps differ in the lower 32 bits of a seed: torch's CPU generator uses no more
 # Torch's classes, not their subclasses, that step pieces of a parameter as they step the whole.
 ELEMENTWISE = (
@@ -60,7 +56,6 @@ class Recipe:
     rate         of a step, counted from 0, for all parameter groups; None: the rate that the factory sets
     scheduler    makes a torch scheduler for an optimizer, stepped once per step; None: there is none
     clip         the largest norm of the whole gradient; None: no limit
-    name         of the optimizer in checkpoints; empty: the class that the factory makes
     settings     what checkpoints record, by option, besides the optimizer's defaults
     elementwise  the user says that the optimizer steps element by element
     """
@@ -69,7 +64,6 @@ class Recipe:
     rate: Callable[[int], float] | None = None
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     clip: float | None = None
-    name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     elementwise: bool = False
 
@@ -78,10 +72,7 @@ class Recipe:
 
         `seed`: the run's, for optimizers that draw numbers; `shard`: of the stage's weights; -1: they are not divided.
         """
-        try:
-            made = self.factory(named)
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"the optimizer cannot be made: {raised(error)}") from None
+        made = self.factory(named)
         if not isinstance(made, torch.optim.Optimizer):
             raise UsageError(
                 f"the optimizer's factory should return a torch.optim.Optimizer, not {type(made).__name__}"
@@ -97,8 +88,6 @@ class Recipe:
             raise UsageError(
                 f"the optimizer leaves out {clip(', '.join(missing))}: freeze what is not to be trained (requires_grad)"
             )
-        if len(held) > len(named):
-            raise UsageError("the optimizer has parameters that its factory was not given")
         rates = {str(options.get("lr")) for options in group_options(made)}
         if self.rate is not None and len(rates) > 1:
             raise UsageError(
@@ -180,10 +169,7 @@ class SteppedOptimizer:
 
 def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The scheduler; UsageError unless its learning rate depends on the step alone."""
-    try:
-        scheduler = make(optimizer)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"the scheduler cannot be made: {raised(error)}") from None
+    scheduler = make(optimizer)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
             f"a {type(scheduler).__name__} does not tell the learning rate by the step: scheduler should make a torch "
@@ -192,51 +178,9 @@ def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: 
     return scheduler
 
 
-def command_line_rate(step: int, options: SetupOptions) -> float:
-    """The learning rate of a step, counted from 0: it rises in the warm-up, then follows `lr_schedule`."""
-    if step < options.warmup:
-        return options.lr * (step + 1) / options.warmup
-    past = (step - options.warmup) / max(1, options.steps - options.warmup)
-    fall = {"constant": 1.0, "linear": 1 - past, "cosine": (1 + math.cos(math.pi * past)) / 2}
-    return options.lr * fall[options.lr_schedule]
-
-
-def command_line_recipe(options: SetupOptions) -> Recipe:
-    """AdamW or SGD, as given by the options of `python -m mpirun`."""
-    kind = torch.optim.SGD if options.optimizer == "sgd" else torch.optim.AdamW
-
-    def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        parameters = [entry.parameter for entry in named]
-        groups: list[dict[str, Any]] = [  # torch's fused kernels take no complex numbers
-            {"params": [x for x in parameters if x.is_floating_point() == fused], "fused": fused}
-            for fused in (True, False)
-        ]
-        groups = [group for group in groups if group["params"]]
-        momentum = {"momentum": options.momentum} if options.optimizer == "sgd" else {}
-        return without_compile(kind)(groups, options.lr, weight_decay=options.weight_decay, **momentum)
-
-    settings = {
-        "lr": options.lr,
-        "lr-schedule": None if options.lr_schedule == "constant" else options.lr_schedule,
-        "clip": options.clip,
-        "warmup": options.warmup or None,
-        "steps": None if options.lr_schedule == "constant" else options.steps,
-    }
-    rate = functools.partial(command_line_rate, options=options)
-    return Recipe(factory, rate, None, options.clip, class_name(kind), settings, elementwise=True)
-
-
 def class_name(optimizer: type[torch.optim.Optimizer]) -> str:
     """The name of an optimizer's class in checkpoints."""
     return f"{optimizer.__module__}.{optimizer.__qualname__}"
-
-
-@functools.cache
-def without_compile(optimizer: type[Class]) -> type[Class]:
-    """The same class without its wrappers for torch.compile, whose import takes a second on every rank."""
-    names = ("add_param_group", "state_dict", "load_state_dict", "zero_grad", "step")
-    methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
-    return type(optimizer.__name__, (optimizer,), methods | {"step": torch.no_grad()(methods["step"])})
 
 
 def is_plain(value: object) -> bool:

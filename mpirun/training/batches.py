@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 from mpi4py import MPI
-from torch import Tensor
 
 from mpirun.comm.fail_together import Stop, together
 from mpirun.data.chunks import chunk, cut_dims, sample_count
@@ -88,16 +87,12 @@ def loss_weights(weigh: LossWeight, batch: Batch, comm: MPI.Intracomm) -> list[f
 def loss_weight(weigh: LossWeight, microbatch: Microbatch) -> float:
     """The weight of a microbatch by an Engine's `loss_weight`.
 
-    UsageError if it is not a number that can be a weight, or if the target is changed.
+    UsageError if it is not a number that can be a weight.
     """
     if microbatch.padding == microbatch.size:
         return 0.0
     target = pytree.tree_map(lambda x: x, microbatch.target)  # containers of its own, as a loss has
-    tensors = [x for x in pytree.tree_leaves(target) if isinstance(x, Tensor) and not x.is_inference()]
-    before = [x._version for x in tensors]
     given = weigh(without_padding("target", target, microbatch) if microbatch.padding else target)
-    if [x._version for x in tensors] != before:
-        raise UsageError("loss_weight changes its target in place, which the loss gets afterwards: let it take a copy")
     try:
         weight = float(given)
     except (TypeError, ValueError, RuntimeError):

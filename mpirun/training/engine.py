@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -23,47 +24,46 @@ import torch
 from mpi4py import MPI
 from torch.optim.lr_scheduler import LRScheduler
 
+from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.export import check_new, whole_state
 from mpirun.checkpoint.export import export as write_export
+from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
-from mpirun.comm.output import note, print_notes
+from mpirun.comm.output import note
 from mpirun.comm.run_comm import RunComm
-from mpirun.data.dataset_loaders import FunctionLoader, MapLoader, StreamLoader, loader_class
+from mpirun.data.dataset_loaders import MapLoader, loader_class
 from mpirun.data.loader import Batch, Loader
+from mpirun.data.microbatches import Microbatch, MicrobatchSource
 from mpirun.engine.expand_slices import expanded_model
 from mpirun.engine.host import threads_kept, use_host
-from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
-from mpirun.engine.setup import StepOptions
-from mpirun.model.contract import Model
+from mpirun.engine.options import RunOptions, in_words
+from mpirun.engine.read_schedule import Schedule
+from mpirun.engine.recipe import Recipe
+from mpirun.engine.setup import text_microbatches
 from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,
-    Models,
     Optimizers,
     check_batches,
     check_data,
-    check_options,
     check_saving,
-    check_tolerance,
     directory_of,
     make_log,
     make_recipe,
-    take_model,
 )
-from mpirun.training.batches import LossWeight, loss_weights, read_by, shares, whole_batch
-from mpirun.training.compiled import compile_for, is_scheme
+from mpirun.training.batches import LossWeight, StepBatches, read_by, whole_batch
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
-from mpirun.training.notes import DataNotes
-from mpirun.training.prepared import Prepared
+from mpirun.training.prepared import Prepared, first_microbatch, shared
 from mpirun.training.same_options import check_same_options, options_to_compare
 from mpirun.training.saving import Checkpoints, Saving
-from mpirun.training.session import Result, Session, is_compared
-from mpirun.training.shapes import Shapes, check_buckets, check_loss_weight, check_padding
-from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
+from mpirun.training.schedule_and_model import Given, Models, load
+from mpirun.training.session import Result, Session
+from mpirun.training.shapes import Shapes, check_loss_weight
+from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
 from schedgen.util.files import check_writable
-from schedgen.util.option_fields import refuse_overwriting
+from schedgen.util.option_fields import checked, refuse_overwriting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
         with (
             generators_kept(),
             torch.inference_mode(False),  # a script's loop may stand in torch.no_grad()
-            exit_by(self.comm, self._position, self._failing, self._all_exit),
+            exit_by(self.comm, self._position, self._failing),
             self._running.watchdog.calling(method.__name__.lstrip("_")),
         ):
             return method(self, *args, **kwargs)
@@ -86,11 +86,10 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 
 
 class Engine:
-    """A run. It learns what the data look like from the first batch that is trained on or evaluated.
+    """A run. It trains the given modules: on each rank those of the stages that it owns.
 
-    It trains the given modules: on each rank those of the stages that it owns. `state_dict` and `export` give all.
-
-    Its arguments:
+    It is built as soon as it knows what a microbatch looks like: at once from `example`, else from the first loader
+    that it makes, or the first batch that it is given. A Model may make its microbatches itself.
 
     schedule      a file written by schedgen, or a schedgen.Program. Or a scheme whose sizes `stages` and `microbatches`
                   give: its name, or a FILE.py with w and n
@@ -98,149 +97,95 @@ class Engine:
     loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
     loss_weight   target -> what a microbatch's loss is a mean over, if not over samples: say, the number of tokens
                   that count. The loss and the metrics of a step are then means over that
+    example       one microbatch, a pair (input, target) or a mapping: its shapes and types matter, not its values
     optimizer     a class, such as torch.optim.Adam, or a list of NamedParameters -> a torch optimizer of them all;
                   None: torch.optim.AdamW
     elementwise   the optimizer steps element by element, so that it may step pieces; known of torch's own classes
     lr            the learning rate of all parameter groups, or a function of the step, counted from 0; None: those of
                   the optimizer
     scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step
-    clip          the largest norm of the whole gradient; None: no limit
-    accumulate    passes through the schedule before the optimizer's step
-    autocast      "bf16": forwards in mixed precision
-    device        "cpu", "cuda", or "auto": a GPU where every rank has one
-    gpu_messages  "direct": MPI is given GPU memory; "host": messages go through host memory; or "auto"
-    stream_words  on a GPU, order messages and kernels by words in memory instead of events
-    graphs        on a GPU, capture the kernels of each job once and replay them
-    canonical     add gradients in microbatch order: under every schedule the bits of one process with the same stages
-    threads       torch's threads on each rank; None: the rank's share of the cores
-    seed          of weights, dropout and shuffling
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
     buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
                   microbatches of a step; empty: microbatches have one shape
-    on_nan        "stop", or "skip" the step, if a loss or a gradient is not finite
-    verify        record the steps, for the method `verify`
     log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
                   to which they are written for TensorBoard
-    timeout       seconds without progress after which a run is ended; 0: never. Time in which every rank is between
-                  two calls of the Engine does not count
     export        the directory that `export` will write; it is refused at once if it is not empty
     comm          the ranks; None: all
+
+    These it shares with the command line (`mpirun.engine.options.RunOptions`):
+
     """
+
+    __doc__ = __doc__.rstrip() + "\n\n" + in_words(RunOptions)
 
     def __init__(
         self,
-        schedule: str | os.PathLike[str] | Program,
+        schedule: str | os.PathLike[str] | Program | Schedule,
         model: Models,
         *,
         loss: Callable[[Any, Any], Any] | None = None,
         loss_weight: LossWeight | None = None,
+        example: Any = None,
         stages: int | None = None,
         microbatches: int | None = None,
-        optimizer: Optimizers | None = None,
+        optimizer: Optimizers | Recipe | None = None,
         elementwise: bool = False,
         lr: float | Callable[[int], float] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        clip: float | None = None,
-        accumulate: int = 1,
-        autocast: str | None = None,
-        device: str = "auto",
-        gpu_messages: str = "auto",
-        stream_words: bool = False,
-        graphs: bool = False,
-        canonical: bool = False,
-        threads: int | None = None,
-        seed: int = 0,
         weights: str | os.PathLike[str] | None = None,
         buckets: Sequence[int] = (),
-        on_nan: str = "stop",
-        verify: bool = False,
         log: Log | str | os.PathLike[str] | None = None,
-        timeout: float = 600.0,
         export: str | os.PathLike[str] | None = None,
         comm: MPI.Intracomm | None = None,
+        **options: Any,
     ) -> None:
         """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
         given = dict(locals())
-        self.comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
+        for unknown in options.keys() - {each.name for each in fields(RunOptions)}:
+            raise TypeError(f"Engine has no argument {unknown}: help(mpirun.Engine) lists them")
+        self.comm = comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
         self.session: Session | None = None
+        self._prepared: Prepared | None = None
         self._steps_at_end = 0  # steps, once the run has ended
-        self._data_notes = DataNotes(self.comm)
+        self._noted: set[str] = set()  # what loaders have said
         self._loaders: WeakSet[Loader] = WeakSet()  # loaders known to read what this run's ranks read
         self._ending = contextlib.ExitStack()  # restores what the process had before the run
         with (
             generators_kept(),
-            exit_by(self.comm, self._position, self._failing, self._all_exit),
+            exit_by(comm, self._position, self._failing),
             self._ended_by_mistakes(),
         ):
-            if self.comm.size > 1:
-                self._ending.callback(end_on_uncaught(self.comm, self._failing))
-            together(
-                self.comm,
-                lambda: check_options(autocast, accumulate, on_nan, device, gpu_messages, threads, seed, timeout),
-            )
-            check_same_options(self.comm, options_to_compare(given))
-            self._shapes, self._weights_directory, recipe = together(self.comm, lambda: (
-                Shapes(self.comm, buckets),
+            if comm.size > 1:
+                self._ending.callback(end_on_uncaught(comm, self._failing))
+            self._options = together(comm, lambda: checked(RunOptions(**options)))
+            check_same_options(comm, options_to_compare({**given, **vars(self._options)}))
+            folder, self._recipe = together(comm, lambda: (
                 None if weights is None else directory_of("weights, if the module does not have them itself", weights),
-                make_recipe(optimizer, lr, scheduler, clip, elementwise),
+                make_recipe(optimizer, lr, scheduler, self._options.clip, elementwise),
             ))  # fmt: skip
             if export is not None:
-                on_rank_0(self.comm, lambda: check_new(directory_of("export", export)))
+                on_rank_0(comm, lambda: check_new(directory_of("export", export)))
             self._ending.callback(threads_kept())
-            self._host = use_host(self.comm, device, threads or 0, gpu_messages, stream_words)
-            self._options = StepOptions(
-                recipe=recipe, seed=seed, passes=accumulate, canonical=canonical, on_nan=on_nan,
-                autocast_dtype=torch.bfloat16 if autocast else None, graphs=graphs,
-            )  # fmt: skip
-            file, self._model = self._load(schedule, model, loss, stages, microbatches)
+            use = self._options
+            self.host = use_host(comm, use.device, use.threads, use.gpu_messages, use.stream_words)
+            file, self._model = load(comm, schedule, microbatches, Given(model, loss, stages, folder, use.seed))
+            self._weights_directory = folder
             self._schedule: str | None = None  # the file, which no trace may overwrite
-            if not isinstance(schedule, Program) and Path(schedule).is_file():
+            if isinstance(schedule, str | os.PathLike) and Path(schedule).is_file():
                 self._schedule = str(Path(schedule).absolute())
-            self.session = session = Session(self.comm, file, timeout)
+            self.session = session = Session(comm, file, use.timeout, use.verify)
             session.end_with_script()
-            together(self.comm, lambda: check_buckets(buckets, self._model, session.header))
-            together(self.comm, lambda: check_loss_weight(loss_weight, self._model, session.header))
+            self._shapes = together(comm, lambda: Shapes(comm, buckets, self._model, session.header))
+            together(comm, lambda: check_loss_weight(loss_weight, self._model, session.header))
             self._loss_weight = loss_weight
-            expanded = together(self.comm, lambda: expanded_model(self._model, session.header))
-            self._reads = read_by(session.instructions, session.header, expanded, accumulate)
-            self._prepared = Prepared(session, self._model, self._options, self._host, verify, loss_weight)
-            self._checkpoints = Checkpoints(session)
-            self._log = on_rank_0(self.comm, lambda: make_log(log, self._ending))
+            expanded = together(comm, lambda: expanded_model(self._model, session.header))
+            self._reads = read_by(session.instructions, session.header, expanded, use.accumulate)
+            self._count = session.header.microbatches * use.accumulate  # microbatches of a step
+            self._log = on_rank_0(comm, lambda: make_log(log, self._ending))
+            if example is not None:
+                one = together(comm, lambda: whole_batch(example, 1, self._model.origin.pair))
+                self._build(shared(comm, one.microbatches[0]))
             session.watchdog.state[IN_SCRIPT] = True
-
-    def _load(
-        self,
-        given: str | os.PathLike[str] | Program,
-        model: Models,
-        loss: Callable[[Any, Any], Any] | None,
-        stages: int | None,
-        microbatches: int | None,
-    ) -> tuple[Schedule, Model]:
-        """Read or compile the schedule, and take the model that was given."""
-
-        def take(stages: int | None, layers: Sequence[int] | None = None) -> Model:
-            weights, seed = self._weights_directory, self._options.seed
-            with print_notes(self.comm):
-                return together(self.comm, lambda: take_model(model, loss, stages, layers, weights, seed))
-
-        name = "the schedule" if isinstance(given, Program) else os.fspath(given)
-        if isinstance(given, Program):
-            on_rank_0(self.comm, lambda: check_for_run(given, name, self.comm.size))
-            file = share_program(self.comm, given if self.comm.rank == 0 else None)
-        elif is_scheme(name):
-            taken = take(stages)
-            with print_notes(self.comm):
-                program = on_rank_0(self.comm, lambda: compile_for(taken, name, microbatches, self.comm.size))
-            return share_program(self.comm, program), taken
-        else:
-            file = read_schedule(self.comm, name)
-        header = file.program.header
-        if microbatches not in (None, header.microbatches):
-            raise Stop(f"{name} has {header.microbatches} microbatches, not {microbatches}")
-        count = header.model_stages
-        if stages not in (None, count):
-            raise Stop(f"{name} has {count} stages of the model, not {stages}")
-        return file, take(count, header.scheme.get("layers"))
 
     # The interface of a script
 
@@ -280,52 +225,41 @@ class Engine:
         loader = together(
             self.comm,
             lambda: loader_class(dataset)(
-                dataset, microbatch_size, self._prepared.count, self._reads, self._model.origin.pair,
-                say=self._data_notes.say, shuffle=shuffle, seed=self._options.seed if seed is None else seed,
+                dataset, microbatch_size, self._count, self._reads, self._model.origin.pair,
+                say=self._note, shuffle=shuffle, seed=self._options.seed if seed is None else seed,
                 workers=workers, last=last, collate=collate,
             ),
         )  # fmt: skip
         options = {"shuffle": shuffle, "seed": loader.seed, "last": last, "collate": collate}
         samples = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
         check_same_options(self.comm, {**samples, **options})
-        if isinstance(loader, MapLoader):
-            on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
+        if isinstance(loader, MapLoader):  # a stream is not read ahead: it may be read only once
+            first = on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
+            if self._prepared is None:
+                self._build(shared(self.comm, first))
         self._loaders.add(loader)
         return loader
 
     @_collective
-    def step(self, batch: Any) -> Result:
+    def step(self, batch: Any = None, *, leave: bool = True) -> Result:
         """Train on a batch: one of a loader, or a pair (input, target) or mapping of all samples, the same everywhere.
+
+        batch   None: the Model makes its microbatches itself
+        leave   after SIGTERM, save and end the run; False: the result says that some rank is asked to leave
 
         Whether ranks have the same data is checked in steps 1, 2, 4, 8, ... of the run. In other steps the rank that
         reads an input and the rank that reads its target may use different samples without an error.
         """
-        session = self._running
-        batch = self._batch(batch)
-        if self._prepared.verifies and isinstance(batch.loader, StreamLoader):
-            raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
-        of_shape = self._prepared.use(batch, self._shapes.of(batch, f"step {session.steps + 1}"))
-        if isinstance(batch.loader, FunctionLoader):
-            batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
-        total = sum(batch.samples)
-        if min(batch.samples) < of_shape.example.size:
-            check_padding(self._model, self._running.header)
-        weights = None if self._loss_weight is None else loss_weights(self._loss_weight, batch, self.comm)
-        self._prepared.batches.give(session.steps, batch, self._prepared.verifies, weights)
-        compared = is_compared(session.steps - session.begun)
-        result = session.step(shares(batch.samples if weights is None else weights), total * of_shape.tokens)
-        if batch.loader is not None:
-            batch.loader.trained(batch)
-        if compared:
-            of_several = self._model.loss_of == "microbatch" and self._prepared.count > 1
-            if weights is None and of_several and session.header.has_flush:
-                self._data_notes.look(batch)
-            self._data_notes.print_unsaid()
+        given = None if batch is None else self._batch(batch)
+        session, (weights, tokens) = self._running, self._begun.take(given)
+        result = session.step(weights, tokens)
+        if given is not None and given.loader is not None:
+            given.loader.trained(given)
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         if self._log is not None:
             self._log(session.steps, numbers)
-        if result.leave:
-            self._checkpoints.leave()
+        if result.leave and leave:
+            self.checkpoints.leave()
         return result
 
     @_collective
@@ -370,8 +304,7 @@ class Engine:
     @_collective
     def _begin_trace(self, path: str | os.PathLike[str]) -> str:
         """Begin to record; returns the name of the file, absolute unless it is - for standard output."""
-        session = self._running
-        refuse(self.comm, not self._prepared.has_stages, "trace: the first step builds the stages: trace a later one")
+        session = self._built.session
         refuse(self.comm, session.trace is not None, "trace: steps are traced already")
         name = os.fspath(path) if os.fspath(path) == "-" else str(Path(path).absolute())
         on_rank_0(self.comm, lambda: check_writable("trace", name))
@@ -391,35 +324,36 @@ class Engine:
         The newest `keep` checkpoints are kept. A run saves to one directory, which is new or the one it resumed from.
         SIGTERM saves as the last call did.
         """
-        self._build_stages("save")
+        checkpoints = self.checkpoints
         together(self.comm, lambda: check_saving(data, keep))
         path = together(self.comm, lambda: directory_of("save", directory))
-        return self._checkpoints.save(Saving(path, data, keep))
+        return checkpoints.save(Saving(path, data, keep))
 
     @_collective
-    def resume(self, directory: str | os.PathLike[str], data: Loader | None = None) -> bool:
+    def resume(self, directory: str | os.PathLike[str] | Manifest | None, data: Loader | None = None) -> bool:
         """Continue from the newest whole checkpoint: weights, optimizer, step, and the position in `data`.
 
-        Returns False if the directory has no checkpoint.
+        Returns False if the directory has no checkpoint. In its place, a checkpoint that was found there, or None.
         """
-        session = self._running
-        refuse(self.comm, bool(session.steps), "resume: this run has done steps already: make a new Engine")
-        again = "verify=True does all steps again, but not those before a checkpoint: resume without it"
-        refuse(self.comm, self._prepared.verifies, again)
+        built = self._built
+        refuse(self.comm, bool(built.session.steps), "resume: this run has done steps already: make a new Engine")
         together(self.comm, lambda: check_data(data))
-        path = together(self.comm, lambda: directory_of("resume", directory))
-        manifest = self._checkpoints.resume(path, data)
+        manifest = directory if isinstance(directory, Manifest) else None
+        if manifest is None and directory is not None:
+            path = str(together(self.comm, lambda: directory_of("resume", directory)))
+            manifest = newest_checkpoint(self.comm, path, path)
         if manifest is not None:
-            self._prepared.resume(manifest)
+            again = "verify repeats all steps from the first, not those before a checkpoint: resume without it"
+            refuse(self.comm, built.session.verifies, again)
+            built.checkpoints.resume(manifest, data)
         return manifest is not None
 
     @_collective
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the whole model under its own names: safetensors, and the other files of the directory `weights`."""
-        self._build_stages("export")
+        session = self._begun.session
         path = together(self.comm, lambda: directory_of("export", directory))
         on_rank_0(self.comm, lambda: check_new(path))
-        session = self._running
         stages, source = session.interpreter.stages, self._weights_directory
         with session.model_values():
             write_export(self.comm, session.header, session.setup, stages, path, source, session.beat)
@@ -431,8 +365,7 @@ class Engine:
         The module that the Engine was made with can load these; names are without the
         `_orig_mod.` of torch.compile.
         """
-        self._build_stages("state_dict")
-        session = self._running
+        session = self._begun.session
         with session.model_values():
             return whole_state(self.comm, session.header, session.setup, session.interpreter.stages, session.beat)
 
@@ -443,16 +376,19 @@ class Engine:
         The Engine must be made with verify=True. With canonical=True nothing may differ, else a relative difference of
         `tolerance`; None: 1e-5, or more where numbers are narrower than float32.
         """
-        refuse(self.comm, not self._prepared.verifies, "verify: say verify=True where the Engine is made")
-        together(self.comm, lambda: check_tolerance(tolerance))
-        return self._running.verify(tolerance) == 0
+        refuse(self.comm, not self._running.verifies, "verify: say verify=True where the Engine is made")
+        session = self._begun.session
+        assert session.verification is not None
+        session.watchdog.state[PHASE] = VERIFYING
+        return session.verification.compare(session.steps, session.beat, tolerance) == 0
 
     def close(self) -> None:
         """End the run; another Engine may follow in this process. Collective."""
         if self.session is None:
             return
         self.session.wait_for_others()
-        self._prepared.free()
+        if self._prepared is not None:
+            self._prepared.free()
         self._end()
 
     def __enter__(self) -> Engine:
@@ -463,7 +399,7 @@ class Engine:
         """Close. An exception that leaves the block ends the other ranks, whether or not this one would catch it."""
         if self.session is None:
             return
-        if error is None or isinstance(error, SystemExit):  # it ends all ranks
+        if error is None or isinstance(error, SystemExit | Stop):  # it ends all ranks
             self.close()
         elif self.comm.size == 1:
             self._end()
@@ -490,18 +426,42 @@ class Engine:
             self.session = None
         self._ending.close()
 
-    def _all_exit(self) -> bool:
-        """Whether all scripts exit here, by sys.exit in a function of theirs; if so, the run has ended."""
-        if self.session is not None and not self.session.all_exit():
-            return False
-        self._end()
-        return True
-
     @property
     def _running(self) -> Session:
         if self.session is None:
             raise Stop("the Engine is closed")
         return self.session
+
+    @property
+    def _built(self) -> Prepared:
+        session = self._running
+        if self._prepared is None:
+            if self._model.batch is None:
+                raise Stop("give Engine(example=(input, target)), one microbatch, or make a loader first")
+            passes = self._options.accumulate
+            self._build(text_microbatches(self.comm, self._model, self._options, session.header, passes))
+        assert self._prepared is not None
+        return self._prepared
+
+    @property
+    def _begun(self) -> Prepared:
+        """What is built, whose values are those of a checkpoint or the same on all ranks."""
+        built = self._built
+        built.session.check_start()
+        return built
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """What the run saves and resumes."""
+        return self._begun.checkpoints
+
+    def _build(self, source: Microbatch | MicrobatchSource) -> None:
+        """Build the stages for the microbatches of a source, or for a script's that look like this one. Collective."""
+        if isinstance(source, Microbatch):
+            source = StepBatches(source, self._count)
+        self._prepared = Prepared(
+            self._running, self._model, self._options, self._recipe, self.host, source, self._shapes, self._loss_weight
+        )
 
     def _failing(self, error: BaseException) -> None:
         """Tell the watchdog that this rank reports by itself why it ends."""
@@ -511,12 +471,18 @@ class Engine:
     def _position(self) -> str:
         return "" if self.session is None else self.session.position()
 
+    def _note(self, sentence: str) -> None:
+        """Print what a loader says, once."""
+        if sentence not in self._noted:
+            self._noted.add(sentence)
+            note(self.comm, sentence)
+
     def _batch(self, batch: Any) -> Batch:
         """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
 
         UsageError on a rank whose microbatch of a loader has other keys than the run's first.
         """
-        count = self._prepared.count
+        count = self._count
         if not isinstance(batch, Batch):
             batch = together(self.comm, lambda: whole_batch(batch, count, self._model.origin.pair))
         if len(batch.samples) != count:
@@ -525,20 +491,10 @@ class Engine:
             others = list(batch.loader.reads) != self._reads
             refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
-        self._prepared.check_names(batch)
+        if self._prepared is None:
+            self._build(first_microbatch(self.comm, batch))
+        self._built.check_names(batch)
         return batch
-
-    def _build_stages(self, method: str) -> None:
-        """Build the stages if the run was resumed with data and has used none yet: all of its steps may be done.
-
-        Stop if the stages are still not built; `method`: for the message.
-        """
-        data = self._checkpoints.data
-        if not self._prepared.has_stages and data is not None:
-            with data.from_the_start():
-                batch = self._batch(next(iter(data)))
-            self._prepared.build(batch, Shapes(self.comm, self._shapes.buckets).of(batch, "batch 1"))
-        refuse(self.comm, not self._prepared.has_stages, f"{method}: nothing has been trained or evaluated yet")
 
     def _over(
         self,
@@ -551,23 +507,18 @@ class Engine:
 
         `scores`: batches are scored by their targets.
         """
-        session = self._running
         together(self.comm, lambda: check_batches(loader, batches))
-        shapes = Shapes(self.comm, self._shapes.buckets)
+        session, shapes = self._running, self._shapes.anew()
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
             for number, given in enumerate(islice(loader, batches), start=1):
                 batch = self._batch(given)
-                yield self._prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
+                yield self._begun.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
 
-        found = evaluators()
         whole = loader.from_the_start() if isinstance(loader, Loader) else contextlib.nullcontext()
-        before = session.watchdog.state[PHASE]
-        with session.watchdog.phase(before if before == SETTING_UP else EVALUATING), whole, contextlib.closing(found):
-            first = next(found, None)
+        with session.watchdog.phase(EVALUATING), whole, contextlib.closing(evaluators()) as pairs:
+            first = next(pairs, None)
             refuse(self.comm, first is None, "there is no batch to evaluate")
             assert first is not None
-            result = use(session, chain([first], found))
-        self._data_notes.print_unsaid()
-        return result
+            return use(session, chain([first], pairs))

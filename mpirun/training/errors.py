@@ -19,6 +19,7 @@ from mpi4py import MPI
 from mpirun.comm.fail_together import Stop, raised_at
 from schedgen.util.errors import RefusedFile, UsageError, raised
 
+show_traceback = False  # of an error of one rank alone: --traceback
 PASSED_ON = 0.3  # seconds that launchers need to pass on what ranks have printed; Abort makes them drop the rest
 
 
@@ -31,13 +32,11 @@ def exit_by(
     comm: MPI.Intracomm,
     position: Callable[[], str],
     failing: Callable[[BaseException], object],
-    all_exit: Callable[[], bool],
 ) -> Iterator[None]:
     """Turn a `Stop` into a SystemExit. Any other error is this rank's alone and ends all ranks, if there are others.
 
     position  where this rank is in its list, for the message
     failing   is called before all ranks are ended
-    all_exit  whether all ranks have called it: is called if this rank has a SystemExit of the script's own
     """
     try:
         yield
@@ -49,18 +48,21 @@ def exit_by(
         if comm.size == 1 and isinstance(error, UsageError | RefusedFile):
             print(f"mpirun: {error}", file=sys.stderr, flush=True)
             raise SystemExit(error.code) from None
-        if comm.size == 1 or isinstance(error, Stopped) or (isinstance(error, SystemExit) and all_exit()):
+        if comm.size == 1 or isinstance(error, Stopped):
             raise
         failing(error)
-        end_all_ranks(comm, position(), error, show_traceback=False)
+        end_all_ranks(comm, position(), error)
 
 
-def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show_traceback: bool) -> NoReturn:
-    """Print one message, then end all ranks: without Abort the others would wait for this one for ever."""
+def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, in_script: bool = False) -> NoReturn:
+    """Print one message, then end all ranks: without Abort the others would wait for this one for ever.
+
+    `in_script`: the error is of the script's own code, which gets the whole traceback.
+    """
     if isinstance(error, KeyboardInterrupt):
         _end_by_interrupt(comm, position)
     try:
-        if show_traceback:
+        if in_script or show_traceback:
             traceback.print_exception(error)
         where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
         print(f"mpirun: {where}{raised(error)}{raised_at(error)}", file=sys.stderr, flush=True)
@@ -85,10 +87,7 @@ def _end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
 
 def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
     """End all ranks because of an exception in the script's own code, or of Ctrl-C."""
-    end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
-
-
-_hooks_before: dict[object, Callable[..., object]] = {}  # by hook of a run that has not ended: the hook before
+    end_all_ranks(comm, "", error, in_script=not isinstance(error, UsageError | RefusedFile))
 
 
 def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], object]) -> Callable[[], None]:
@@ -102,12 +101,8 @@ def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], obje
         end_on_error(comm, error)
 
     def give_back() -> None:
-        before = _hooks_before.pop(hook)
         if sys.excepthook is hook:
             sys.excepthook = before
-        for later, given in _hooks_before.items():
-            if given is hook:
-                _hooks_before[later] = before
 
-    _hooks_before[hook], sys.excepthook = sys.excepthook, hook
+    before, sys.excepthook = sys.excepthook, hook
     return give_back

@@ -10,24 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.forward_list import ForwardList, Outcome
-from mpirun.engine.host import Host
 from mpirun.engine.read_schedule import share_program
-from mpirun.engine.setup import StepOptions, set_up
-from mpirun.model.forward_watch import ReadWatch
+from mpirun.engine.setup import Setup
 from mpirun.model.loss import loss_and_metrics, without_padding
 from mpirun.model.rng import LOSS, derived_seed
-from mpirun.training.batches import LossWeight, StepBatches, loss_weight
-from mpirun.training.session import Session
+from mpirun.training.batches import LossWeight, StepBatches, loss_weight, shares
+from mpirun.training.session import Session, mean, means
 from schedgen.checker import check
 from schedgen.compiler.forward_only import forward_list
-from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
 
@@ -49,34 +46,25 @@ class Evaluation:
 class Evaluator:
     """A run's forward-only list, prepared for microbatches of one shape."""
 
-    def __init__(self, session: Session, example: Microbatch, options: StepOptions, host: Host) -> None:
-        """`example`: what a microbatch looks like. Collective."""
-        comm, count = session.comm, session.header.microbatches * options.passes
+    def __init__(self, session: Session, example: Microbatch, set_up: Callable[..., Setup]) -> None:
+        """`example`: what a microbatch looks like; `set_up`: as the run's was made. Collective."""
+        comm = session.comm
         program = on_rank_0(comm, lambda: _forwards(session))
-        fetched = set[int]() if program is None else set(program.rows.stage[program.rows_of(Op.FETCH_W)].tolist())
         follow_eval = from_rank_0(comm, session.setup.unsliced_model.origin.check_eval)  # the same on every rank
         if follow_eval is not None:
             stages = session.interpreter.stages.values()
             together(comm, lambda: [follow_eval(stage.module) for stage in stages])
 
         def in_eval(stage: int, module: nn.Module) -> None:
-            with ReadWatch(x for x in module.parameters() if x.requires_grad) as watch:
-                module.eval()
-            if watch.read and stage in fetched:  # on rank 0 alone
-                raise UsageError(
-                    f"eval() of stage {stage} uses its trained weights, as layers that merge an adapter do, "
-                    "but ranks fetch them only afterwards: leave adapters unmerged, or take a schedule that fetches no "
-                    "weights, such as ddp"
-                )
+            module.eval()
             if follow_eval is not None:
                 follow_eval(module)
 
         forwards = share_program(comm, program).program
-        self.batches = StepBatches(example, count)
+        self.batches = StepBatches(example, session.header.microbatches * session.setup.passes)
         model = session.setup.unsliced_model
-        self.setup = set_up(comm, forwards.header, model, self.batches, options, host, prepare=in_eval)
-        run = session.interpreter.context
-        self.list = ForwardList(comm, forwards, self.setup, run)
+        self.setup = set_up(forwards.header, model, self.batches, prepare=in_eval)
+        self.list = ForwardList(comm, forwards, self.setup, session.interpreter.context)
 
     def run(self, step: int, batch: Batch, outcome: Outcome) -> None:
         """Run the forwards of a batch; `outcome` is called for each microbatch on the rank that has the output."""
@@ -94,33 +82,27 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh
         raise Stop(
             "evaluate: the model's loss is of the whole minibatch: take predict(each=) and compute it from the outputs"
         )
-    found: dict[int, tuple[float, dict[str, float], float, int]] = {}  # by microbatch: loss, metrics, weight, samples
+    own: dict[int, tuple[float, dict[str, float], float, int]] = {}  # by microbatch: loss, metrics, weight, samples
 
     def add(number: int, output: Any, batch: Microbatch) -> None:
         if (facts := session.setup.shapes[-1].loss) is not None and facts.draws:
             session.setup.device.seed(derived_seed(session.setup.seed, number, LOSS))
         samples = batch.size - batch.padding
         weight = samples if weigh is None else loss_weight(weigh, batch)
-        if not weight:
-            found[number] = 0.0, {}, 0, samples
-            return
-        loss, metrics = loss_and_metrics(model.loss, output, batch)
-        found[number] = float(loss), {name: float(value) for name, value in metrics.items()}, weight, samples
+        own[number] = 0.0, {}, weight, samples
+        if weight:
+            loss, metrics = loss_and_metrics(model.loss, output, batch)
+            own[number] = float(loss), {name: float(value) for name, value in metrics.items()}, weight, samples
 
     _run(session, batches, add)
-    everything = {key: value for of_rank in session.comm.allgather(found) for key, value in of_rank.items()}
-    counted = [everything[key] for key in sorted(everything) if everything[key][2]]
-    if not counted:
+    by_microbatch = {number: one for of_rank in session.comm.allgather(own) for number, one in of_rank.items()}
+    losses, metrics, weights, samples = map(
+        list, zip(*(by_microbatch[key] for key in sorted(by_microbatch)), strict=True)
+    )
+    if not any(weights):
         raise Stop("evaluate: there are no samples" + (", or loss_weight is 0 for all" if weigh is not None else ""))
-    total = sum(weight for _, _, weight, _ in counted)
-    names = counted[0][1].keys()
-    for _, values, _, _ in counted:
-        if values.keys() != names:
-            others = f"{sorted(values)}, but {sorted(names)} for the first microbatch"
-            raise Stop(f"evaluate: the loss returned the metrics {others}")
-    means = {name: sum(values[name] * weight for _, values, weight, _ in counted) / total for name in names}
-    loss = sum(loss * weight for loss, _, weight, _ in counted) / total
-    return Evaluation(loss, means, sum(samples for *_, samples in everything.values()))
+    part = shares(weights)
+    return Evaluation(mean(losses, part), means(metrics, part, "the evaluation"), sum(samples))
 
 
 def predict(
@@ -133,17 +115,16 @@ def predict(
     `each` is called with the number of a microbatch and its output on the rank that has it; then there is no result.
     """
     rebuild = session.setup.model.origin.rebuild
-    outputs: dict[int, tuple[int, Any]] = {}  # by microbatch, how many samples and their output
+    outputs: dict[int, Any] = {}  # by microbatch
 
     def keep(number: int, output: Any, batch: Microbatch) -> None:
         if batch.padding < batch.size or not batch.size:
-            own = without_padding("output", output, batch) if batch.padding else output
-            own = own if rebuild is None else rebuild(own)
+            output = without_padding("output", output, batch) if batch.padding else output
+            output = output if rebuild is None else rebuild(output)
             if each is None:
-                copied = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), own)
-                outputs[number] = batch.size - batch.padding, copied
+                outputs[number] = pytree.tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), output)
             else:
-                each(number, own)
+                each(number, output)
 
     _run(session, batches, keep)
     if each is not None:
@@ -152,41 +133,23 @@ def predict(
     return on_rank_0(session.comm, lambda: _joined(of_ranks or []))
 
 
-def _joined(of_ranks: Sequence[Mapping[int, tuple[int, Any]]]) -> Any:
+def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
     """The outputs of all microbatches joined along dimension 0; UsageError if they do not fit together.
 
-    `of_ranks`: by rank and number of the microbatch, its samples and its output.
+    `of_ranks`: by rank and number of the microbatch, its output.
     """
-    everything = {number: output for of_rank in of_ranks for number, output in of_rank.items()}
-    sizes = [everything[number][0] for number in sorted(everything)]
-    ordered = [everything[number][1] for number in sorted(everything)]
-    if not ordered:
-        return None
-    leaves = list(zip(*(pytree.tree_leaves(output) for output in ordered), strict=True))
-    if any(
-        isinstance(part, torch.Tensor) and part.shape[1:] != parts[0].shape[1:] for parts in leaves for part in parts
-    ):
-        raise UsageError("predict: outputs of several shapes cannot be joined: take each of them with each=")
-    if len(ordered) > 1 and any(isinstance(part, torch.Tensor) and not part.dim() for part, *_ in leaves):
-        raise UsageError("predict: outputs without dimensions cannot be joined: take each of them with each=")
-    for size, part in [pair for parts in leaves for pair in zip(sizes, parts, strict=True) if len(ordered) > 1]:
-        if isinstance(part, torch.Tensor) and _has_samples_elsewhere(part, size):
-            raise UsageError(
-                f"predict: outputs are joined along dimension 0, but that of {size} samples has shape "
-                f"{tuple(part.shape)}: give outputs with the samples in dimension 0, or take each of them with each="
-            )
-    joined = [
-        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0] for parts in leaves
-    ]
+    by_number = {number: output for of_rank in of_ranks for number, output in of_rank.items()}
+    ordered = [by_number[number] for number in sorted(by_number)]
+    if len(ordered) < 2:
+        return ordered[0] if ordered else None
+    leaves = zip(*map(pytree.tree_leaves, ordered), strict=True)
+    try:
+        joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in leaves]
+    except RuntimeError as error:
+        raise UsageError(
+            f"predict: outputs cannot be joined along dimension 0: {error}: take each of them with each="
+        ) from None
     return pytree.tree_unflatten(joined, pytree.tree_structure(ordered[0]))
-
-
-def _has_samples_elsewhere(x: torch.Tensor, size: int) -> bool:
-    """Whether a tensor of `size` samples has neither one nor, as flattened ones have, several rows for each of them.
-
-    The last dimension does not count: it may be of classes, as many as there are samples.
-    """
-    return len(x) != size and (size in x.shape[1:-1] or len(x) % max(1, size) > 0)
 
 
 def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], outcome: Outcome) -> None:
@@ -194,7 +157,7 @@ def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], outcome: 
     with session.model_values(), torch.no_grad():
         for step, (evaluator, batch) in enumerate(batches):
             first = step * evaluator.batches.count
-            evaluator.run(step, batch, lambda number, *found, first=first: outcome(first + number, *found))
+            evaluator.run(step, batch, lambda number, *scored, first=first: outcome(first + number, *scored))
             session.beat()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import chain
 
 import torch
 from mpi4py import MPI
@@ -19,41 +18,22 @@ from schedgen.ir.header import Header
 from schedgen.util.errors import listed
 
 
-class DataNotes:
-    """The notes on data, the loaders' among them, of all ranks: each line is printed once."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """`comm`: the ranks of the run."""
-        self.comm = comm
-        self.said: set[str] = set()
-        self.unsaid: list[str] = []  # lines that rank 0 has not received yet
-
-    def say(self, sentence: str) -> None:
-        """Print a line: at once if it is rank 0's, else with the next `print_unsaid`."""
-        if sentence not in self.said:
-            self.said.add(sentence)
-            note(self.comm, sentence)
-            self.unsaid += [sentence] if self.comm.rank else []
-
-    def look(self, batch: Batch) -> None:
-        """Say that targets have labels that torch's cross_entropy ignores by default, if they do."""
-        leaves = [
-            leaf
-            for microbatch in batch.microbatches.values()
-            for path, leaf in by_path(microbatch.target).items()
-            if not isinstance(microbatch.target, Mapping) or "label" in path  # a mapping has the input, too
-        ]
-        if any(isinstance(x, Tensor) and x.dtype == torch.int64 and (x == -100).any() for x in leaves):
-            self.say(
-                "targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, not by "
-                "their other labels, unless loss_weight counts these"
-            )
-
-    def print_unsaid(self) -> None:
-        """Print on rank 0 the lines of other ranks. Collective."""
-        unsaid, self.unsaid = self.unsaid, []
-        for sentence in chain.from_iterable(self.comm.gather(unsaid) or ()):
-            self.say(sentence)
+def note_ignored_labels(comm: MPI.Intracomm, batch: Batch) -> bool:
+    """Say that targets have labels that torch's cross_entropy ignores, if they do, and return that. Collective."""
+    leaves = [
+        leaf
+        for microbatch in batch.microbatches.values()
+        for path, leaf in by_path(microbatch.target).items()
+        if not isinstance(microbatch.target, Mapping) or "label" in path  # a mapping has the input, too
+    ]
+    own = any(isinstance(x, Tensor) and x.dtype == torch.int64 and bool((x == -100).any()) for x in leaves)
+    if ignored := any(comm.allgather(own)):
+        note(
+            comm,
+            "targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, not by "
+            "their other labels, unless loss_weight counts these",
+        )
+    return ignored
 
 
 def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:

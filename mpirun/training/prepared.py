@@ -1,4 +1,4 @@
-"""What a run prepares when it sees data: its stages first, then an interpreter and an evaluator for each shape.
+"""A run's stages, and an interpreter and an evaluator for each shape of microbatches.
 
 A shape is that of a microbatch's input; there is one in a run, or one for each declared size (`shapes.py`).
 """
@@ -9,28 +9,34 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import chain
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from mpi4py import MPI
 
-from mpirun.checkpoint.disk_format import Manifest
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import print_notes
+from mpirun.data.dataset_loaders import FunctionLoader, StreamLoader
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, Shape, tokens
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
 from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.host import Host
-from mpirun.engine.setup import Setup, StepOptions, set_up
+from mpirun.engine.options import RunOptions
+from mpirun.engine.recipe import Recipe
+from mpirun.engine.setup import Setup, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import loss_input, why_uncut
-from mpirun.training.batches import LossWeight, StepBatches, loss_weight
+from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
-from mpirun.training.session import Session
-from schedgen.util.errors import MpirunWarning, UsageError
+from mpirun.training.notes import note_ignored_labels
+from mpirun.training.saving import Checkpoints
+from mpirun.training.session import Session, is_compared
+from mpirun.training.shapes import Shapes, check_padding
+from mpirun.watchdog import SETTING_UP
+from schedgen.util.errors import MpirunWarning
 
 
 class OfShape(NamedTuple):
@@ -43,64 +49,90 @@ class OfShape(NamedTuple):
 
 
 class Prepared:
-    """A run's interpreters and evaluators, by the shape of microbatches. Every method is collective."""
+    """A run's stages, its interpreters and evaluators. Every method is collective."""
 
     def __init__(
         self,
         session: Session,
         model: Model,
-        options: StepOptions,
+        options: RunOptions,
+        recipe: Recipe,
         host: Host,
-        verifies: bool,
+        source: MicrobatchSource,
+        shapes: Shapes,
         weigh: LossWeight | None,
     ) -> None:
-        """`verifies`: the steps are recorded, to be verified; `weigh`: an Engine's `loss_weight`."""
-        self.session, self.model, self.options, self.host, self.verifies = session, model, options, host, verifies
-        self.weigh = weigh
-        self.count = session.header.microbatches * options.passes  # microbatches of a step
-        self.resumed: Manifest | None = None  # the checkpoint to resume from, as soon as the stages are built
-        self.of_shape: dict[Shape, OfShape] = {}
-        self.evaluators: dict[Shape, Evaluator] = {}
-        self.batches: StepBatches  # of the steps
-        self.names: tuple[str, ...] | None = None  # of the run's first input
+        """Build the stages for the microbatches of `source`.
 
-    @property
-    def has_stages(self) -> bool:
-        """Whether the stages are built."""
-        return bool(self.of_shape)
+        `shapes`: of the steps' microbatches; `weigh`: an Engine's loss_weight.
+        """
+        self.session, self.source, self.shapes, self.weigh = session, source, shapes, weigh
+        self.labels_noted = False
+        self.model, self._set_up = model, partial(set_up, session.comm, options=options, recipe=recipe, host=host)
+        with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
+            on_rank_0(session.comm, lambda: check_weights(model))
+            setup = self._set_up(session.header, model, source)
+            example, self._own = source.examples()[0], (source.loss_weights, source.tokens)
+            session.build(setup)
+        self.names = example.names  # of every microbatch's input
+        self.of_shape: dict[Shape, OfShape] = {}
+        if isinstance(source, StepBatches):
+            self.of_shape[example.shape] = _of_shape(session.interpreter, setup, example)
+        self.evaluators: dict[Shape, Evaluator] = {}
+        self.checkpoints = Checkpoints(session)
 
     def check_names(self, batch: Batch) -> None:
-        """UsageError if an input has other names than the run's first; Stop if all ranks have this batch."""
-        found = [microbatch.names for microbatch in batch.microbatches.values()]
-        if self.names is None:
-            self.names = next(chain.from_iterable(self.session.comm.allgather(found[:1])), ())
-        try:
-            for microbatch in batch.microbatches.values():
-                microbatch.check_names(self.names)
-        except UsageError as error:
-            if batch.loader is None:
-                raise Stop(str(error)) from None
-            raise
+        """Stop, or UsageError on a rank whose loader made it, if an input has other names than the first."""
+        if batch.loader is None:
+            together(self.session.comm, lambda: batch.check_names(self.names))
+        else:
+            batch.check_names(self.names)
+
+    def take(self, batch: Batch | None) -> tuple[list[float], int]:
+        """Take the next step's batch; returns its losses' weights in the step's, and the elements of its targets.
+
+        None: the model makes the microbatches itself.
+        """
+        session, source = self.session, self.source
+        if not isinstance(source, StepBatches):
+            if batch is not None:
+                raise Stop("the model makes the run's microbatches itself: give example=, or make the loader first")
+            return self._own
+        if batch is None:
+            raise Stop("step: give a batch")
+        if session.verifies and isinstance(batch.loader, StreamLoader):
+            raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
+        of_shape = self.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
+        if isinstance(batch.loader, FunctionLoader):
+            batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
+        if min(batch.samples) < of_shape.example.size:
+            check_padding(self.model, session.header)
+        weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
+        source.give(session.steps, batch, session.verifies, weights)
+        if weights is None and is_compared(session.steps - session.begun):
+            self._note_labels(batch)
+        return shares(batch.samples if weights is None else weights), sum(batch.samples) * of_shape.tokens
+
+    def _note_labels(self, batch: Batch) -> None:
+        several = self.model.loss_of == "microbatch" and self.source.count > 1 and self.session.header.has_flush
+        if several and not self.labels_noted:
+            self.labels_noted = note_ignored_labels(self.session.comm, batch)
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.
 
         Stop if the loader will pad a microbatch in part, and the padding could not be removed.
         """
-        if not self.has_stages:
-            self.build(batch, shape)
         if shape not in self.of_shape:
             if not self.session.header.has_flush:
                 raise Stop(
-                    "with weight versions there is one shape: the first batch evaluated should have that of the steps"
+                    "with weight versions there is one shape: that of example=, of the first loader, or of the first "
+                    "batch"
                 )
-            example = self._example(batch)
+            example = first_microbatch(self.session.comm, batch)
             with print_notes(self.session.comm):
-                setup = set_up(
-                    self.session.comm, self.session.header, self.model, StepBatches(example, self.count),
-                    self.options, self.host,
-                )  # fmt: skip
-                made = self.session.add_interpreter(replace(setup, microbatches=self.batches))
+                setup = self._set_up(self.session.header, self.model, StepBatches(example, self.source.count))
+                made = self.session.add_interpreter(replace(setup, microbatches=self.source))
             self.of_shape[shape] = _of_shape(made, setup, example)
         of_shape = self.of_shape[shape]
         pads_in_part = batch.loader is not None and batch.loader.pads_in_part
@@ -114,66 +146,38 @@ class Prepared:
 
         Stop if a microbatch will be `padded` in part, and the padding could not be removed.
         """
-        if not self.has_stages:
-            self.build(batch, shape)
         if shape not in self.evaluators:
-            example = self.of_shape[shape].example if shape in self.of_shape else self._example(batch)
+            seen = self.of_shape.get(shape)
+            example = first_microbatch(self.session.comm, batch) if seen is None else seen.example
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
-                self.evaluators[shape] = Evaluator(self.session, example, self.options, self.host)
+                self.evaluators[shape] = Evaluator(self.session, example, self._set_up)
         evaluator = self.evaluators[shape]
         padded = padded or batch.is_padded_in_part
         if padded and (why := _why_uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
             raise Stop(why)
         return evaluator
 
-    def build(self, batch: Batch, shape: Shape) -> None:
-        """Build the stages, now that a microbatch's shape is known, and resume from a checkpoint if there is one."""
-        session, example = self.session, self._example(batch)
-        self.batches = StepBatches(example, self.count)
-        with print_notes(session.comm):
-            on_rank_0(session.comm, lambda: check_weights(self.model))
-            setup = set_up(session.comm, session.header, self.model, self.batches, self.options, self.host)
-            session.build(setup, self.verifies, self.resumed is not None)
-        self.of_shape[shape] = _of_shape(session.interpreter, setup, example)
-        session.sigterm.take()
-        if self.resumed is not None:
-            session.resume(self.resumed)
-
-    def resume(self, manifest: Manifest) -> None:
-        """Resume from this checkpoint: now, or as soon as the stages are built."""
-        if self.has_stages:
-            self.session.resume(manifest)
-        else:
-            self.resumed, self.session.steps = manifest, manifest.step
-
     def free(self) -> None:
         """Free the MPI resources of all interpreters and evaluators."""
         for evaluator in self.evaluators.values():
             evaluator.list.transport.free()
-        if self.has_stages:
-            self.session.free()
-
-    def _example(self, batch: Batch) -> Microbatch:
-        """A microbatch of the batch, the same on all ranks: one that counts, with the most samples without padding."""
-        comm, saved, weigh = self.session.comm, io.BytesIO(), self.weigh
-
-        def use(microbatch: Microbatch | None) -> tuple[bool, int]:
-            if microbatch is None:
-                return False, -1
-            return weigh is None or loss_weight(weigh, microbatch) > 0, _real(microbatch)
-
-        own = together(comm, lambda: max([None, *batch.microbatches.values()], key=use))
-        uses = comm.allgather(use(own))
-        root = uses.index(max(uses))
-        if comm.rank == root:
-            torch.save(own, saved)  # pickle does not know all types
-        return torch.load(io.BytesIO(comm.bcast(saved.getvalue(), root)), weights_only=False)
+        self.session.free()
 
 
-def _real(microbatch: Microbatch) -> int:
-    """The number of a microbatch's samples without padding."""
-    return microbatch.size - microbatch.padding
+def first_microbatch(comm: MPI.Intracomm, batch: Batch) -> Microbatch:
+    """The first microbatch of a batch, which not all ranks may have, on all ranks. Collective."""
+    firsts = comm.allgather(min(batch.microbatches, default=len(batch.samples)))
+    root = firsts.index(min(firsts))
+    return shared(comm, batch.microbatches[firsts[root]] if comm.rank == root else None, root)
+
+
+def shared(comm: MPI.Intracomm, microbatch: Microbatch | None, root: int = 0) -> Microbatch:
+    """The microbatch of rank `root`, on all ranks. Collective."""
+    saved = io.BytesIO()
+    if comm.rank == root:
+        torch.save(microbatch, saved)  # pickle does not know all types
+    return torch.load(io.BytesIO(comm.bcast(saved.getvalue(), root)), weights_only=False)
 
 
 def _of_shape(interpreter: RunInterpreter, setup: Setup, example: Microbatch) -> OfShape:

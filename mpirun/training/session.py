@@ -16,19 +16,18 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import Stop, first_difference, refuse, together
+from mpirun.comm.fail_together import Stop, first_difference, together
 from mpirun.comm.output import say
 from mpirun.comm.run_comm import RunComm
-from mpirun.comm.waiting import sleep_until, sleeping_barrier
+from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.core.optimizer_step import StepResult
 from mpirun.engine.first_step import RunInterpreter, run_first
+from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.read_schedule import Schedule
-from mpirun.engine.running_statistics import buffers_shared, share_buffers
-from mpirun.engine.same_start import check_same_start, given_digests
+from mpirun.engine.running_statistics import buffers_shared
+from mpirun.engine.same_start import Values, check_same_start, given_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
@@ -36,11 +35,10 @@ from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreache
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification
-from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, SAVING, TRYING, VERIFYING
+from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, TRYING
 from mpirun.watchdog.rank_side import Watchdog
 
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
-EXIT_APART = 10.0  # seconds between the first and the last rank that leave a call by sys.exit, if all of them do
 
 
 @dataclass(frozen=True)
@@ -75,47 +73,55 @@ def is_compared(number: int) -> bool:
 class Session:
     """A run on this rank: set up once, then stepped."""
 
-    def __init__(self, comm: RunComm, schedule: Schedule, timeout: float) -> None:
-        """`timeout`: seconds within which some rank has to make progress; 0: there is no watchdog."""
-        self.comm, self.schedule = comm, schedule
+    def __init__(self, comm: RunComm, schedule: Schedule, timeout: float, verifies: bool) -> None:
+        """Nothing is built yet.
+
+        `timeout`: seconds within which some rank has to make progress; 0: there is no watchdog. `verifies`: the steps
+        are recorded for the method `verify`.
+        """
+        self.comm, self.schedule, self.verifies = comm, schedule, verifies
         self.program, self.header = schedule.program, schedule.program.header
         self.instructions = self.program.instructions(comm.rank)
         self.watchdog = Watchdog(comm, schedule.first_line, self.instructions, timeout)
         comm.on_wait = self.watchdog.show_wait
         self.end = contextlib.ExitStack()
         self.end.push(self.watchdog.end)
-        self.end.callback(self._end_saving)
         self.sigterm = Sigterm()
         self.end.callback(self.sigterm.give_back)
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
-        self.writer: CheckpointWriter | None = None
         self.verification: Verification | None = None
+        self.start: list[dict[Values, str]] = []  # digests of values that are compared before they are used
         self.interpreters: list[RunInterpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
+        self.counts_memory, self.memory = False, contextlib.ExitStack()
+        self.bytes: MemoryCount | None = None  # of tensors, from `build` on
 
-    def build(self, setup: Setup, verify: bool, resumes: bool) -> None:
-        """Build the stages, and the interpreter that executes the list. Stop if the model does not fit the schedule.
-
-        `verify`: record the steps for the method `verify`; `resumes`: a checkpoint will replace all values.
-        """
+    def build(self, setup: Setup) -> None:
+        """Build the stages, and the interpreter that executes the list. Stop if the model does not fit the schedule."""
+        if self.counts_memory:
+            self.bytes = self.memory.enter_context(track_memory(setup.device.torch))
         self.setup = setup
-        given = given_digests(setup.model, self.header, self.comm.rank)
-        start = first_values(setup.unsliced_model, setup.seed) if verify and self.comm.rank == 0 else {}
+        self.start = [given_digests(setup.model, self.header, self.comm.rank), {}]
+        start = first_values(setup.unsliced_model, setup.seed) if self.verifies and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: RunInterpreter = build_interpreter(
-            self.comm, self.program, self.instructions, setup, self.watchdog.state, resumes=resumes
+            self.comm, self.program, self.instructions, setup, self.watchdog.state, digests=self.start[1]
         )
         self.interpreters.append(self.interpreter)
         self.interpreter.optimizer_step.leave_requested = self.sigterm.asks
-        if not resumes:
-            check_same_start(self.comm, given)
-        if verify:
+        if self.verifies:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, start)
         if self.comm.rank == 0 and self.setup.device.description:
             say(self.setup.device.description, sys.stdout)
         note_odd_model(self.comm, setup, self.header)
+        self.sigterm.take()
+
+    def check_start(self) -> None:
+        """Stop if ranks begin with different values, unless those of a checkpoint have replaced them."""
+        while self.start:
+            check_same_start(self.comm, self.start.pop())
 
     def add_interpreter(self, setup: Setup) -> RunInterpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
@@ -140,35 +146,10 @@ class Session:
         for interpreter in self.interpreters[:1]:
             interpreter.progress.free()
 
-    def checkpoint_writer(self) -> CheckpointWriter:
-        """The writer of this run's checkpoints, which also restores them."""
-        if self.writer is None:
-            stages, optimizer = self.interpreter.stages, self.interpreter.optimizer
-            self.writer = together(
-                self.comm,
-                lambda: CheckpointWriter(
-                    self.comm, self.header, self.setup, stages, optimizer, self.beat, self.schedule.sha256
-                ),
-            )
-        return self.writer
-
-    def resume(self, manifest: Manifest) -> None:
-        """Resume from a checkpoint. Stop if it is of another model or optimizer."""
-        writer = self.checkpoint_writer()
-        again = "verify repeats all steps from the first, not those before a checkpoint: resume without it"
-        refuse(self.comm, self.verification is not None, again)
-        self.interpreter.optimizer.take_assigned()
-        writer.resume(manifest)
-        self.begun = self.steps = manifest.step
-
-    def save(self, keep: int) -> bool:
-        """Write a checkpoint to the open directory, and keep the newest `keep`; returns whether that succeeded.
-
-        Running statistics are then those of the checkpoint on every rank, as after a restart.
-        """
-        share_buffers(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
-        with self.watchdog.phase(SAVING), self.interpreter.optimizer.assigned():
-            return self.checkpoint_writer().save(self.steps, keep)
+    def resumed(self, steps: int) -> None:
+        """A checkpoint of so many steps has replaced all values."""
+        self.begun = self.steps = steps
+        self.start = []
 
     def begin_trace(self) -> None:
         """Record from now on when each rank executes which instruction."""
@@ -221,7 +202,7 @@ class Session:
                 set_buffers(module, buffers)
         if self.verification is not None:
             self.verification.record.losses.append(result.losses)
-        metrics = means(result.metrics, weights, step)
+        metrics = means(result.metrics, weights, f"step {step + 1}")
         loss = mean(result.losses, weights)
         return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, tokens, result.leave)
 
@@ -271,20 +252,6 @@ class Session:
         if sentence:
             say(f"mpirun: {sentence}", sys.stderr)
 
-    def verify(self, tolerance: float | None = None) -> int:
-        """Repeat all steps in one process, and print how far the results differ; returns 0 if that is allowed, else 1.
-
-        `tolerance`: the relative difference that is allowed; None: by the types.
-        """
-        if self.verification is None:
-            return 0
-        self.watchdog.state[PHASE] = VERIFYING
-        return self.verification.compare(self.steps, self.beat, tolerance)
-
-    def _end_saving(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
     def beat(self) -> None:
         """Show the watchdog that this rank makes progress."""
         self.watchdog.state[BEAT] += 1
@@ -294,17 +261,6 @@ class Session:
         self.at_end = self.comm.Dup()  # its own: the barrier of an ended rank matches no other collective
         self.at_end.on_wait = self.comm.on_wait
         atexit.register(self.close_together)
-
-    def all_exit(self) -> bool:
-        """Whether all ranks have called this, or `wait_for_others`, within `EXIT_APART` seconds."""
-        arrived, late = self.at_end.Ibarrier(), time.monotonic() + EXIT_APART
-
-        def done() -> bool:
-            self.beat()
-            return arrived.Test() or time.monotonic() > late
-
-        sleep_until(self.at_end, done)
-        return bool(arrived.Test())
 
     def wait_for_others(self) -> None:
         """Block until all ranks have called this; the watchdog reports ranks that do not."""
@@ -324,13 +280,13 @@ class Session:
         self.end.close()
 
 
-def means(metrics: list[dict[str, float]], weights: list[float], step: int) -> dict[str, float]:
+def means(metrics: list[dict[str, float]], weights: list[float], where: str) -> dict[str, float]:
     """The weighted mean of each metric; `metrics`: by microbatch. Stop if those that count have different names."""
     counted = [of_mb for of_mb, weight in zip(metrics, weights, strict=True) if weight] or [{}]
     names = counted[0].keys()
     for of_mb in counted:
         if of_mb.keys() != names:
-            others = f"{sorted(of_mb)} for a microbatch of step {step + 1}, but {sorted(names)} for another"
+            others = f"{sorted(of_mb)} for a microbatch of {where}, but {sorted(names)} for another"
             raise Stop(f"the loss returned the metrics {others}", 1)
     return {name: mean([of_mb.get(name, 0.0) for of_mb in metrics], weights) for name in names}
 

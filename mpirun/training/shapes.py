@@ -8,6 +8,7 @@ Some schedules and losses allow one shape only, or no padding: the checks are he
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 from mpi4py import MPI
 
@@ -23,12 +24,28 @@ from schedgen.util.errors import UsageError
 class Shapes:
     """The shapes of the microbatches so far, in a run or an evaluation."""
 
-    def __init__(self, comm: MPI.Intracomm, buckets: Sequence[int]) -> None:
-        """`buckets`: the sizes that are declared; empty: there is one shape. UsageError if they are not iterable."""
-        if not isinstance(buckets, Iterable):
+    def __init__(self, comm: MPI.Intracomm, buckets: Sequence[int], model: Model, header: Header) -> None:
+        """`buckets`: the sizes that are declared; empty: there is one shape.
+
+        UsageError if they are no sizes, or if the model or the schedule needs microbatches of one shape.
+        """
+        if not isinstance(buckets, Iterable) or any(type(size) is not int or size < 1 for size in buckets):
             raise UsageError(f"buckets should be sizes, whole numbers of at least 1, not {buckets!r}")
+        one_shape = {
+            "what split has traced has one shape: give modules or a Model": model.origin.traced,
+            "a loss of the whole minibatch needs microbatches of one shape": model.loss_of == "minibatch",
+            "this schedule updates stages one by one: all steps need one shape": not header.has_flush,
+        }
+        for why in [why for why, applies in one_shape.items() if applies and buckets]:
+            raise UsageError(f"buckets: {why}")
         self.comm, self.buckets = comm, tuple(buckets)
         self.by_size: dict[int | None, Shape] = {}
+
+    def anew(self) -> Shapes:
+        """For an evaluation: the same sizes, but no shape so far."""
+        copied = copy(self)
+        copied.by_size = {}
+        return copied
 
     def of(self, batch: Batch, name: str) -> Shape:
         """The shape of a batch's microbatches, the same on all ranks; collective, unless the one shape is known.
@@ -59,18 +76,6 @@ class Shapes:
         if shape != expected:
             raise Stop(f"{_has(name, shape)}, but before they had {_words(expected)} for size {size}")
         return shape
-
-
-def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
-    """UsageError if these are not sizes, or if the model or the schedule needs microbatches of one shape."""
-    if any(type(size) is not int or size < 1 for size in buckets):
-        raise UsageError(f"buckets should be sizes, whole numbers of at least 1, not {buckets!r}")
-    if buckets and model.origin.traced:
-        raise UsageError("buckets: what split has traced has one shape: give modules or a Model")
-    if buckets and model.loss_of == "minibatch":
-        raise UsageError("buckets: a loss of the whole minibatch needs microbatches of one shape")
-    if buckets and not header.has_flush:
-        raise UsageError("buckets: this schedule updates stages one by one: all steps need one shape")
 
 
 def check_padding(model: Model, header: Header) -> None:

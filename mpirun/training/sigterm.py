@@ -14,23 +14,26 @@ class Sigterm:
     """What SIGTERM does to one run on this rank. A handler of the script's own stays, and then this does nothing."""
 
     came: ClassVar[bool] = False  # whether a signal came that no run has answered by leaving
-    taken: ClassVar[set[Sigterm]] = set()  # the runs that one may ask to leave
+
+    def __init__(self) -> None:
+        """The signal has its default action."""
+        self.taken = False
 
     def take(self) -> None:
-        """From now on SIGTERM asks the run to leave after its step. Before, it has its default action."""
+        """From now on SIGTERM asks the run to leave after its step."""
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _keep):
             signal.signal(signal.SIGTERM, _keep)
-            Sigterm.taken.add(self)
+            self.taken = True
 
     def asks(self) -> bool:
         """Whether the run is asked to leave."""
-        return Sigterm.came and self in Sigterm.taken
+        return Sigterm.came and self.taken
 
     def give_back(self) -> None:
-        """The run has ended. After the last run SIGTERM has its default action again."""
-        Sigterm.taken.discard(self)
-        if not Sigterm.taken and signal.getsignal(signal.SIGTERM) == _keep and _is_main_thread():
+        """The run has ended: SIGTERM has its default action again."""
+        if self.taken and signal.getsignal(signal.SIGTERM) == _keep and _is_main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.taken = False
 
     def end(self) -> None:
         """The run does no more steps; a signal that came counts as answered."""

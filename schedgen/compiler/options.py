@@ -23,8 +23,8 @@ def redone(text: str) -> str | list[Redone]:
     if text in ("all", "except-last"):
         return text
     named: list[Redone] = []
-    for part in text.split(","):
-        stage, dot, mb = part.partition(".")
+    for shard in text.split(","):
+        stage, dot, mb = shard.partition(".")
         named.append((natural(stage), natural(mb)) if dot else natural(stage))
     return named
 

@@ -6,7 +6,6 @@ that `schemes` trains by, and those of `buckets`, each with whether its sums are
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -166,7 +165,7 @@ def tolerances() -> Any:
         train(run, run.loader(DATA, 2), 1)
         with contextlib.redirect_stdout(io.StringIO()):
             found = [run.verify(0.0), run.verify(), run.verify(1e-3)]
-        return [*found, said(lambda: run.verify(-1.0))]
+        return found
 
 
 class DeferredNorm(nn.Module):
@@ -407,13 +406,19 @@ def sentences() -> Any:
 
         return call
 
-    def within_traces(steps: int) -> Callable[[], Any]:
+    def within_traces() -> None:
+        run = engine(example=DATA[:2])
+        try:
+            with run.trace(FOLDER / "outer"), run.trace(FOLDER / "inner"):
+                pass
+        finally:
+            run.close()
+
+    def before_data(method: str) -> Callable[[], Any]:
         def call() -> None:
             run = engine()
             try:
-                train(run, run.loader(DATA, 2), steps)
-                with run.trace(FOLDER / "outer"), run.trace(FOLDER / "inner"):
-                    pass
+                getattr(run, method)(FOLDER / "x")
             finally:
                 run.close()
 
@@ -441,10 +446,9 @@ def sentences() -> Any:
             second.close()
 
     def another_optimizer() -> None:
-        run = engine(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1))
+        run = engine(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1), example=DATA[:2])
         try:
             run.resume(FOLDER / "whole")
-            train(run, run.loader(DATA, 2), 8)
         finally:
             run.close()
 
@@ -507,10 +511,6 @@ def sentences() -> Any:
         return torch.optim.SGD([{"params": [p.parameter], "lr": 0.2 / len(p.shape)} for p in named])
 
     last = WORLD.rank == 3  # alone it is given other options
-    settings = argparse.Namespace(momentum=0.1 * last, rank=WORLD.rank)
-
-    def rate(step: int, base: float = 0.1 * last) -> float:
-        return base
 
     given_by_rank: dict[str, Any] = {
         "seed": WORLD.rank // 3,
@@ -519,11 +519,8 @@ def sentences() -> Any:
         "on_nan": "skip" if last else "stop",
         "timeout": 60.0 * last,
         "export": FOLDER / "new" if last else None,
-        "lr": rate,
-        "optimizer": lambda named: torch.optim.SGD([p.parameter for p in named], momentum=settings.momentum),
         "scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5 + 0.1 * last),
         "loss": nn.functional.l1_loss if last else mse_loss,
-        "loss_weight": (lambda target: 1.0) if last else (lambda target: 2.0),
     }
     mistakes: dict[str, Callable[[], Any]] = {
         "device": lambda: mpirun.Engine(file, modules(), device="tpu", **plain),
@@ -563,15 +560,13 @@ def sentences() -> Any:
         "two shapes": two_shapes,
         "ragged": lengths(ragged, buckets=(6, 9)),
         "undeclared": lengths(of_lengths((6, 9)), buckets=(6, 8)),
-        "no size": stepped(buckets=(6,), data=TensorDataset(torch.randn(16), torch.randn(16))),
         "buckets": lambda: mpirun.Engine(file, modules(), buckets=(0,), **plain),
         "traced": lambda: mpirun.Engine(file, traced(), buckets=(6,), **plain),
         "closed": closed,
-        "save first": refused_at_once("save", FOLDER / "x"),
-        "export first": refused_at_once("export", FOLDER / "x"),
+        "save first": before_data("save"),
+        "resume first": before_data("resume"),
         "verify": refused_at_once("verify"),
-        "trace first": within_traces(0),
-        "trace in a trace": within_traces(1),
+        "trace in a trace": within_traces,
     }  # fmt: skip
     for name in given_by_rank:
         mistakes[f"other {name}"] = lambda name=name: mpirun.Engine(

@@ -188,6 +188,8 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
         except Stop as stop:
             code = stop.code
             print(stop)
+        except SystemExit as end:
+            code = int(end.code or 0)
         if run.session.interpreter.graphs is not None:
             print_graphs(run)
         if request.get("pinned"):

@@ -182,7 +182,7 @@ def test_one_that_was_set_aside_counts_where_its_run_ended_before_another_took_i
 
 def test_a_trace_of_no_step_is_not_written_and_a_line_says_so(damaged):
     ended, trace = damaged[0]["done, and traced"], damaged[1] / "trace"
-    assert (ended.code, ended.err) == (0, f"mpirun: note: --trace: no step is left, so {trace} is not written\n")
+    assert (ended.code, ended.err) == (0, f"mpirun: note: trace: no step is done, so {trace} is not written\n")
     assert not trace.exists()
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from mpirun.engine.options import SetupOptions
-from mpirun.engine.recipe import command_line_rate
+from mpirun.cli.optimizer import rate_of
+from mpirun.cli.options import TrainOptions
 from mpirun.examples import mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.verify.compare import compare
@@ -170,9 +170,9 @@ def test_parameters_are_those_of_torchs_scheduler(records, name):
         assert apart(ours, replay(records[name], "sgd" in name, lr, FLAT)) > lr * 0.1
 
 
-def rate_of(schedule: str, warmup: int, steps: int) -> Callable[[int], float]:
-    options = SetupOptions("", lr=LR, lr_schedule=schedule, warmup=warmup, steps=steps)
-    return partial(command_line_rate, options=options)
+def rate_by(schedule: str, warmup: int, steps: int) -> Callable[[int], float]:
+    options = TrainOptions(model="", file="", lr=LR, lr_schedule=schedule, warmup=warmup, steps=steps)
+    return partial(rate_of, options=options)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def rate_of(schedule: str, warmup: int, steps: int) -> Callable[[int], float]:
 )
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 def test_the_rate_is_that_of_torchs_scheduler(schedule, warmup, name):
-    rate = rate_of(schedule, warmup, STEPS)
+    rate = rate_by(schedule, warmup, STEPS)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], LR)
     scheduler = TORCHS[name](optimizer)
     for step in range(STEPS):
@@ -198,14 +198,14 @@ def test_the_rate_is_that_of_torchs_scheduler(schedule, warmup, name):
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_rate_rises_to_its_height_and_does_not_rise_again(schedule):
-    rate = rate_of(schedule, 4, 20)
+    rate = rate_by(schedule, 4, 20)
     rates = [rate(step) for step in range(20)]
     assert rates[:5] == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR, LR])
     assert all(a >= b > 0 for a, b in pairwise(rates[4:]))
 
 
 def test_a_warm_up_longer_than_the_run_only_rises():
-    rate = rate_of("cosine", 10, 5)
+    rate = rate_by("cosine", 10, 5)
     assert [rate(step) for step in range(5)] == pytest.approx([LR * k / 10 for k in range(1, 6)])
 
 

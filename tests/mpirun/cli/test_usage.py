@@ -152,7 +152,7 @@ MISTAKES = {
     "no pass": option("--accumulate", "0", sentence="argument --accumulate: '0' is not a whole number of at least 1"),
     "momentum of adamw": option("--momentum", "0.9", sentence="--momentum needs --optimizer sgd"),
     "how often, of nothing": option("--every", "1", sentence="--every needs --save"),
-    "how many, of nothing": option("--keep", "3", sentence="--keep needs --save"),
+    "how many, of nothing": option("--keep", "2", sentence="--keep needs --save"),
     "so many steps, of nothing": option("--trace-steps", "2", sentence="--trace-steps needs --trace"),
     "a limit of nothing": option("--tolerance", "1", sentence="--tolerance needs --verify"),
     "a trace over the schedule": over_input("--trace", "schedule"),
@@ -204,7 +204,11 @@ MISTAKES = {
         lambda files: [files.folder, "--model", MLP], 1, lambda files: f"{files.folder}: Is a directory"
     ),
     **{
-        f"no name for {name}": option(f"--{name}", "", sentence=f"--{name}: the file has no name")
+        f"no name for {name}": Mistake(
+            lambda files, name=name: [files.schedule, "--model", MLP, f"--{name}", ""],
+            2,
+            f"--{name} names no file: it is empty",
+        )
         for name in ("text", "metrics", "trace")
     },
     "an empty schedule": schedule("empty", lambda data: b"", ":1: the file ends here, before its end"),

@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from mpirun.training.compiled import compile_for
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +21,6 @@ from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, TensorSpec, Value
 from mpirun.model.load_model import join_stages, load_model
 from mpirun.model.trial import Trial
-from mpirun.training.compiled import compile_for
 from schedgen.util.errors import UsageError
 
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))

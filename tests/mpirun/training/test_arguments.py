@@ -9,10 +9,11 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.functional import mse_loss
 
 from mpirun.engine.recipe import NamedParameter
-from mpirun.training.arguments import make_log, make_recipe, take_model
+from mpirun.training.arguments import make_log, make_recipe
+from mpirun.training.schedule_and_model import Given
 from schedgen.util.errors import UsageError
 
 
@@ -36,13 +37,13 @@ def test_rates_are_numbers_of_any_type_that_are_not_negative():
 def test_a_module_that_is_not_in_stages_is_to_be_split():
     """A Sequential's children are its stages, if there are as many as are asked for."""
     module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
-    taken = take_model(module, torch.nn.functional.mse_loss, 4, None, None, 0)
+    taken = Given(module, mse_loss, 4, None, 0).take(4)
     assert [*taken.stages] == [*module]
     for given, name in ((module, "Sequential"), (module[0], "Linear")):
         words = f"the model, a {name}, is not in 2 stages: split it first, mpirun.split(model, example, stages=2)"
         for stages, layers in ((2, None), (1, [1, 1])):
             with pytest.raises(UsageError, match=re.escape(words)):
-                take_model(given, torch.nn.functional.mse_loss, stages, layers, None, 0)
+                Given(given, mse_loss, stages, None, 0).take(stages, layers)
 
 
 OF_OTHER_TYPES = """
@@ -61,7 +62,7 @@ with engine() as run:
     run.step((x, x))
     for refused in (
         lambda: engine(timeout=None), lambda: engine(clip="1"), lambda: engine(buckets=64), lambda: engine(export=3),
-        lambda: run.save(None), lambda: of_another("resume", None), lambda: run.export(5), lambda: run.evaluate((x, x)),
+        lambda: run.save(None), lambda: of_another("resume", "x"), lambda: run.export(5), lambda: run.evaluate((x, x)),
         lambda: run.predict({"x": x}), lambda: engine(stages=3), lambda: of_another("step", (x, x), loss=scored),
         lambda: run.resume("nowhere"), lambda: engine(optimizer=torch.optim.Adam([x])),
     ):
@@ -76,10 +77,11 @@ def test_an_argument_that_is_not_what_it_should_be_is_refused_with_one_sentence(
     (done,) = scripts(1, [[OF_OTHER_TYPES]])
     give = "give the name of a directory, not a"
     assert (done.code, done.out, done.err.splitlines()) == (0, 13 * "2\n", [
-        "mpirun: timeout should be a number of at least 0, not None",
-        "mpirun: clip should be a positive number, not '1'",
+        "mpirun: timeout None is not a number of at least 0",
+        "mpirun: clip '1' is not a positive number",
         "mpirun: buckets should be sizes, whole numbers of at least 1, not 64",
-        f"mpirun: export: {give} int", f"mpirun: save: {give} NoneType", f"mpirun: resume: {give} NoneType",
+        f"mpirun: export: {give} int", f"mpirun: save: {give} NoneType",
+        "mpirun: give Engine(example=(input, target)), one microbatch, or make a loader first",
         f"mpirun: export: {give} int",
         *["mpirun: this is one batch: give a list of batches, or what loader(...) returns"] * 2,
         "mpirun: the model has 1 stages, not the 3 that it is asked for",
@@ -100,24 +102,7 @@ def test_events_stay_in_their_folder_wherever_the_script_goes(tmp_path, monkeypa
     assert len(list((tmp_path / "events").iterdir())) == 1 and not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_resumed_run_s_events_take_the_place_of_those_of_the_steps_it_does_again(tmp_path, capsys):
-    for steps in (range(1, 6), range(3, 8)):
-        with ExitStack() as ending:
-            write = make_log(tmp_path / "events", ending)
-            for step in steps:
-                write(step, {"loss": 0.5})
-    events = EventAccumulator(str(tmp_path / "events"))
-    assert [event.step for event in events.Reload().Scalars("loss")] == list(range(1, 8))
-
-
-def test_events_that_cannot_be_written_are_a_line_and_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
-    with ExitStack() as ending:
-        write = make_log(tmp_path / "events", ending)
-        (tmp_path / "events").rmdir()
-        (tmp_path / "events").touch()
-        for step in (1, 2):
-            write(step, {"loss": 0.5})
-        with pytest.raises(UsageError, match="events': File exists"):
-            make_log(tmp_path / "events", ending)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"mpirun: note: log {tmp_path / 'events'}: File exists: no more numbers are written there"
+def test_events_whose_directory_cannot_be_made_are_refused(tmp_path):
+    (tmp_path / "events").touch()
+    with ExitStack() as ending, pytest.raises(UsageError, match="events'\\): File exists"):
+        make_log(tmp_path / "events", ending)

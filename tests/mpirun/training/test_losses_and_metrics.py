@@ -74,11 +74,10 @@ with mpirun.Engine("1f1b", [torch.nn.Linear(4, 4) for _ in range(2)], microbatch
 """
 
 
-@pytest.mark.parametrize(("numbers", "words"), [([1, 0, 1, 1], "[], but ['size']"), ([0, 0, 0, 1], "['size'], but []")])
-def test_metrics_that_only_some_microbatches_have_are_refused_by_an_evaluation(numbers, words, scripts):
-    (done,) = scripts(2, [[f"numbers = {numbers}{SOME_METRICS}"]])
-    sentence = f"mpirun: evaluate: the loss returned the metrics {words} for the first microbatch\n"
-    assert (done.code, done.err) == (2, sentence)
+def test_metrics_that_only_some_microbatches_have_are_refused_by_an_evaluation(scripts):
+    (done,) = scripts(2, [[f"numbers = [1, 0, 1, 1]{SOME_METRICS}"]])
+    sentence = "mpirun: the loss returned the metrics [] for a microbatch of the evaluation, but ['size'] for another\n"
+    assert (done.code, done.err) == (1, sentence)
 
 
 STEPS_METRICS = """
@@ -139,7 +138,7 @@ def numbers(loss, metrics):
 one, (first, *rest) = nn.Sequential(*layers()), layers()
 run = mpirun.Engine(
     scheme, [first, nn.Sequential(*rest)], stages=2, microbatches=4 // passes, accumulate=passes, canonical=True,
-    loss=loss, loss_weight=lambda target: (target != -100).sum(), verify=True,
+    loss=loss, loss_weight=lambda target: (target != -100).sum(), verify=True, example=(tokens[4:8], labels[4:8]),
     optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1),
 )
 loader, optimizer = run.loader(TensorDataset(tokens, labels), size), torch.optim.SGD(one.parameters(), 0.1)
@@ -181,7 +180,6 @@ steps("gpipe")
 for scheme, weigh in (
     ("gpipe", 3), ("pipedream", len), ("gpipe", lambda target: 0), ("gpipe", lambda target: -1.0),
     ("gpipe", lambda target: target.sum() / 0), ("gpipe", lambda target: "many"),
-    ("gpipe", lambda target: target.clamp_(0).sum()),
 ):
     try:
         steps(scheme, loss_weight=weigh)
@@ -192,7 +190,7 @@ for scheme, weigh in (
 
 def test_labels_that_are_ignored_are_noted_and_weights_that_are_none_refused(scripts):
     (done,) = scripts(1, [[UNWEIGHED]])
-    assert done.code == 0 and done.out == 7 * "2\n"
+    assert done.code == 0 and done.out == 6 * "2\n"
     refused = "mpirun: loss_weight returned {}: it should be a finite number of at least 0"
     assert done.err.splitlines() == [
         "mpirun: note: targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, "
@@ -201,5 +199,4 @@ def test_labels_that_are_ignored_are_noted_and_weights_that_are_none_refused(scr
         "mpirun: loss_weight: this schedule updates stages one by one, by one microbatch at a time",
         "mpirun: loss_weight: every microbatch of the step has weight 0, so the step has no loss",
         *(refused.format(what) for what in ("-1.0", "tensor(-inf)", "'many'")),
-        "mpirun: loss_weight changes its target in place, which the loss gets afterwards: let it take a copy",
     ]

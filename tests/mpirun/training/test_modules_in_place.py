@@ -207,7 +207,8 @@ with engine("ddp", given) as run:
 def test_an_engine_whose_ranks_own_other_stages_than_the_one_before_resumes_or_is_refused(scripts, tmp_path):
     script = """
 net = [*modules("list"), nn.Identity(), nn.Linear(13, 13)]
-options = dict(stages=4, microbatches=4, loss=loss, optimizer=torch.optim.SGD, lr=0.5, timeout=60)
+options = dict(stages=4, microbatches=4, loss=loss, optimizer=torch.optim.SGD, lr=0.5, timeout=60,
+               example=(tokens[: len(tokens) // 4], target[: len(tokens) // 4]))
 with mpirun.Engine("1f1b", net, **options) as run:
     run.step((tokens, target))
     run.save(sys.argv[1])

@@ -183,7 +183,8 @@ def losses(make, at, persistent):
     torch.manual_seed(0)
     net = make(persistent)
     for count in at:
-        with mpirun.Engine("gpipe", [net], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
+        with mpirun.Engine("gpipe", [net], stages=1, microbatches=2, loss=mse_loss, timeout=0,
+                           example=(x[:4], x[:4])) as run:
             name = folder / f"{make.__name__} {len(at)}"
             run.resume(name)
             while run.steps < count:

@@ -264,7 +264,7 @@ def test_a_rank_that_is_asked_to_leave_takes_all_along_after_the_step(agreed):
     *notes, last = ended.err.splitlines()
     assert (ended.code, last) == (143, "mpirun: asked to leave (SIGTERM): nothing is saved after step 2")
     assert notes == [
-        f"mpirun: note: --trace: none of its steps is done, so {agreed[1] / 'early'} is not written",
+        f"mpirun: note: trace: no step is done, so {agreed[1] / 'early'} is not written",
         "mpirun: note: --verify: nothing is compared, for the run is not done",
     ]
 

@@ -1,0 +1,129 @@
+"""The schedule and the model that a script gives, each of which may depend on the other.
+
+A function makes as many stages as the schedule has. A scheme, which is named in place of a schedule, is compiled on
+rank 0 for the graph of the model's stages.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mpirun.checkpoint.pretrained import Pretrained
+from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.output import print_notes
+from mpirun.comm.run_comm import RunComm
+from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
+from mpirun.model.contract import Model
+from mpirun.model.frontend.errors import warn_user
+from mpirun.model.frontend.split_result import Cut
+from mpirun.model.load_model import check_model, join_stages
+from mpirun.model.loss import of_last_stage
+from schedgen.checker import check
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
+from schedgen.ir.program import Program
+from schedgen.schemes import load as load_scheme
+from schedgen.schemes.scheme import Sizes
+from schedgen.util.errors import NeedsOption, SlowScheme, UsageError
+
+Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
+
+
+class Given(NamedTuple):
+    """A script's model, and what it is made with."""
+
+    model: Models
+    loss: Callable[[Any, Any], Any] | None
+    stages: int | None  # how many there should be; None: as many as there are
+    weights: Path | None  # a directory that parameters and buffers are read from
+    seed: int  # for the modules that a function makes
+
+    def take(self, stages: int | None, layers: Sequence[int] | None = None) -> Model:
+        """The Model; `layers`: how many of its own stages each stage joins; None: one. UsageError if there is none."""
+        model, loss = self.model, self.loss
+        if callable(model) and not isinstance(model, Model | Cut | nn.Module):
+            if stages is None:
+                raise UsageError("stages: say how many the function is to make")
+            torch.manual_seed(self.seed)
+            model = model(sum(layers) if layers else stages)
+        if isinstance(model, Cut):
+            if loss is None:
+                raise UsageError("loss: say what it is, a split module has none")
+            model = model.model(loss)
+        elif not isinstance(model, Model):
+            if loss is None:
+                raise UsageError("loss: say what it is, modules have none")
+            modules = list(model) if isinstance(model, Iterable) else [model]
+            wanted = sum(layers) if layers else stages
+            if isinstance(model, nn.Module) and wanted and wanted != len(modules):
+                split = f"split it first, mpirun.split(model, example, stages={wanted})"
+                raise UsageError(f"the model, a {type(model).__name__}, is not in {wanted} stages: {split}")
+            model = Model(modules, loss)
+        elif loss is not None:
+            model = model._replace(loss=of_last_stage(loss, model.origin.rebuild))
+        if layers is not None:
+            model = join_stages(model, layers)
+        model = check_model(model, len(model.stages) if stages is None else stages)
+        return model if self.weights is None else model._replace(weights=Pretrained(self.weights))
+
+
+def load(
+    comm: RunComm, schedule: str | os.PathLike[str] | Program | Schedule, microbatches: int | None, given: Given
+) -> tuple[Schedule, Model]:
+    """The schedule, read or compiled, and the model for it. Collective; Stop if one is refused, or they do not fit."""
+    name = "the schedule" if isinstance(schedule, Program | Schedule) else os.fspath(schedule)
+    if isinstance(schedule, Schedule):
+        file = schedule
+    elif isinstance(schedule, Program):
+        on_rank_0(comm, lambda: check_for_run(schedule, name, comm.size))
+        file = share_program(comm, schedule if comm.rank == 0 else None)
+    elif is_scheme(name):
+        with print_notes(comm):
+            model = together(comm, lambda: given.take(given.stages))
+            program = on_rank_0(comm, lambda: _compile(model, name, microbatches, comm.size))
+        return share_program(comm, program), model
+    else:
+        file = read_schedule(comm, name)
+    header = file.program.header
+    wanted = {"microbatches": (microbatches, header.microbatches), "stages": (given.stages, header.model_stages)}
+    for what, (asked, has) in wanted.items():
+        if asked not in (None, has):
+            of_model = " of the model" if what == "stages" else ""
+            raise Stop(f"{name} has {has} {what}{of_model}, not {asked}")
+    with print_notes(comm):
+        return file, together(comm, lambda: given.take(header.model_stages, header.scheme.get("layers")))
+
+
+def is_scheme(name: str) -> bool:
+    """Whether a script names a scheme, built in or a file with w and n, and not a schedule."""
+    return Path(name).suffix == ".py" or (Path(name).suffix != ".json" and not Path(name).is_file())
+
+
+def _compile(model: Model, scheme: str, microbatches: int | None, workers: int) -> Program:
+    """The schedule of a scheme, checked. UsageError if these sizes make none."""
+    if type(microbatches) is not int or microbatches < 1:
+        raise UsageError(f"microbatches: say how many a step of {scheme} has, 1 at least")
+    graph, sizes = model.graph(), Sizes(len(model.stages), microbatches, workers)
+    with warnings.catch_warnings(record=True) as slow:
+        warnings.simplefilter("always", SlowScheme)
+        try:
+            loaded = load_scheme(scheme, sizes)
+            if model.reads is not None or loaded.edges is None:  # else the scheme's own edges say what stages read
+                loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
+            program = compile(loaded, sizes, Options(tied=graph.tied))
+        except NeedsOption as error:
+            raise UsageError(
+                f"{error}: an Engine has no such options, so give it a file that `schedgen compile {scheme}` has made "
+                "with them"
+            ) from None
+    for warning in slow:
+        warn_user(str(warning.message))
+    check(program, f"the schedule {scheme}")
+    return program
