@@ -118,7 +118,6 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
 
 
 def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[Numbers]:
-    """Tuples of `count` numbers as columns."""
     return list(np.fromiter(chain.from_iterable(tuples), np.int64, count * len(tuples)).reshape(-1, count).T)
 
 
