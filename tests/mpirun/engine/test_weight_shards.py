@@ -14,11 +14,11 @@ from run_results import DEPTH_FIRST, differences, same, weights
 from torch.nn.functional import mse_loss
 
 from mpirun.comm.device import Device
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import pieces, shard_spans
 from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.recipe import ELEMENTWISE, NamedParameter, Recipe
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import pieces, shard_spans
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, Slice, sliced_dims
 from mpirun.model.stage_shape import StageShape, flat_layout
