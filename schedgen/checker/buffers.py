@@ -52,7 +52,6 @@ def _refuse(proof: Proof, rule: int, words: dict[int, str]) -> None:
 
 
 def _name(proof: Proof, fault: Fault) -> str:
-    """The name of the buffer in a refusal."""
     header, buffer = proof.header, fault.buffer
     stage, mb, piece = (int(column[0]) for column in operands(header, np.array([buffer]), np.array([fault.number])))
     rest = fault.number % int(numbers_per_size(header)[buffer])  # version of weights, sender of a partial

@@ -120,7 +120,16 @@ def drifting(program: Program) -> tuple[int, int] | None:
 
 
 def _gradient_trees(program: Program) -> dict[Place, int]:
-    """By dw of replicated stages, the number of its sequence of terms before ALLREDUCE; equal ones share one."""
+    """By dw of replicated stages, a number for the tree by which it is added up before the owners' ALLREDUCE.
+
+    Claim: two dw have the same number if and only if their trees are the same, so that their bits are. A tree is a
+    sequence of terms, added from left to right, and a term is a run of microbatches or the number of a partial's tree.
+    Two ranks that both compute b0, add the partial of a third rank, which computed b1 and b2, and then compute b3,
+
+        ((b0 + (b1 + b2)) + b3)        terms: (0,), number of ((1, 2),), (3,)
+
+    get one number. Numbers are given from the leaves up: a partial's tree has its number before the tree that adds it.
+    """
     table, whole = program.rows, ~program.header.tensor_parallel.sliced
     adds = (table.op == Op.ADD) & (table.kind == Kind.DW)
     rows = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)) | adds)
@@ -129,11 +138,11 @@ def _gradient_trees(program: Program) -> dict[Place, int]:
     # A run of backwards, or an ADD, is one piece of a sequence.
     keys = np.stack([table.stage[rows], table.rank[rows], np.cumsum(adds[rows])], axis=1)
     begins = np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1) | adds[rows][:-1]) + 1
-    pieces: defaultdict[Place, list[np.ndarray]] = defaultdict(list)
+    pieces: defaultdict[Place, list[np.ndarray]] = defaultdict(list)  # by dw, its terms in order, each as its rows
     for piece in np.split(rows, begins):
         for row in piece[:1].tolist():
             pieces[int(table.stage[row]), int(table.rank[row])].append(piece)
-    needs = {
+    needs = {  # by dw, the dw on other ranks whose partials it adds, in order
         (stage, rank): [(stage, int(table.source[piece[0]])) for piece in found if adds[piece[0]]]
         for (stage, rank), found in pieces.items()
     }

@@ -92,7 +92,6 @@ def _compare(name: str, function: Function, arrays: Sequence[NDArray[Any]]) -> N
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two numbers are equal but for rounding; nan is nan."""
     return bool(one == other or (one != one and other != other) or math.isclose(one, other))
 
 

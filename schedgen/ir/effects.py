@@ -67,7 +67,6 @@ Form = dict[Kind, tuple[Does, ...]]  # what an opcode does, by the kind of buffe
 
 
 def _job(*does: Does) -> Form:
-    """The form of an opcode that names no buffer."""
     return {Kind.NONE: does}
 
 

@@ -87,7 +87,6 @@ def _check_layers(raw: Mapping[str, Any], stages: int) -> None:
 
 
 def _shards(value: object, workers: int, stages: int) -> tuple[int, ...]:
-    """By stage, the number of shards of its weights."""
     if not isinstance(value, list) or len(value) != stages or not all(isinstance(ranks, list) for ranks in value):
         raise Wrong("shards", f"shards must be a list of {stages} lists of ranks")
     if not all(ranks and all(_is_whole(rank, 0, workers - 1) for rank in ranks) for ranks in value):
@@ -137,7 +136,6 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
 
 
 def _order(value: object) -> dict[str, Any]:
-    """Check the entry `order`: mode, n and cost."""
     if not isinstance(value, dict) or set(value) != {"mode", "n", "cost"} or not _is_printable(value["n"]):
         raise Wrong("order", "order must have mode, n and cost")
     if value["mode"] not in ("greedy", "strict"):
@@ -189,7 +187,6 @@ def _tensor_parallel(raw: Mapping[str, Any], limits: Limits) -> TensorParallel:
 
 
 def _check_shards(header: Header, jobs: int) -> None:
-    """Check `shards` against the other entries."""
     for stage, ranks in enumerate(header.shard_owners):
         if (header.weights[:, stage] != ranks[0]).any():
             raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
@@ -200,7 +197,6 @@ def _check_shards(header: Header, jobs: int) -> None:
 
 
 def _check_forward(header: Header) -> None:
-    """Check the header of a list of forwards alone."""
     if header.tied:
         raise Wrong("tied", "tied: a list of forwards sums no gradients, so it has no ties")
     if header.lowering["recompute"] or not header.has_flush:
@@ -237,7 +233,6 @@ def _lowering(value: object, limits: Limits) -> dict[str, Any]:
 
 
 def _is_redone(each: object, limits: Limits) -> bool:
-    """Whether `each` is a stage, or a pair of a stage and a microbatch."""
     stage, mb = each if isinstance(each, list) and len(each) == 2 else (each, 0)
     return _is_whole(stage, 0, limits.stages - 1) and _is_whole(mb, 0, limits.microbatches - 1)
 
@@ -327,7 +322,6 @@ def _placement(raw: Mapping[str, Any], key: str, shape: tuple[int, int, int], li
 
 
 def _is_whole(value: object, least: int, most: int) -> bool:
-    """Whether a value is a whole number, not a boolean, from `least` to `most`."""
     return type(value) is int and least <= value <= most
 
 

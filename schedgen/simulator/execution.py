@@ -1,5 +1,13 @@
 """The execution of a program, event by event: the loop in which `simulate` spends its time.
 
+A rank is in one of four states. In the first two it has a time in `tree`, and the rank with the least time acts next.
+
+    acts    it takes the row that it is `at`, and goes on until a row takes time or has to wait
+    waits   the row can start at a time that is known, which `clock` says
+    sleeps  the row needs a message or a collective whose time is not known yet: the rank is in the list that begins at
+            `asleep` of that SEND or collective, and whoever makes the time known wakes all ranks in it
+    ended   it has no rows left
+
 In: the list, what its rows wait for and how long rows and collectives take, as arrays. Out: a `Run`, filled in.
 """
 
@@ -55,8 +63,8 @@ class Run(NamedTuple):
     in_free: Times
     left: Numbers  # index in `sends`: the first message that its row uses and that may not have arrived
     sent: Numbers  # of the buffer that its row frees or changes: a SEND that may not have arrived; -1: none
-    last: Times  # the latest arrival of those that have arrived, and why the row waited for it
-    last_cause: Numbers
+    latest: Times  # of what its row waits for and has arrived: the latest arrival ...
+    latest_cause: Numbers  # ... and what it was: an index of CAUSES
     tree: Times  # leaf by rank: when it acts next
 
 
@@ -80,8 +88,8 @@ def new_run(program: Program, members: Numbers) -> Run:
         in_free=np.zeros(workers),
         left=np.zeros(workers, np.int64),
         sent=np.full(workers, -1),
-        last=np.full(workers, -1.0),
-        last_cause=np.full(workers, -1),
+        latest=np.full(workers, -1.0),
+        latest_cause=np.full(workers, -1),
         tree=np.full(2 * leaves, np.inf),
     )
 
@@ -90,14 +98,14 @@ def new_run(program: Program, members: Numbers) -> Run:
 def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: bool, run: Run) -> None:
     """Fill in `run`. `ring`: the time of each collective; `free`: messages take no time, wait for no receive or link.
 
-    Ranks act in the order of their clocks, so that links carry messages in the order of time. A rank that waits for
-    something whose time is not known yet sleeps on it: on a SEND's row, or on a collective, numbered after all rows.
+    Ranks act in the order of their clocks, so that links carry messages in the order of time. In `asleep` collectives
+    are numbered after all rows.
     """
     op, kind, other_end, row_offsets = listed
     first, sends, partner, collective, send_before = waiting
     (
         start, arrival, idle, cause, asleep, complete, outside, next_asleep, at, came, clock, out_free, in_free,
-        left, sent, last, last_cause, tree,
+        left, sent, latest, latest_cause, tree,
     ) = run  # fmt: skip
     rows, workers, leaves = len(op), len(row_offsets) - 1, len(tree) // 2
     for r in range(workers):
@@ -107,32 +115,34 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
     reduced = 0.0  # when the last reduction is done
     while tree[1] < np.inf:
         r, now = least_leaf(tree, leaves), tree[1]
-        again = np.inf
+        again = np.inf  # when the rank acts again: never, if it sleeps or ends
         while at[r] < row_offsets[r + 1]:
             row = at[r]
+            # The collective that the row enters, and the one that has to be done before it, if any. A STEP enters none.
             o, entered, awaited = op[row], collective[row], -1
             if o == Op.STEP or (o == Op.ALLREDUCE and (kind[row] == Kind.X or kind[row] == Kind.G)):
                 awaited = entered
             if o == Op.STEP:
                 entered = -1
-            # What the row waits for: a SEND or collective whose time is not known yet, or a time.
+            # 1. What the row waits for: a SEND or collective whose time is not known yet, or a time and its cause.
             unknown, until, why = -1, clock[r], REDUCTION
             while left[r] < first[row + 1] and arrival[sends[left[r]]] >= 0:
                 send = sends[left[r]]
-                if arrival[send] > last[r]:
-                    last[r], last_cause[r] = arrival[send], kind[send] - 1
+                if arrival[send] > latest[r]:
+                    latest[r], latest_cause[r] = arrival[send], kind[send] - 1
                 left[r] += 1
             if left[r] < first[row + 1]:
                 unknown = sends[left[r]]
             elif o != Op.SEND and not free:  # a row that ends or changes a buffer waits for its SENDs
                 while sent[r] >= 0 and arrival[sent[r]] >= 0:
                     send = sent[r]
-                    if arrival[send] > last[r]:
-                        last[r], last_cause[r] = arrival[send], SEND_CAUSE
+                    if arrival[send] > latest[r]:
+                        latest[r], latest_cause[r] = arrival[send], SEND_CAUSE
                     sent[r] = send_before[send]
                 unknown = sent[r]
-            if last[r] > until:
-                until, why = last[r], last_cause[r]
+            if latest[r] > until:
+                until, why = latest[r], latest_cause[r]
+            # 2. Enter the collective, once; the last member to come makes its time known.
             if entered >= 0 and came[r] != row:
                 came[r] = row
                 outside[entered] -= 1
@@ -155,6 +165,7 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
                     unknown = rows + awaited
                 elif complete[awaited] > until:
                     until, why = complete[awaited], REDUCTION
+            # 3. Sleep, wait, or run.
             if unknown >= 0:
                 next_asleep[r] = asleep[unknown]
                 asleep[unknown] = r
@@ -172,9 +183,10 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
             if o != Op.SEND:
                 clock[r] += lasts[row]
             at[r] = row + 1
-            last[r] = -1.0
+            latest[r] = -1.0
             if row + 1 < row_offsets[r + 1]:
                 sent[r] = send_before[row + 1]
+            # 4. A message goes once both its ends have started; the later one makes its arrival known.
             other = partner[row]
             if other >= 0:
                 is_send, met = o == Op.SEND, at[other_end[row]] > other

@@ -66,7 +66,6 @@ def _computed(program: Program, sizes: BufferSizes) -> Numbers:
 
 
 def _owned(header: Header, sizes: BufferSizes) -> Numbers:
-    """By rank: the bytes that it holds throughout."""
     owned, shards = np.zeros(header.workers, np.int64), header.weight_shards
     weight, _ = sizes.by_unit(header)
     for size, (stage, part) in zip(weight.tolist(), shards.units, strict=True):

@@ -19,6 +19,17 @@ For a chain of p stages with memory for p forwards this gives the bubbles of ZB-
 that is possible (Qi et al. 2023, section 2), if F is no shorter than W. For a V of 8 workers and 24 microbatches of
 equal jobs it gives 167, 164, ... 149 for memory of 8 to 14 half forwards, as sail-sg/zero-bubble's search finds.
 
+An example: 1F1B on two stages, one a worker, with F = B = 1, three microbatches and memory for two forwards.
+
+    time      0   1   2   3   4   5   6   7   8
+    worker 0  F0  F1  .   B0  F2  B1  .   B2        a backward here cannot begin before t = 3: F, then F and B there
+    worker 1      F0  B0  F1  B1  F2  B2
+
+In [0, 3] worker 0 can run F0 and F1; then its memory is full, so 3 - 2 = 1 is idle. With time reversed, the same holds
+of [5, 8]: B2 and B1 take the memory, no F ends after 5, and 1 is idle. The work is 6, so T >= 6 + 1 + 1 = 8, which
+this list reaches; 8 is more than t + u = 3 + 3, so no idle time was counted twice. With memory for one forward, 2 is
+idle at each end, and T >= 10.
+
 Memory is reserved: the first job to release memory waits for all forwards of its microbatch on this worker. Forwards
 that cannot have begun by t need memory later, so that other jobs may take only the rest.
 """

@@ -84,7 +84,6 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
 
 
 def _foreign_gradients(lifetimes: Lifetimes) -> Numbers:
-    """The lives of gradients of weights that the rank does not own."""
     header, lives = lifetimes.program.header, np.flatnonzero(lifetimes.buffer == Buffer.DW)
     return lives[~header.is_owner[lifetimes.rank[lives], lifetimes.size_column[lives]]]
 

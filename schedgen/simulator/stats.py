@@ -74,19 +74,16 @@ def most_weights(numbers: Mapping[str, Any]) -> float:
 
 
 def _plain(value: float) -> int | float:
-    """The number itself, as an int if it is whole."""
     return int(value) if value == int(value) else value
 
 
 def _collectives(program: Program) -> int:
-    """How many collectives there are; each is entered by all members of its group."""
     rows = program.rows_of(Op.ALLREDUCE, Op.NORM)
     sizes = np.array([len(group) for group in program.header.groups])
     return round(float((1 / sizes[program.rows.group[rows]]).sum()))
 
 
 def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, Any]]:
-    """The numbers of every worker."""
     header, table, workers = program.header, program.rows, program.header.workers
     received = program.is_one_of(Op.RECV, Op.FETCH_W)
     receives = {

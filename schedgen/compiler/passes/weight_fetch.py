@@ -9,7 +9,14 @@ and so on, so that workers that begin together fetch from different owners. K sh
    job that the server is running then, so that the server can still send in time. It never comes before its slot is
    empty.
 3. Once `fan_out` live copies have come from the owner, a fetch goes to the oldest copy that can send in time and has
-   served fewer than `fan_out`, if there is one, so that the copies form a tree.
+   served fewer than `fan_out`, if there is one, so that the copies form a tree. With fan_out 2, workers 1 to 7 that
+   fetch in this order from owner 0, each while the copies before it are live:
+
+       0 ---- 1 ---- 3        the owner sends to 1 and 2; then 1, the oldest copy, to 3 and 4; then 2 to 5 and 6;
+       |      `----- 4        then 3, the oldest that has served fewer than two, to 7.
+       `----- 2 ---- 5
+              `----- 6        If 1 were dropped before 4 is wanted, the owner would have one live copy less and would
+       3 ---- 7               send to 4 itself.
 """
 
 from __future__ import annotations
@@ -111,7 +118,6 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
 
 
 def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[Numbers]:
-    """Tuples of `count` numbers as columns."""
     return list(np.fromiter(chain.from_iterable(tuples), np.int64, count * len(tuples)).reshape(-1, count).T)
 
 
@@ -159,8 +165,9 @@ def _fetches(
 ) -> list[tuple[int, ...]]:  # fmt: skip
     """The fetches: (rank and stage of a copy, shard, its sender, the row after which it is sent, number of relays).
 
-    The sender is the owner or, if it has sent `fan_out` live copies, the oldest copy that can send in time, if any.
-    `jobs`: by rank.
+    The policy is *owner first, then the oldest relay in time*: the owner sends until `fan_out` of its copies are live;
+    then the oldest live copy that arrived before the row after which it must send, and stays until then, sends in its
+    place, up to `fan_out` times; if there is none, the owner sends after all. `jobs`: by rank.
     """
     time, cost, fan_out = program.time, placed.exact_cost, placed.options.fan_out
     assert time is not None
@@ -184,7 +191,7 @@ def _fetches(
             busy = before and ends[server][before - 1] > then
             return max((job_rows[server][before - 1] if busy else first) - 1, copy.room)
 
-        for shard, owner in sources[copy.rank, copy.stage]:
+        for shard, owner in sources[copy.rank, copy.stage]:  # each shard has a tree of its own
             alive = servers.setdefault((copy.stage, shard, owner), Servers())
             server, after, depth = owner, send_row(owner), 0
             alive.forget(after)

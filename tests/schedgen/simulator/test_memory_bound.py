@@ -14,6 +14,7 @@ from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
+from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
 from schedgen.simulator.simulate import simulate
 
 # Stages a worker: chain, V, loop, both directions.
@@ -38,6 +39,16 @@ def random_problem(name, draw):
     question = Question(load(name, sizes), sizes, cost, machine, limits)
     placed = placed_jobs(question)
     return problem_of(placed, question), placed
+
+
+@pytest.mark.parametrize(("forwards", "least"), [(2, 8), (1, 10), (3, 6)])
+def test_the_example_with_numbers(forwards, least):
+    """Worker 0 of 1F1B on two stages, F = B = 1, three microbatches; 6 is the work."""
+    worker = WorkerJobs(
+        stage=np.array([0, 0]), head=np.array([0.0, 3.0]), tail=np.array([3.0, 0.0]), length=np.ones(2),
+        jobs=np.array([3, 3]), takes=np.array([1.0, -1.0]), needs=np.array([[False, False], [True, False]]),
+    )  # fmt: skip
+    assert memory_bound(worker, forwards) == least
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
