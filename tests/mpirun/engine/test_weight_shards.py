@@ -165,7 +165,7 @@ def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer], el
     shard = Slice(0, 2) if divided == "into tensor slices" else UNSLICED
     module = ColumnParallelLinear(4, 8, shard)
     module.weight.kind = "matrix"
-    model = Model([module], mse_loss, sharded=[0], tensor_parallel=shard.count)
+    model = Model([module], mse_loss, sliced=[0], tensor_parallel=shard.count)
     shape = StageShape((), ("weight", "bias"), sliced_dims=sliced_dims(module))
     shards = {"shards": (0, 1, 2), "owned_shards": (0, 1)} if divided == "into shards" else {"owned_shards": (-1,)}
     stage = LocalStage(module, 0, shape, Device(), **shards)
