@@ -76,7 +76,8 @@ def make_problem(
     class_first = np.searchsorted(class_of[class_jobs], np.arange(len(keys) + 1))
     class_node = keys // routes % nodes
     times = machine.message_times(machine.edge_bytes(placed.graph)).tolist()
-    message = dict(zip(placed.graph.edges, times, strict=True))  # by edge: the time of its x or its g, as in `simulate`
+    # By edge: the time of its x or its g, as in `simulate`.
+    message: dict[tuple[int, int], float] = dict(zip(placed.graph.edges, times, strict=True))
 
     def hop(node: int, other: int) -> float:
         """The time from a node to one that waits for it: forwards send their x, and I the g of the stage before."""
