@@ -24,6 +24,7 @@ WRONG = {
     "who-compiles": ("mpirun/engine/setup.py", "schedgen.compiler.compile"),
     "mpirun-packages": ("mpirun/engine/setup.py", "mpirun.verify"),
     "model-without-mpi": ("mpirun/data/text.py", "mpi4py"),
+    "split-apart": ("mpirun/model/split/inplace.py", "mpirun.model.build_stage"),
     "comm-without-model": ("mpirun/comm/device.py", "mpirun.model"),
     "watchdog-process": ("mpirun/watchdog/rank_state.py", "numpy"),
 }

@@ -22,9 +22,9 @@ from mpirun.data.numbered_loader import FunctionLoader
 from mpirun.engine.options import DEVICES, GPU_MESSAGES, ON_NAN
 from mpirun.engine.recipe import Factory, Recipe
 from mpirun.model.contract import Model
-from mpirun.model.frontend.split_result import Cut
 from mpirun.model.load_model import check_model, join_stages
 from mpirun.model.loss import of_last_stage
+from mpirun.model.split.split_result import Cut
 from mpirun.training.event_log import EventLog
 from schedgen.util.errors import UsageError
 

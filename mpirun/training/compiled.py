@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 from mpirun.model.contract import Model
-from mpirun.model.frontend.errors import warn_user
+from mpirun.model.split.errors import warn_user
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options

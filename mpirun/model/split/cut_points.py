@@ -14,9 +14,9 @@ from operator import getitem
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from mpirun.model.frontend.errors import line_of_node, unknown_name
-from mpirun.model.frontend.linear_partition import NEVER, balanced_starts
-from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
+from mpirun.model.split.errors import line_of_node, unknown_name
+from mpirun.model.split.linear_partition import NEVER, balanced_starts
+from mpirun.model.split.node_dependencies import Dependencies, is_buffer, value_bytes
 from schedgen.util.errors import UsageError
 
 PIPE_SPLIT = "pippy._pipe_split.default"  # the target of torch.distributed.pipelining.pipe_split() in a graph

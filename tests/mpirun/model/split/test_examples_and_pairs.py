@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mpirun import Cut, split, split_sequential
 from mpirun.model.contract import Pair
-from mpirun.model.frontend.module_io import Example
 from mpirun.model.load_model import load_model
+from mpirun.model.split.module_io import Example
 from schedgen.util.errors import UsageError
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH)

@@ -20,20 +20,20 @@ from torch import Tensor, fx, nn
 from mpirun.data.chunks import Dims
 from mpirun.model.contract import CheckEval, Origin
 from mpirun.model.dataflow import check_reads
-from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
-from mpirun.model.frontend.compare_train_eval import compare_with_eval, follow_eval
-from mpirun.model.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
-from mpirun.model.frontend.dynamic_sizes import merge_sizes, smaller_example
-from mpirun.model.frontend.errors import unknown_name, warn_user
-from mpirun.model.frontend.export_graph import ExportedGraph, export_graph
-from mpirun.model.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
-from mpirun.model.frontend.module_io import Call, WholeModule
-from mpirun.model.frontend.node_dependencies import Dependencies
-from mpirun.model.frontend.split_result import Cut
-from mpirun.model.frontend.stage_modules import StageBuilder
-from mpirun.model.frontend.train_eval_ops import keep_eval_mode
 from mpirun.model.meta_values import Init, is_on_meta, meta_module, without_values
 from mpirun.model.module_tensors import own_tensors, temporary_buffers, tensor_aliases
+from mpirun.model.split.batch_coupling import warn_of_batch_statistics
+from mpirun.model.split.compare_train_eval import compare_with_eval, follow_eval
+from mpirun.model.split.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
+from mpirun.model.split.dynamic_sizes import merge_sizes, smaller_example
+from mpirun.model.split.errors import unknown_name, warn_user
+from mpirun.model.split.export_graph import ExportedGraph, export_graph
+from mpirun.model.split.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
+from mpirun.model.split.module_io import Call, WholeModule
+from mpirun.model.split.node_dependencies import Dependencies
+from mpirun.model.split.split_result import Cut
+from mpirun.model.split.stage_modules import StageBuilder
+from mpirun.model.split.train_eval_ops import keep_eval_mode
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")

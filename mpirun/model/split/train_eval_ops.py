@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from mpirun.model.frontend.node_dependencies import arguments_of
-from mpirun.model.frontend.subgraphs import subgraphs
+from mpirun.model.split.node_dependencies import arguments_of
+from mpirun.model.split.subgraphs import subgraphs
 
 MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
 TRACED = "traced"  # in the meta of a stage's node: the name of its node in the traced graph

@@ -11,12 +11,12 @@ from torch import nn
 
 from mpirun.model.contract import Origin
 from mpirun.model.dataflow import Input, Value
-from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
-from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name, warn_user
-from mpirun.model.frontend.linear_partition import balanced_starts, even_starts
-from mpirun.model.frontend.split_result import Cut
 from mpirun.model.meta_values import Init, meta_module
 from mpirun.model.module_tensors import shared_parameters, temporary_buffers, tensor_aliases
+from mpirun.model.split.batch_coupling import warn_of_batch_statistics
+from mpirun.model.split.errors import check_hooks, line_of_forward, unknown_name, warn_user
+from mpirun.model.split.linear_partition import balanced_starts, even_starts
+from mpirun.model.split.split_result import Cut
 from schedgen.util.errors import UsageError, raised
 from schedgen.util.parse_json import parse_json
 

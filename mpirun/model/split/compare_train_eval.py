@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.export_graph import ExportedGraph
-from mpirun.model.frontend.node_dependencies import (
+from mpirun.model.split.errors import line_of_node
+from mpirun.model.split.export_graph import ExportedGraph
+from mpirun.model.split.node_dependencies import (
     arguments_of,
     is_buffer,
     views_of,
     written_arguments,
     written_roots,
 )
-from mpirun.model.frontend.subgraphs import same_values, subgraphs
-from mpirun.model.frontend.train_eval_ops import (
+from mpirun.model.split.subgraphs import same_values, subgraphs
+from mpirun.model.split.train_eval_ops import (
     MODE_OPS,
     TRACED,
     Changed,

@@ -11,20 +11,20 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from mpirun.model.dataflow import Input, Source, Value
-from mpirun.model.frontend.dynamic_sizes import SHAPES
-from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.node_dependencies import (
+from mpirun.model.meta_values import like
+from mpirun.model.rng import RandomOp
+from mpirun.model.split.dynamic_sizes import SHAPES
+from mpirun.model.split.errors import line_of_node
+from mpirun.model.split.node_dependencies import (
     Dependencies,
     is_buffer,
     value_bytes,
     views_of,
     written_roots,
 )
-from mpirun.model.frontend.size_and_device_lookup import depends_on_size, insert_lookups
-from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
-from mpirun.model.frontend.train_eval_ops import MODE_OPS, TRACED, counters_of, follow_mode_inside, mode_op
-from mpirun.model.meta_values import like
-from mpirun.model.rng import RandomOp
+from mpirun.model.split.size_and_device_lookup import depends_on_size, insert_lookups
+from mpirun.model.split.subgraphs import any_inside, attributes, subgraphs
+from mpirun.model.split.train_eval_ops import MODE_OPS, TRACED, counters_of, follow_mode_inside, mode_op
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from mpirun.model.frontend.cut_points import uncut_ranges
-from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, written_arguments
-from mpirun.model.frontend.subgraphs import result_inside
+from mpirun.model.split.cut_points import uncut_ranges
+from mpirun.model.split.errors import line_of_node
+from mpirun.model.split.node_dependencies import Dependencies, is_buffer, written_arguments
+from mpirun.model.split.subgraphs import result_inside
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten

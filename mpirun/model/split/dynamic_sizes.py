@@ -12,10 +12,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from mpirun.data.chunks import Dims, leaf_dims, sample_count
-from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.export_graph import ExportedGraph
-from mpirun.model.frontend.module_io import Call, Example
-from mpirun.model.frontend.subgraphs import attributes, same_values
+from mpirun.model.split.errors import line_of_node
+from mpirun.model.split.export_graph import ExportedGraph
+from mpirun.model.split.module_io import Call, Example
+from mpirun.model.split.subgraphs import attributes, same_values
 from schedgen.util.errors import UsageError
 
 SHAPES = "shapes"  # in a node's meta: the shapes of its value for both sizes, if they differ

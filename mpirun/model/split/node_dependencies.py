@@ -18,9 +18,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.export_graph import ExportedGraph
-from mpirun.model.frontend.subgraphs import any_inside, result_inside, subgraphs
+from mpirun.model.split.errors import line_of_node
+from mpirun.model.split.export_graph import ExportedGraph
+from mpirun.model.split.subgraphs import any_inside, result_inside, subgraphs
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from mpirun.model.contract import Layers
-from mpirun.model.frontend.linear_partition import even_starts
+from mpirun.model.split.linear_partition import even_starts
 from schedgen.util.errors import UsageError
 
 

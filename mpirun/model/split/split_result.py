@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
 from mpirun.model.contract import Model, Origin, StageEntry, Weights
 from mpirun.model.dataflow import Source, Value, model_graph
-from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import of_last_stage
 from mpirun.model.meta_values import MetaModule, MetaStage
+from mpirun.model.split.module_io import Example, ModuleOutput
 from schedgen.util.errors import UsageError
 
 

@@ -20,8 +20,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import CustomObjArgument
 
-from mpirun.model.frontend.assigned_buffers import changing_assigned_buffers, set_lines_of_changes
-from mpirun.model.frontend.errors import (
+from mpirun.model.meta_values import is_on_meta
+from mpirun.model.module_tensors import place
+from mpirun.model.split.assigned_buffers import changing_assigned_buffers, set_lines_of_changes
+from mpirun.model.split.errors import (
     SourceLine,
     called_by_user,
     check_example,
@@ -32,10 +34,8 @@ from mpirun.model.frontend.errors import (
     line_of_forward,
     line_of_node,
 )
-from mpirun.model.frontend.module_io import Example, ModuleOutput
-from mpirun.model.frontend.subgraphs import attributes, subgraphs
-from mpirun.model.meta_values import is_on_meta
-from mpirun.model.module_tensors import place
+from mpirun.model.split.module_io import Example, ModuleOutput
+from mpirun.model.split.subgraphs import attributes, subgraphs
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")

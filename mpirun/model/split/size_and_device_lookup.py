@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mpirun.model.frontend.dynamic_sizes import SHAPES, SizedFloat, SizedInt
-from mpirun.model.frontend.subgraphs import any_inside, subgraphs
+from mpirun.model.split.dynamic_sizes import SHAPES, SizedFloat, SizedInt
+from mpirun.model.split.subgraphs import any_inside, subgraphs
 
 
 def insert_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
