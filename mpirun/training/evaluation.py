@@ -20,14 +20,12 @@ from mpirun.engine.forward_list import ForwardList, Outcome
 from mpirun.engine.host import Host
 from mpirun.engine.read_schedule import share_program
 from mpirun.engine.setup import StepOptions, set_up
-from mpirun.model.forward_watch import ReadWatch
 from mpirun.model.loss import loss_and_metrics, without_padding
 from mpirun.model.rng import LOSS, derived_seed
 from mpirun.training.batches import LossWeight, StepBatches, loss_weight
 from mpirun.training.session import Session
 from schedgen.checker import check
 from schedgen.compiler.forward_only import forward_list
-from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
 
@@ -53,21 +51,13 @@ class Evaluator:
         """`example`: what a microbatch looks like. Collective."""
         comm, count = session.comm, session.header.microbatches * options.passes
         program = on_rank_0(comm, lambda: _forwards(session))
-        fetched = set[int]() if program is None else set(program.rows.stage[program.rows_of(Op.FETCH_W)].tolist())
         follow_eval = from_rank_0(comm, session.setup.unsharded_model.origin.check_eval)  # the same on every rank
         if follow_eval is not None:
             stages = session.interpreter.stages.values()
             together(comm, lambda: [follow_eval(stage.module) for stage in stages])
 
-        def in_eval(stage: int, module: nn.Module) -> None:
-            with ReadWatch(x for x in module.parameters() if x.requires_grad) as watch:
-                module.eval()
-            if watch.read and stage in fetched:  # on rank 0 alone
-                raise UsageError(
-                    f"eval() of stage {stage} uses its trained weights, as layers that merge an adapter do, "
-                    "but ranks fetch them only afterwards: leave adapters unmerged, or take a schedule that fetches no "
-                    "weights, such as ddp"
-                )
+        def in_eval(_: int, module: nn.Module) -> None:
+            module.eval()
             if follow_eval is not None:
                 follow_eval(module)
 

@@ -114,26 +114,6 @@ torch.testing.assert_close(list(losses(True)), list(losses(False)))
     assert done.code == 0, done.err
 
 
-def test_an_eval_that_computes_with_weights_that_are_fetched_later_is_refused(scripts):
-    """It would add the adapter of an earlier step. Where ranks have the weights, adapters may be merged."""
-    script = """
-for scheme in ("ddp", "fsdp"):
-    torch.manual_seed(0)
-    x, stages = torch.randn(4, 4), [Adapted(), Adapted()]
-    expected = (stages[1](stages[0](x))).detach()
-    with mpirun.Engine(scheme, stages, microbatches=2, loss=mse_loss, lr=0.0, timeout=60) as run:
-        run.step((x, x))
-        predicted = run.predict([(x, x)])
-        if run.rank == 0:
-            torch.testing.assert_close(predicted, expected)
-"""
-    (done,) = scripts(2, [[ADAPTED + script]])
-    assert done.code == 2 and done.err.splitlines() == [
-        "mpirun: eval() of stage 0 uses its trained weights, as layers that merge an adapter do, but ranks "
-        "fetch them only afterwards: leave adapters unmerged, or take a schedule that fetches no weights, such as ddp"
-    ]
-
-
 SENT = """
 import gc, torch, mpirun
 from torch.nn.functional import mse_loss
