@@ -17,7 +17,6 @@ from mpirun.model.split.errors import line_of_node
 from mpirun.model.split.export_graph import ExportedGraph
 from mpirun.model.split.node_dependencies import (
     arguments_of,
-    is_buffer,
     views_of,
     written_arguments,
     written_roots,
@@ -26,7 +25,6 @@ from mpirun.model.split.subgraphs import same_values, subgraphs
 from mpirun.model.split.train_eval_ops import (
     MODE_OPS,
     TRACED,
-    Changed,
     Choice,
     changes_counter,
     counters_of,
@@ -48,7 +46,6 @@ class LeftOut(NamedTuple):
 
     nodes: frozenset[str] = frozenset()  # in eval mode their values are used by one another only
     twins: Mapping[str, str] = {}  # by such a node, the node whose value its users take in eval mode
-    changes: tuple[tuple[str, str], ...] = ()  # such a node, and a buffer that it changes in place
 
 
 def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut:
@@ -59,8 +56,7 @@ def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut
     if train.spec != evaluated.spec:
         raise _differs(train.graph.output_node())
     twins = {node.name: twin.name for node, twin in comparison.dropped.items() if node in comparison.left_out}
-    changes = tuple((node.name, argument.name) for node, argument in comparison.changes)
-    return LeftOut(frozenset(node.name for node in comparison.left_out), twins, changes)
+    return LeftOut(frozenset(node.name for node in comparison.left_out), twins)
 
 
 def _attributes_of(train: ExportedGraph, evaluated: ExportedGraph) -> dict[fx.Node, fx.Node]:
@@ -83,12 +79,6 @@ def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
         return
     order = {node: place for place, node in enumerate(stage.graph.nodes)}
     traced = {node.meta[TRACED]: node for node in order if TRACED in node.meta}
-    for name, argument in left_out.changes:
-        node, buffer = traced.get(name), traced.get(argument)
-        if node and buffer and buffer in node.all_input_nodes:  # both are in this stage, and it is not done yet
-            call = _call(stage, f"{name}-{argument}", Changed(), (buffer,), node.prev)
-            call.meta[TRACED] = name
-            node.replace_input_with(buffer, call)
     for name, twin in left_out.twins.items():
         node = traced.get(name)
         if node is None or node.op == "placeholder" or hasattr(stage, f"{MODE_OPS}{name}"):
@@ -98,16 +88,11 @@ def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
             raise _differs(node)
         if users:
             args = node, traced[twin]
-            call = _call(stage, name, Choice(), args, max(args, key=order.__getitem__))
+            stage.add_module(f"{MODE_OPS}{name}", Choice().train(stage.training))
+            with stage.graph.inserting_after(max(args, key=order.__getitem__)):
+                call = stage.graph.call_module(f"{MODE_OPS}{name}", args)
             node.replace_all_uses_with(call, users.__contains__)
     stage.recompile()
-
-
-def _call(stage: fx.GraphModule, name: str, layer: nn.Module, args: tuple[fx.Node, ...], after: fx.Node) -> fx.Node:
-    """The call of a new layer, inserted after a node."""
-    stage.add_module(f"{MODE_OPS}{name}", layer.train(stage.training))
-    with stage.graph.inserting_after(after):
-        return stage.graph.call_module(f"{MODE_OPS}{name}", args)
 
 
 class _Comparison:
@@ -125,9 +110,7 @@ class _Comparison:
         self.dropped: dict[fx.Node, fx.Node] = {}  # by node that eval mode lacks: what its users use there
         self.newly_dropped: dict[fx.Node, fx.Node] = {}  # the same, valid if the node being compared matches
         self.left_out: dict[fx.Node, None] = {}  # nodes that eval mode lacks, without dropouts
-        self.changes: dict[tuple[fx.Node, fx.Node], None] = {}  # of buffers, as in LeftOut
         self.views: dict[fx.Node, fx.Node] = {}  # by node, the one whose memory it shares
-        self.inside: UsageError | None = None  # the first difference in a subgraph
 
     def compare(self, graph: fx.Graph, other: fx.Graph, whole: bool = True) -> None:
         """UsageError unless `other`, the graph of eval mode, is `graph`, that of train mode, without some nodes.
@@ -143,37 +126,27 @@ class _Comparison:
             self.newly_dropped.clear()
             if node.target in DROPOUTS and twin.target is not node.target:  # as in nn.MultiheadAttention
                 self.dropped[node] = self._uncopied(node.args[0])
-            elif self._match_subgraphs(node, twin) if self._runs_subgraph(node) else self._match_call(node, twin):
+            elif self._match_call(node, twin):
                 self.node_of[twins.pop()] = node
                 self.dropped |= self.newly_dropped
             else:
                 self.newly_dropped.clear()
                 if not whole or not self._leave_out(node):
-                    raise self.inside or _differs(next(iter(self.left_out), node))
+                    raise _differs(next(iter(self.left_out), node))
 
     def _leave_out(self, node: fx.Node) -> bool:
-        """Whether eval mode may leave out a node: it changes only left-out values and buffers. If so, record it."""
-        if node.op == "output":
-            return False
+        """Whether eval mode may leave out a node: it writes to left-out values alone. If so, record it."""
         written = [] if eval_arguments(node) else written_arguments(node, self.state)  # eval mode changes no statistics
-        kept = [argument for argument in written if self._root(argument) not in self.left_out]
-        if not all(is_buffer(self._root(argument)) for argument in kept):
+        if node.op == "output" or not all(self.views.get(x, x) in self.left_out for x in written):
             return False
         self.left_out[node] = None
-        if kept == [node.args[0]]:
-            self.dropped[node] = self._uncopied(kept[0])
-        self.changes |= dict.fromkeys((node, argument) for argument in kept)
         return True
-
-    def _root(self, node: fx.Node) -> fx.Node:
-        return self.views.get(node, node)
-
-    def _runs_subgraph(self, node: fx.Node) -> bool:
-        return any(True for _ in subgraphs(node, self.state))
 
     def _match_call(self, node: fx.Node, twin: fx.Node) -> bool:
         if _operation(node) != _operation(twin):
             return False
+        if [*subgraphs(node, self.state)]:
+            return self._match_subgraphs(node, twin)
         if not isinstance(node.target, OpOverload):
             return self._match((node.args, node.kwargs), (twin.args, twin.kwargs))
         traced, in_eval = arguments_of(node), arguments_of(twin)
@@ -189,7 +162,7 @@ class _Comparison:
     def _match_subgraphs(self, node: fx.Node, twin: fx.Node) -> bool:
         """Whether the subgraphs that two nodes run do the same, with the same operands except for counters."""
         inside, others = list(subgraphs(node, self.state)), list(subgraphs(twin, self.eval_state))
-        if node.target != twin.target or len(inside) != len(others):
+        if len(inside) != len(others):
             return False
         for one, other in zip(inside, others, strict=True):
             kept = {inner: operand for inner, operand in one.operand_of.items() if operand not in self.counters}
@@ -200,8 +173,7 @@ class _Comparison:
             inner = _Comparison(one.state, other.state, counters, dict(zip(twins, kept, strict=True)))
             try:
                 inner.compare(one.code.graph, other.code.graph, False)
-            except UsageError as error:
-                self.inside = self.inside or error
+            except UsageError:
                 return False
         constants = ([x for x in n.args if not isinstance(x, fx.Node)] for n in (node, twin))
         return self._match(*constants)

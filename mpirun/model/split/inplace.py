@@ -21,23 +21,6 @@ from schedgen.util.errors import UsageError
 aten = torch.ops.aten
 
 
-def update_buffers_early(dependencies: Dependencies) -> Dependencies:
-    """Give each buffer its new value as early as possible, not at the end of the graph, where torch.export does it."""
-    changed = False
-    for buffer in filter(is_buffer, dependencies.writes):
-        for write in dependencies.writes[buffer]:
-            value = write.args[1] if write.target is aten.copy_.default and write.args[0] is buffer else None
-            if not isinstance(value, fx.Node) or value.op != "call_function":
-                continue
-            if _is_changed_in_place(value, buffer, dependencies.exported.state):  # the buffer has the value already
-                write.replace_all_uses_with(buffer)
-                dependencies.graph.erase_node(write)
-            else:
-                _last_use(dependencies, (buffer, dependencies.root(value)), value, write).append(write)
-            changed = True
-    return Dependencies(dependencies.exported, dependencies.flops) if changed else dependencies
-
-
 def copy_changed_inputs(dependencies: Dependencies) -> Dependencies:
     """Make operations that change the input in place change a copy: other stages read the input, too."""
     roots = [root for root in dependencies.writes if root.op == "placeholder"]
@@ -81,16 +64,6 @@ def _is_changed_in_place(node: object, root: fx.Node, state: Mapping[str, Any]) 
         else:
             return False
     return node is root
-
-
-def _last_use(dependencies: Dependencies, roots: Sequence[fx.Node], after: fx.Node, before: fx.Node) -> fx.Node:
-    """The last node between two that reads or writes the memory of `roots`; else the first of the two."""
-    last, node = after, after.next
-    while node is not before:  # by the graph as it is now, not by `position`: nodes were moved
-        if any(dependencies.root(operand) in roots for operand in node.all_input_nodes):
-            last = node
-        node = node.next
-    return last
 
 
 def _change_copies(dependencies: Dependencies, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:

@@ -1,6 +1,6 @@
 """`mpirun.split`: any module that torch.export can trace, as stages.
 
-1. Export the forward as a graph (export_graph); for microbatches of two sizes, merge two graphs (dynamic_sizes).
+1. Export the forward as a graph (export_graph).
 2. Find what each node needs (node_dependencies), and move or copy changes in place so that stages can be cut (inplace).
 3. Choose the nodes that begin stages (cut_points); a change in place after a cut is made to a copy (inplace).
 4. Decide whether parameters that several stages use are sent or replicated.
@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from mpirun.data.chunks import Dims
 from mpirun.model.contract import CheckEval, Origin
 from mpirun.model.dataflow import check_reads
 from mpirun.model.meta_values import Init, is_on_meta, meta_module, without_values
@@ -25,10 +24,9 @@ from mpirun.model.module_tensors import own_tensors, temporary_buffers, tensor_a
 from mpirun.model.split.batch_coupling import warn_of_batch_statistics
 from mpirun.model.split.compare_train_eval import compare_with_eval, follow_eval
 from mpirun.model.split.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
-from mpirun.model.split.dynamic_sizes import merge_sizes, smaller_example
 from mpirun.model.split.errors import unknown_name, warn_user
 from mpirun.model.split.export_graph import ExportedGraph, export_graph
-from mpirun.model.split.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
+from mpirun.model.split.inplace import copy_at_cuts, copy_changed_inputs
 from mpirun.model.split.module_io import Call, WholeModule
 from mpirun.model.split.node_dependencies import Dependencies
 from mpirun.model.split.split_result import Cut
@@ -48,7 +46,6 @@ def split(
     points: Collection[str] = (),
     costs: Mapping[str, float] | None = None,
     shared: str | Mapping[str, str] = "transmit",
-    dims: Dims = None,
     init: Init | None = None,
 ) -> Cut:
     """The stages of `module`, traced on the example of one microbatch's input.
@@ -59,8 +56,6 @@ def split(
     costs (flops plus bytes of parameters); other submodules then cost nothing. `shared`: whether a parameter that
     several stages use is sent by the first ("transmit") or copied and tied ("replicate", as complex ones always are),
     or a mapping by name.
-    `dims`: the dimension of the example's samples, a number, or nested as args, kwargs or (args, kwargs), with None
-    for what has no samples: the module is traced a second time, and microbatches may have one sample less.
     `init`: for a module on the meta device, a function that gives a submodule its own parameters and buffers, in
     place, on the ranks that build them (default: the model's _init_weights, or the submodule's reset_parameters).
     UsageError, with the line of the model that is the reason, if the module cannot be split.
@@ -71,7 +66,7 @@ def split(
     meta = meta_module(module, init)
     check_eval = _eval_check(module, args, kwargs)
     try:
-        dependencies = _trace(module, args, kwargs, dims)
+        dependencies = _trace(module, args, kwargs)
     except UsageError as error:
         raise error.with_traceback(None) from None  # each rank prints it, if the script has made no Engine yet
     dependencies, starts = copy_at_cuts(dependencies, _starts(dependencies, module, stages, points, costs))
@@ -178,26 +173,13 @@ def _warn_of_what_is_lost(module: nn.Module) -> None:
         warn_user(f"torch.compile of {type(module).__name__} is lost: stages run the operations that are traced")
 
 
-def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> Dependencies:
+def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dependencies:
     """The module's graph, and what each node of it needs; UsageError if nothing depends on its parameters."""
-    dependencies = Dependencies(_export(module, args, kwargs, dims))
-    dependencies = copy_changed_inputs(update_buffers_early(dependencies))
+    dependencies = Dependencies(export_graph(module, args, kwargs))
+    dependencies = copy_changed_inputs(dependencies)
     if not dependencies.body:
         raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
     return dependencies
-
-
-def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> ExportedGraph:
-    """The module's graph; if `dims` are given, for the example's size and for one sample less."""
-    exported = export_graph(module, args, kwargs)
-    if dims is None:
-        return exported
-    smaller = smaller_example(args, kwargs, dims)
-    try:
-        other = export_graph(module, *smaller)
-    except UsageError as error:
-        raise UsageError(f"with a sample less: {error}") from None
-    return merge_sizes(exported, other)
 
 
 def _starts(

@@ -13,8 +13,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.meta_values import like
 from mpirun.model.rng import RandomOp
-from mpirun.model.split.dynamic_sizes import SHAPES
-from mpirun.model.split.errors import line_of_node
+from mpirun.model.split.device_lookup import insert_device_lookups
 from mpirun.model.split.node_dependencies import (
     Dependencies,
     is_buffer,
@@ -22,10 +21,8 @@ from mpirun.model.split.node_dependencies import (
     views_of,
     written_roots,
 )
-from mpirun.model.split.size_and_device_lookup import depends_on_size, insert_lookups
-from mpirun.model.split.subgraphs import any_inside, attributes, subgraphs
+from mpirun.model.split.subgraphs import attributes, subgraphs
 from mpirun.model.split.train_eval_ops import MODE_OPS, TRACED, counters_of, follow_mode_inside, mode_op
-from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
 RANDOM_OPS = "__draws__"  # the submodule that holds a stage's operations that draw
@@ -64,8 +61,6 @@ class StageBuilder:
         built = StageModules([], [], {})
         for stage, own in enumerate(nodes):
             received = [node for node in own if not self._is_here(node, stage)]
-            self._check_strides(own, received)
-            received += self._size_input(own, received)
             built.modules.append(self._module(stage, own, received, outputs[stage]))
             built.reads.append([])
             for node in received:
@@ -77,28 +72,6 @@ class StageBuilder:
                     built.reads[-1].append(value)
                     built.sent_bytes[value] = value_bytes(node)
         return built
-
-    def _check_strides(self, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> None:
-        """Refuse as_strided of a received value that was not contiguous where it was traced: a run's formats decide."""
-        values = {node: node.meta.get("val") for node in received if node.op != "placeholder"}
-        turned = {node for node, x in values.items() if isinstance(x, Tensor) and not x.is_contiguous()}
-        for node in nodes:
-            if node in received or turned.isdisjoint(node.all_input_nodes):
-                continue
-            if any_inside(lambda inner: inner.target is aten.as_strided.default, node, self.exported.state):
-                raise UsageError(
-                    f"{line_of_node(node)}: as_strided of what an earlier stage has made, whose strides may differ "
-                    "here; make it contiguous first, or cut elsewhere"
-                )
-            if node in self.dependencies.views and node.target is not aten.contiguous.default:
-                turned.add(node)
-
-    def _size_input(self, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> list[fx.Node]:
-        """An input that tells the size of the microbatch, if a stage needs it and sees it nowhere else."""
-        state = self.exported.state
-        if any(SHAPES in node.meta for node in received) or not any(depends_on_size(node, state) for node in nodes):
-            return []
-        return [next(node for node in self.exported.inputs if SHAPES in node.meta)]
 
     def _nodes(self, stage: int) -> list[fx.Node]:
         """The nodes that a stage computes or receives; the received ones are added to those that other stages send."""
@@ -132,14 +105,13 @@ class StageBuilder:
                 if node.op == "get_attr":
                     self._put(root, str(node.target))
         for node, copied in new.items():  # the rest of meta holds fake tensors
-            copied.meta = {key: node.meta[key] for key in ("stack_trace", SHAPES) if key in node.meta}
-            copied.meta[TRACED] = node.name
+            copied.meta = {"stack_trace": node.meta.get("stack_trace"), TRACED: node.name}
         state, counters = attributes(root, graph), counters_of(graph)
         written = {new[node] for node in new if self.dependencies.root(node) in self.dependencies.writes}
         _reshape(graph, state, written)
         for node in graph.nodes:
             follow_mode_inside(node, state, counters)
-        insert_lookups(graph, state)
+        insert_device_lookups(graph, state)
         returned = [
             graph.call_function(aten.clone.default, (new[node],)) if node.op == "get_attr" else new[node]
             for node in outputs

@@ -50,14 +50,6 @@ class CountOp(nn.Module):
         return self.operation(counter, *args, **kwargs) if self.training else counter
 
 
-class Changed(nn.Module):
-    """A buffer that a node changes in place; in eval mode the node changes a copy."""
-
-    def forward(self, buffer: Tensor) -> Tensor:
-        """The tensor that the node changes."""
-        return buffer if self.training else buffer.clone()
-
-
 class Choice(nn.Module):
     """One value in train mode, another in eval mode."""
 

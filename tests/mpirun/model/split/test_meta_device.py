@@ -96,11 +96,6 @@ def test_children_of_a_sequential() -> None:
     assert (states[0]["1.running_var"] == 1).all() and states[0]["1.num_batches_tracked"] == 0
 
 
-def test_microbatches_with_a_sample_less() -> None:
-    cut = split(on_meta(GPT2Like), EXAMPLE, stages=2, dims=0, init=set_values)
-    assert cut.example is not None and cut.example.smaller is not None
-
-
 class Numbers(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
