@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from mpirun.model.contract import Model
     from mpirun.model.dataflow import Input, Value
     from mpirun.model.split.batch_coupling import batch_coupled
-    from mpirun.model.split.split_layers import split_layers
     from mpirun.model.split.split_module import split
     from mpirun.model.split.split_result import Cut
-    from mpirun.model.split.split_sequential import split_sequential
+    from mpirun.model.split.split_sequential import split_layers, split_sequential
     from mpirun.training.engine import Engine
     from mpirun.training.evaluation import Evaluation
     from mpirun.training.session import Result
@@ -49,7 +48,7 @@ _MODULES = {
     "batch_coupled": "mpirun.model.split.batch_coupling",
     "pipe_split": "torch.distributed.pipelining",
     "split": "mpirun.model.split.split_module",
-    "split_layers": "mpirun.model.split.split_layers",
+    "split_layers": "mpirun.model.split.split_sequential",
     "split_sequential": "mpirun.model.split.split_sequential",
 }
 

@@ -97,8 +97,8 @@ def check_model(model: Model, stages: int) -> Model:
     for stage, entry in enumerate(model.stages):
         _check_stage(stage, entry, model.weights is not None)
     check_loss(model.loss)
-    if wrong := [stage for stage in model.sharded if not 0 <= stage < stages - 1]:
-        raise UsageError(f"the model shards stage {wrong[0]}, but only stages before the last can have shards")
+    if outside := [stage for stage in model.sharded if not 0 <= stage < stages - 1]:
+        raise UsageError(f"the model shards stage {outside[0]}, but only stages before the last can have shards")
     if wrong := [place for tie in model.tied for place in tie if not 0 <= place[0] < stages]:
         raise UsageError(f"the model ties {wrong[0][1]} of stage {wrong[0][0]}, but there are {stages} stages")
     if model.reads is not None:
@@ -129,7 +129,7 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "loss": (callable, "a function"),
     "batch": (_makes_batches, "a function, or a Minibatch of one"),
     "weights": (lambda value: value is None or callable(value), "a function"),
-    "length": (lambda value: isinstance(value, Integral) and value >= 1, "a number of bytes"),
+    "length": (lambda value: isinstance(value, Integral) and int(value) >= 1, "a number of bytes"),
     "loss_of": (lambda value: value in ("microbatch", "minibatch"), "microbatch or minibatch"),
     "sharded": (lambda x: isinstance(x, Collection) and all(isinstance(s, Integral) for s in x), "a list of stages"),
     "tied": (

@@ -78,6 +78,12 @@ class Viewed(Layers):
         return self.second(x)
 
 
+class Input(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)  # here
+        return self.second(self.first(x))
+
+
 class ViewedInside(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -108,12 +114,6 @@ class Counted(Layers):
         self.seen.add_(x.detach().sum(0))  # here
         pipe_split()
         return self.second(x + self.seen)
-
-
-class Kept(Counted):
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add_(x.detach().sum(0))  # here
-        return self.second(self.first(x)) + self.seen
 
 
 class Resized(Counted):

@@ -55,9 +55,9 @@ class Cut(NamedTuple):
         """(producer, consumer) of every two stages between which values are sent."""
         return sorted({(value.stage, consumer) for value, consumer in self._values_read()})
 
-    def check_eval(self) -> Callable[[nn.Module], None] | None:
-        """As Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace."""
-        return self.origin.check_eval()
+    def check_eval(self) -> None:
+        """UsageError if stages would not compute in eval mode what the module does."""
+        self.origin.check_eval()
 
     def leaves(self, data: Any) -> tuple[Any, ...]:
         """The leaves of the input of a microbatch, in the order that Input counts."""

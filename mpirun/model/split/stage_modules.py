@@ -22,7 +22,7 @@ from mpirun.model.split.node_dependencies import (
     written_roots,
 )
 from mpirun.model.split.subgraphs import attributes, subgraphs
-from mpirun.model.split.train_eval_ops import MODE_OPS, TRACED, counters_of, follow_mode_inside, mode_op
+from mpirun.model.split.train_eval_ops import MODE_OPS, counters_of, follow_mode_inside, mode_op
 
 aten = torch.ops.aten
 RANDOM_OPS = "__draws__"  # the submodule that holds a stage's operations that draw
@@ -105,7 +105,7 @@ class StageBuilder:
                 if node.op == "get_attr":
                     self._put(root, str(node.target))
         for node, copied in new.items():  # the rest of meta holds fake tensors
-            copied.meta = {"stack_trace": node.meta.get("stack_trace"), TRACED: node.name}
+            copied.meta = {"stack_trace": node.meta.get("stack_trace")}
         state, counters = attributes(root, graph), counters_of(graph)
         written = {new[node] for node in new if self.dependencies.root(node) in self.dependencies.writes}
         _reshape(graph, state, written)

@@ -16,7 +16,6 @@ from mpirun.model.split.node_dependencies import arguments_of
 from mpirun.model.split.subgraphs import subgraphs
 
 MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
-TRACED = "traced"  # in the meta of a stage's node: the name of its node in the traced graph
 EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by aten's parameter
 COUNTER = "num_batches_tracked"  # the buffer that normalisations count in, in train mode only
 
@@ -48,14 +47,6 @@ class CountOp(nn.Module):
     def forward(self, counter: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The counter."""
         return self.operation(counter, *args, **kwargs) if self.training else counter
-
-
-class Choice(nn.Module):
-    """One value in train mode, another in eval mode."""
-
-    def forward(self, in_train: Any, in_eval: Any) -> Any:
-        """The value of the mode."""
-        return in_train if self.training else in_eval
 
 
 def mode_op(node: fx.Node, counters: Collection[fx.Node]) -> nn.Module | None:

@@ -174,10 +174,14 @@ def nothing(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("make", "init", "why"),
     [
-        (Own, None, "the module, Own: is on the meta device and has no reset_parameters: init should give it values"),
+        (
+            Own,
+            None,
+            "scale is on the meta device, and neither _init_weights nor reset_parameters gives it values: init should",
+        ),
         (Own, nothing, r"\w+(\.weight)? is on the meta device, and init gives it no values"),
-        (Halved, None, "scale is on the meta device, and reset_parameters gives it no values: init should"),
-        (Initialised, None, "scale is on the meta device, and _init_weights gives it no values: init should"),
+        (Halved, None, "scale is on the meta device, and neither _init_weights nor reset_parameters gives it values"),
+        (Initialised, None, "scale is on the meta device, and neither _init_weights nor reset_parameters gives it"),
         (InitialisedHalved, None, "neither _init_weights nor reset_parameters gives it values: init should"),
         (Masked, set_mask, "places is on the meta device, and init gives it no values"),
         (Masked, set_places, "mask is on the meta device, and init gives it no values"),
