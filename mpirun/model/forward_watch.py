@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,18 +19,6 @@ BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in tra
 def memory(x: Tensor) -> Any:
     """A tensor's storage, or itself if not strided. Views share its `_cdata`, which is unique while it is alive."""
     return x.untyped_storage() if x.layout == torch.strided else x
-
-
-def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by name, also those that have their defaults."""
-    parameters = func._schema.arguments
-    values = {parameter.name: parameter.default_value for parameter in parameters}
-    return values | {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | dict(kwargs)
-
-
-def draws(func: Any, values: Mapping[str, Any]) -> bool:
-    """Whether an operation with these arguments draws; attention is tagged so, but draws only with dropout."""
-    return torch.Tag.nondeterministic_seeded in func.tags and values.get("dropout_p", 1.0) != 0.0
 
 
 class ForwardWatch(TorchDispatchMode):
@@ -58,8 +46,11 @@ class ForwardWatch(TorchDispatchMode):
         """Run an operation; record whether it draws, and where it writes."""
         kwargs, written = kwargs or {}, _may_write_to(func)
         if written or torch.Tag.nondeterministic_seeded in func.tags:
-            values = arguments_of(func, args, kwargs)
-            self.drawn |= draws(func, values)
+            parameters = func._schema.arguments
+            values = {parameter.name: parameter.default_value for parameter in parameters}
+            values |= {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | kwargs
+            # Attention is tagged as drawing, but draws only with dropout.
+            self.drawn |= torch.Tag.nondeterministic_seeded in func.tags and values.get("dropout_p", 1.0) != 0.0
             for name in written if values.get("training", True) else written - BATCH_NORM_WRITES:
                 self.written |= {memory(x)._cdata for x in tree_leaves(values[name]) if isinstance(x, Tensor)}
         return func(*args, **kwargs)

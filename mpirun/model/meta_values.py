@@ -36,8 +36,6 @@ class MetaModule(NamedTuple):
 
 def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
     """The `MetaModule` of a module; None if the module has values, and then UsageError if there is an `init`."""
-    if init is not None and not callable(init):
-        raise UsageError(f"init should be a function of a module, not {type(init).__name__}")
     if is_on_meta(module):
         return MetaModule(module, init)
     if init is not None:
@@ -97,7 +95,7 @@ def initial_values(source: MetaModule, unset: Mapping[str, Tensor], seed: int) -
 
 
 def _model_inits(source: MetaModule, root: nn.Module, owner: str) -> list[Callable[[], Any]]:
-    """Calls of `_init_weights`, for each that of the innermost model: for a submodule, then for the modules around it."""
+    """Calls of `_init_weights`, each of the innermost model: for a submodule, then for the modules around it."""
     calls: list[Callable[[], Any]] = []
     init, parts = None, owner.split(".") if owner else []
     for depth in range(len(parts) + 1):

@@ -9,7 +9,6 @@ Such a stage depends on values, and may change its buffers in other microbatches
 from __future__ import annotations
 
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -131,14 +129,9 @@ class Trial:
             reads = [[Input(leaf) for leaf in range(len(leaves))]]
             prepare = None if self.prepare is None else lambda _, module: module.eval()
             trial = replace(trial, model=Model([whole], self.model.loss), reads=reads, prepare=prepare)
-        drawn = random.getstate(), np.random.get_state()
-        try:
-            with suppress(Exception), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the first trial has warned of the same
-                return trial._without_loss()[-1].outputs
-        finally:  # no other rank draws here
-            random.setstate(drawn[0])
-            np.random.set_state(drawn[1])
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first trial has warned of the same
+            return trial._without_loss()[-1].outputs
         return None
 
     def with_values(self, stage: int) -> tuple[Sequence[Tensor], StageShape]:

@@ -58,7 +58,6 @@ class ExportedGraph(NamedTuple):
 
 def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedGraph:
     """The graph of `module(*args, **kwargs)`; UsageError, with the line that is the reason, if it cannot be traced."""
-    _check_inputs(args, kwargs)
     # torch.export would merge a tensor that is given twice, or that is a buffer too
     args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     where: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -90,8 +89,6 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     graph.set_codegen(fx.graph.CodeGen())
     _prepare_parts(exported)
     state = _state(module, exported, graph)
-    if is_on_meta(module):
-        _check_values(module, state, graph)
     spec = program.call_spec.in_spec
     numbers = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     order = pytree.tree_leaves((numbers[0], {name: numbers[1][name] for name in kwargs}))
@@ -119,15 +116,6 @@ def _prepare_parts(exported: nn.Module) -> None:
                 part.graph.erase_node(node)
             part.recompile()
             _set_region_lines(part)
-
-
-def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
-        if leaf is not None and not isinstance(leaf, Tensor | bool | int | float | str):
-            raise UsageError(
-                f"the example's input {pytree.keystr(path[1:])} is of type {type(leaf).__name__}: "
-                "inputs are tensors, or numbers, strings and None, which are constants"
-            )
 
 
 def _check_nodes(graph: fx.Graph) -> None:
@@ -181,16 +169,6 @@ def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict
             node.replace_all_uses_with(first[node.target])
             graph.erase_node(node)
     return state
-
-
-def _check_values(module: nn.Module, state: dict[str, Any], graph: fx.Graph) -> None:
-    """Refuse tensors that the forward makes from numbers: on the meta device the numbers are lost."""
-    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    for node in graph.find_nodes(op="get_attr"):
-        value = state.get(node.target)
-        if node.target not in names and isinstance(value, Tensor) and value.is_meta:
-            where = line_of_node(next(iter(node.users), node))
-            raise UsageError(f"{where}: a tensor of numbers is lost on the meta device; make it a buffer")
 
 
 @contextlib.contextmanager

@@ -9,8 +9,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import input_and_target
-from mpirun.data.values import by_path
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import UsageError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's forward
 
@@ -40,12 +39,8 @@ class Example(NamedTuple):
         if kwargs.keys() != self.kwargs.keys():
             raise UsageError(f"the batch's inputs are {sorted(kwargs)}, but those of the example {sorted(self.kwargs)}")
         leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in self.kwargs}))
-        if structure != pytree.tree_structure((self.args, self.kwargs)):  # keys may be in another order
-            found, expected = by_path((args, kwargs)), by_path((self.args, self.kwargs))
-            if found.keys() != expected.keys():
-                has, should = (clip(", ".join(path[3:] for path in paths)) for paths in (found, expected))
-                raise UsageError(f"the batch's input is nested as {has}, but that of the example as {should}")
-            leaves = [found[path] for path in expected]
+        if structure != pytree.tree_structure((self.args, self.kwargs)):
+            raise UsageError("the batch's input is not nested as the example of split, with the same keys in one order")
         for (path, expected), leaf in zip(pytree.tree_leaves_with_path((self.args, self.kwargs)), leaves, strict=True):
             if _traced_part(leaf) != _traced_part(expected):
                 raise UsageError(
@@ -67,9 +62,7 @@ class Example(NamedTuple):
                 "samples are mappings, but the module was traced on positional arguments: "
                 "split(module, {name: tensor}) says which entries are its input"
             )
-        if missing := [name for name in self.kwargs if name not in collated]:
-            raise UsageError(f"samples have no {missing[0]}, which the module was traced on: they have {[*collated]}")
-        return self.leaves({name: collated[name] for name in self.kwargs}), collated
+        return self.leaves({name: collated[name] for name in self.kwargs if name in collated}), collated
 
 
 class ModuleOutput(NamedTuple):

@@ -21,7 +21,6 @@ from mpirun.model.dataflow import check_reads
 from mpirun.model.meta_values import Init, is_on_meta, meta_module, without_values
 from mpirun.model.module_tensors import own_tensors, temporary_buffers, tensor_aliases
 from mpirun.model.split.batch_coupling import warn_of_batch_statistics
-from mpirun.model.split.compare_train_eval import compare_with_eval
 from mpirun.model.split.cut_points import (
     balanced_stages,
     check_changes_in_place,
@@ -35,7 +34,7 @@ from mpirun.model.split.module_io import Call, WholeModule
 from mpirun.model.split.node_dependencies import Dependencies
 from mpirun.model.split.split_result import Cut
 from mpirun.model.split.stage_modules import StageBuilder
-from mpirun.model.split.train_eval_ops import keep_eval_mode
+from mpirun.model.split.train_eval import compare_with_eval, keep_eval_mode
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")
@@ -62,7 +61,7 @@ def split(
     UsageError, with the line of the model that is the reason, if the module cannot be split.
     """
     args, kwargs = _call(example, example_kwargs)
-    _check_options(module, stages, points, shared)
+    _check_options(module, points, shared)
     _warn_of_what_is_lost(module)
     meta = meta_module(module, init)
     check_eval = _eval_check(module, args, kwargs)
@@ -119,10 +118,6 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
         return example if isinstance(example, tuple) else (example,), dict(example_kwargs or {})
     if example_kwargs:
         raise UsageError("an example that is a mapping gives the kwargs, and so do example_kwargs: give one of them")
-    if not all(isinstance(name, str) for name in example):
-        raise UsageError(
-            "an example that is a mapping gives the kwargs, by name: write ({...},) for a dict that is one argument"
-        )
     return (), dict(example)
 
 
@@ -148,15 +143,13 @@ def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return check
 
 
-def _check_options(module: object, stages: object, points: object, shared: object) -> None:
+def _check_options(module: object, points: object, shared: object) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
     if isinstance(points, str) or not isinstance(points, Collection):
         raise UsageError(f"points should be names of submodules, not {points!r}")
     if shared not in SHARED:
         raise UsageError(f"shared should be 'transmit' or 'replicate', not {shared!r}")
-    if stages is not None and type(stages) is not int:
-        raise UsageError(f"stages should be a whole number, not {stages!r}")
 
 
 def _warn_of_what_is_lost(module: nn.Module) -> None:

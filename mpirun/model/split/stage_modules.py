@@ -13,7 +13,6 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.meta_values import like
 from mpirun.model.rng import RandomOp
-from mpirun.model.split.device_lookup import insert_device_lookups
 from mpirun.model.split.node_dependencies import (
     Dependencies,
     is_buffer,
@@ -21,8 +20,8 @@ from mpirun.model.split.node_dependencies import (
     views_of,
     written_roots,
 )
-from mpirun.model.split.subgraphs import attributes, subgraphs
-from mpirun.model.split.train_eval_ops import MODE_OPS, counters_of, follow_mode_inside, mode_op
+from mpirun.model.split.subgraphs import any_inside, attributes, subgraphs
+from mpirun.model.split.train_eval import MODE_OPS, counters_of, follow_mode_inside, mode_op
 
 aten = torch.ops.aten
 RANDOM_OPS = "__draws__"  # the submodule that holds a stage's operations that draw
@@ -111,7 +110,7 @@ class StageBuilder:
         _reshape(graph, state, written)
         for node in graph.nodes:
             follow_mode_inside(node, state, counters)
-        insert_device_lookups(graph, state)
+        _insert_device_lookups(graph, state)
         returned = [
             graph.call_function(aten.clone.default, (new[node],)) if node.op == "get_attr" else new[node]
             for node in outputs
@@ -176,3 +175,37 @@ def _reshape(graph: fx.Graph, state: Mapping[str, Any], written: Collection[fx.N
                 roots |= {views.get(result, result) for result in inner_graph.output_node().all_input_nodes}
             inner_written = {inner for inner in inner_graph.nodes if views.get(inner, inner) in roots}
             _reshape(inner_graph, inner_state, inner_written)
+
+
+def _insert_device_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
+    """Let a stage and its subgraphs make new tensors where its values are, not where the example was.
+
+    `state`: what get_attr nodes refer to. A subgraph that has no value of its own gets one more operand.
+    """
+    tensors = [node for node in graph.find_nodes(op="get_attr") if isinstance(state.get(str(node.target)), Tensor)]
+    like = next(iter([*graph.find_nodes(op="placeholder"), *tensors]), None)
+    for node in list(graph.nodes):
+        for inside in subgraphs(node, state):
+            code = inside.code
+            names_device = any(any_inside(_names_device, inner, inside.state) for inner in code.graph.nodes)
+            if like is not None and names_device and not code.graph.find_nodes(op="placeholder"):
+                with code.graph.inserting_before():
+                    code.graph.placeholder("like")
+                node.args = (*node.args, like)
+            _insert_device_lookups(code.graph, inside.state)
+            for inner in code.graph.nodes:  # the rest of meta holds fake tensors
+                inner.meta = {"stack_trace": inner.meta.get("stack_trace")}
+            code.recompile()
+    for node in [node for node in graph.nodes if like is not None and _names_device(node)]:
+        with graph.inserting_before(node):
+            device = graph.call_function(getattr, (like, "device"))
+
+        def replaced(argument: Any) -> Any:
+            return device if isinstance(argument, torch.device) else argument
+
+        node.args = tuple(map(replaced, node.args))
+        node.kwargs = {name: replaced(argument) for name, argument in node.kwargs.items()}
+
+
+def _names_device(node: fx.Node) -> bool:
+    return any(isinstance(argument, torch.device) for argument in [*node.args, *node.kwargs.values()])

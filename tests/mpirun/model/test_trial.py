@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -114,6 +112,14 @@ NO_CHANGES = {
     "batch norm": lambda module, new, x: nn.functional.batch_norm(x, module.mean, module.variance),
     "a copy": lambda module, new, x: module.mean.clone().add_(new),
 }
+
+
+@pytest.mark.parametrize("make", [Statistics, lambda change: lambda: Statistics(change)], ids=["module", "function"])
+def test_forwards_that_change_buffers_are_found_and_no_others(make):
+    for name, change in CHANGES.items():
+        assert shapes_of(make(change))[0].overwrites_buffers, name
+    for name, change in NO_CHANGES.items():
+        assert not shapes_of(make(change))[0].overwrites_buffers, name
 
 
 class Converts(nn.Linear):
@@ -242,8 +248,8 @@ def test_a_metric_is_one_number_of_torch_or_python_or_is_refused_by_its_type():
             shapes_of(nn.Linear(6, 6), loss=lambda *_, value=value: (torch.ones(()), {"half": value}))
 
 
-class Drawing(nn.Module):
-    """Draws from the generators of Python and numpy, which all ranks share."""
-
-    def forward(self, x):
-        return x * random.random() * np.random.rand()
+@pytest.mark.parametrize(("sizes", "known"), [((4, 5), True), ((7, 4), False), ((4, 4), False), ((28,), False)])
+def test_a_sample_more_is_tried_where_dimension_0_alone_is_as_long_as_the_microbatch(sizes, known):
+    batch = Microbatch([torch.zeros(sizes)], None, 1.0, size=4)
+    found = Trial(Model([nn.Identity()], mse_loss), [[Input(0)]], batch).outputs_of_one_more()
+    assert (found is not None) == known

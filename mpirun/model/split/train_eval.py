@@ -1,38 +1,127 @@
-"""What differs between train and eval mode, found by comparing the graphs that a module is traced to in both.
+"""Train and eval mode: operations of a traced stage that follow its `train()` and `eval()`, as in the module.
 
-Stages follow the mode by the operations of `train_eval_ops`. Any other difference is refused.
+A graph is traced in one mode, whose decisions are constants in it: whether a dropout drops, whether BatchNorm uses the
+batch's statistics. These follow the mode. `compare_with_eval` compares the graphs that a module is traced to in both
+modes: any other difference is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from mpirun.model.split.errors import line_of_node
 from mpirun.model.split.export_graph import ExportedGraph
-from mpirun.model.split.node_dependencies import (
-    arguments_of,
-    written_roots,
-)
+from mpirun.model.split.node_dependencies import arguments_of, written_roots
 from mpirun.model.split.subgraphs import same_values, subgraphs
-from mpirun.model.split.train_eval_ops import (
-    changes_counter,
-    counters_of,
-    eval_arguments,
-)
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
+MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
+EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by aten's parameter
+COUNTER = "num_batches_tracked"  # the buffer that normalisations count in, in train mode only
 DROPOUTS = (  # in eval mode they return their first argument
     aten.dropout.default,
     aten.feature_dropout.default,
     aten.alpha_dropout.default,
     aten.feature_alpha_dropout.default,
 )
+
+
+class ModeOp(nn.Module):
+    """An operation as it was traced; in eval mode some of its arguments have other values."""
+
+    def __init__(self, operation: Callable[..., Any], in_eval: Mapping[int | str, Any]) -> None:
+        """`in_eval`: by position or keyword of an argument, its value in eval mode."""
+        super().__init__()
+        self.operation, self.in_eval = operation, in_eval
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation's result."""
+        if not self.training:
+            args = tuple(self.in_eval.get(position, argument) for position, argument in enumerate(args))
+            kwargs |= {name: value for name, value in self.in_eval.items() if isinstance(name, str)}
+        return self.operation(*args, **kwargs)
+
+
+class CountOp(nn.Module):
+    """A change in place of a counter, the first argument; in eval mode the counter stays as it is."""
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        """`operation`: the node's target."""
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, counter: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The counter."""
+        return self.operation(counter, *args, **kwargs) if self.training else counter
+
+
+def mode_op(node: fx.Node, counters: Collection[fx.Node]) -> nn.Module | None:
+    """A module that runs a node as the mode asks; None if the mode changes nothing. `counters`: nodes of counters."""
+    if changes_counter(node, counters):
+        return CountOp(node.target)  # type: ignore[arg-type]
+    in_eval = eval_arguments(node)
+    return ModeOp(node.target, in_eval) if in_eval else None  # type: ignore[arg-type]
+
+
+def counters_of(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of normalisations' counters."""
+    return [node for node in graph.find_nodes(op="get_attr") if str(node.target).rpartition(".")[2] == COUNTER]
+
+
+def follow_mode_inside(node: fx.Node, state: Mapping[str, Any], counters: Collection[fx.Node]) -> None:
+    """Change the subgraphs that a node runs so that they follow the mode; `state`, `counters`: of the node's graph."""
+    for inside in subgraphs(node, state):
+        code = inside.code
+        inner_counters = [inner for inner, operand in inside.operand_of.items() if operand in counters]
+        for inner, operation in [(inner, mode_op(inner, inner_counters)) for inner in code.graph.nodes]:
+            follow_mode_inside(inner, inside.state, inner_counters)
+            if operation is not None:
+                name = f"{MODE_OPS}{inner.name}"
+                code.add_module(name, operation)
+                with code.graph.inserting_before(inner):
+                    call = code.graph.call_module(name, inner.args, inner.kwargs)
+                inner.replace_all_uses_with(call)
+                code.graph.erase_node(inner)
+        code.recompile()
+
+
+def keep_eval_mode(stages: Iterable[nn.Module]) -> None:
+    """For a module traced in eval mode: what drops there, or uses batch statistics, does so in both modes."""
+    for stage in stages:
+        for part in stage.modules():
+            if isinstance(part, ModeOp):
+                part.in_eval = {}
+
+
+def changes_counter(node: fx.Node, counters: Collection[fx.Node]) -> bool:
+    """Whether a node changes a counter in place, which an earlier change may have returned."""
+    changed: object = node
+    while isinstance(changed, fx.Node) and isinstance(changed.target, OpOverload) and changed.args:
+        alias = changed.target._schema.arguments[0].alias_info
+        if alias is None or not alias.is_write:
+            return False
+        changed = changed.args[0]
+    return changed is not node and changed in counters
+
+
+def eval_arguments(node: fx.Node) -> dict[int | str, Any]:
+    """The values in eval mode of the arguments that the mode changes, by position or keyword."""
+    if not isinstance(node.target, OpOverload):
+        return {}
+    changed: dict[int | str, Any] = {}
+    given = arguments_of(node)
+    for position, parameter in enumerate(node.target._schema.arguments):
+        value = EVAL_VALUES.get(parameter.name)
+        keeps_statistics = given.get("running_mean", node) is not None  # without them, eval mode is like train mode
+        if value is not None and given[parameter.name] != value and keeps_statistics:
+            changed[position if position < len(node.args) else parameter.name] = value
+    return changed
 
 
 def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> None:
