@@ -2,7 +2,7 @@
 # make test   the tests      make lint   ruff, mypy and import-linter      make traces   the golden schedules
 # make test-all  the tests, with every further case of theirs
 # make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
-# make gallery  every scheme as a picture: build/gallery/index.html      make pictures   the pictures of the README
+# make pictures  the pictures of the README
 # make bench  compiler and runtime against torch's      make bench-best  plan's choice against torch's best
 # make test-check  10,000 random programs, 200,000 mutants
 # make test-fuzz  100,000 hostile files and options
@@ -52,7 +52,7 @@ export MPIR_CVAR_NOLOCAL=1
 endif
 
 .PHONY: venv launcher run lint test test-all test-slurm test-gpu test-hosts test-check test-fuzz test-models test-examples
-.PHONY: test-crash traces pictures gallery curves bench bench-compile bench-run bench-best clean
+.PHONY: test-crash traces pictures curves bench bench-compile bench-run bench-best clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed $(if $(GPU),$(UCX)/installed)
@@ -160,9 +160,6 @@ pictures: venv
 	$(BIN)/schedgen draw build/v-min.json build/found.json --cost F=10,I=12,W=8 \
 	    --output schedgen/report/pictures/v-min-found.svg
 
-gallery: venv
-	$(BIN)/python -m schedgen.report.draw.gallery build/gallery $(GOLDEN:%=traces/%.json)
-
 curves: launcher
 	mkdir -p schedgen/report/pictures
 	$(BIN)/python tests/bench/updates.py schedgen/report/pictures/updates.svg
@@ -170,22 +167,11 @@ curves: launcher
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/compile.py --history tests/bench/history.txt
-	$(BIN)/python tests/bench/diff.py
-	$(BIN)/python tests/bench/plan.py
-	$(BIN)/python tests/bench/cuts.py
 	$(BIN)/python tests/bench/search.py
 
 bench-run: launcher
-	$(BIN)/python tests/bench/split_backward.py
-	$(BIN)/python tests/bench/overhead.py
-	$(BIN)/python tests/bench/reduction.py
-	$(BIN)/python tests/bench/overlap.py
-	$(BIN)/python tests/bench/transfer_delay.py
 	$(BIN)/python tests/bench/predict.py
-	$(BIN)/python tests/bench/plan_run.py
 	$(BIN)/python tests/bench/found.py
-	$(MPIEXEC) -n 4 $(BIN)/python tests/bench/engine.py
-	$(BIN)/python tests/bench/meta_start.py
 	$(BIN)/python tests/bench/run.py
 	$(BIN)/python tests/bench/run.py --cases d48 d128 d384 --pairs one-rank floor flat ddp 1f1b fsdp --rounds 1
 

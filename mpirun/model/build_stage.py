@@ -68,7 +68,7 @@ class StageBuilder:
         if model.reads is None:
             _take_as_given(module)
         for tie in model.tied:
-            if any(place == stage for place, _ in tie) and not model.ties_shards(tie):  # shards of one stage are equal
+            if any(place == stage for place, _ in tie) and not model.ties_slices(tie):  # slices of one stage are equal
                 self._apply_tie(module, tie)
         if self.values and self.values.missing and not hasattr(model.weights, "names"):  # else check_weights has warned
             warnings.warn(lack(self.values.missing, f"weights of stage {stage}"), MpirunWarning, stacklevel=3)

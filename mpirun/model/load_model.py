@@ -80,7 +80,7 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
             stage_of.append(stage)
         stages.append(merged)
     return model._replace(
-        sharded=[stage_of[stage] for stage in model.sharded if layers[stage_of[stage]] == 1],
+        sliced=[stage_of[stage] for stage in model.sliced if layers[stage_of[stage]] == 1],
         stages=stages,
         tied=[[(stage_of[stage], name) for stage, name in tie] for tie in model.tied],
     )
@@ -97,15 +97,15 @@ def check_model(model: Model, stages: int) -> Model:
     for stage, entry in enumerate(model.stages):
         _check_stage(stage, entry, model.weights is not None)
     check_loss(model.loss)
-    if outside := [stage for stage in model.sharded if not 0 <= stage < stages - 1]:
-        raise UsageError(f"the model shards stage {outside[0]}, but only stages before the last can have shards")
+    if outside := [stage for stage in model.sliced if not 0 <= stage < stages - 1]:
+        raise UsageError(f"the model slices stage {outside[0]}, but only stages before the last can have slices")
     if wrong := [place for tie in model.tied for place in tie if not 0 <= place[0] < stages]:
         raise UsageError(f"the model ties {wrong[0][1]} of stage {wrong[0][0]}, but there are {stages} stages")
     if model.reads is not None:
         check_reads(model.reads, stages)
     return model._replace(
         length=int(model.length),
-        sharded=sorted({int(stage) for stage in model.sharded}),
+        sliced=sorted({int(stage) for stage in model.sliced}),
         tied=_joined_ties(model),
         tensor_parallel=1,
     )
@@ -131,7 +131,7 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "weights": (lambda value: value is None or callable(value), "a function"),
     "length": (lambda value: isinstance(value, Integral) and int(value) >= 1, "a number of bytes"),
     "loss_of": (lambda value: value in ("microbatch", "minibatch"), "microbatch or minibatch"),
-    "sharded": (lambda x: isinstance(x, Collection) and all(isinstance(s, Integral) for s in x), "a list of stages"),
+    "sliced": (lambda x: isinstance(x, Collection) and all(isinstance(s, Integral) for s in x), "a list of stages"),
     "tied": (
         partial(_is_list, of=lambda tie: _is_list(tie, _is_place) and len(tie) > 0),
         "a list of ties, each a list of pairs (stage, name)",

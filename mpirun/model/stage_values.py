@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mpirun.model.contract import Model
 from mpirun.model.meta_values import MetaModule, MetaStage, initial_values, like
 from mpirun.model.module_tensors import own_tensors, replace_tensors
-from mpirun.model.parallel_layers import Shard, ShardedDim, sharded_dims
+from mpirun.model.parallel_layers import Slice, SlicedDim, sliced_dims
 from mpirun.model.weight_names import weight_names
 from schedgen.util.errors import UsageError
 
@@ -60,7 +60,7 @@ class StageValues:
         tensors = {name: x for name, x in own_tensors(module).items() if self.needs_value(f"{prefix}{name}", x)}
         names = {n: c for n, c in weight_names(self.model, self.stage, module, prefix).items() if n in tensors}
         weights = dict(self.model.weights([candidate for candidates in names.values() for candidate in candidates]))
-        dims, values = sharded_dims(module), {}
+        dims, values = sliced_dims(module), {}
         for name, candidates in names.items():
             present = [candidate for candidate in candidates if candidate in weights]
             if present:
@@ -70,20 +70,20 @@ class StageValues:
                 self.missing.append(candidates[0])
         return values
 
-    def _fitted(self, name: str, value: Tensor, tensor: Tensor, dim: ShardedDim | None) -> Tensor:
-        """A weight converted for a parameter or buffer: this shard's share, in the module's type."""
-        shard = self.model.shard_of(self.stage)
-        expected = whole_shape(tensor, dim, shard)
+    def _fitted(self, name: str, value: Tensor, tensor: Tensor, dim: SlicedDim | None) -> Tensor:
+        """A weight converted for a parameter or buffer: this slice's share, in the module's type."""
+        slice = self.model.slice_of(self.stage)
+        expected = whole_shape(tensor, dim, slice)
         if tuple(value.shape) != expected:
             raise UsageError(f"weights: {name} has shape {tuple(value.shape)}, but {expected} in the model")
         if value.dtype.is_floating_point != tensor.dtype.is_floating_point:
             raise UsageError(f"weights: {name} is {value.dtype}, but {tensor.dtype} in the model")
-        if dim is not None and shard.count > 1:
-            value = dim.share(value, shard)
+        if dim is not None and slice.count > 1:
+            value = dim.share(value, slice)
         copied = not (self.mapped and tensor.requires_grad)
         return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)
 
 
-def whole_shape(tensor: Tensor, dim: ShardedDim | None, shard: Shard) -> tuple[int, ...]:
-    """The shape of a tensor in the weights; a tensor shard has a share of it along `dim`, or all of it if None."""
-    return tuple(tensor.shape) if dim is None or shard.count == 1 else dim.full_shape(tensor.shape, shard)
+def whole_shape(tensor: Tensor, dim: SlicedDim | None, slice: Slice) -> tuple[int, ...]:
+    """The shape of a tensor in the weights; a tensor slice has a share of it along `dim`, or all of it if None."""
+    return tuple(tensor.shape) if dim is None or slice.count == 1 else dim.full_shape(tensor.shape, slice)

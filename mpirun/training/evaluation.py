@@ -51,14 +51,14 @@ class Evaluator:
         """`example`: what a microbatch looks like. Collective."""
         comm, count = session.comm, session.header.microbatches * options.passes
         program = on_rank_0(comm, lambda: _forwards(session))
-        on_rank_0(comm, session.setup.unsharded_model.origin.check_eval)
+        on_rank_0(comm, session.setup.unsliced_model.origin.check_eval)
 
         def in_eval(_: int, module: nn.Module) -> None:
             module.eval()
 
         forwards = share_program(comm, program).program
         self.batches = StepBatches(example, count)
-        model = session.setup.unsharded_model
+        model = session.setup.unsliced_model
         self.setup = set_up(comm, forwards.header, model, self.batches, options, host, prepare=in_eval)
         run = session.interpreter.context
         self.list = ForwardList(comm, forwards, self.setup, run)

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.run_settings import differing_settings, other_sums, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, together
+from mpirun.comm.fail_together import Stop, first_difference, refuse, together
 from mpirun.comm.output import say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleep_until, sleeping_barrier
@@ -37,7 +36,7 @@ from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
-from mpirun.verify.verification import Verification, check_repeatable
+from mpirun.verify.verification import Verification
 from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, SAVING, TRYING, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
 
@@ -103,7 +102,7 @@ class Session:
         """
         self.setup = setup
         given = given_digests(setup.model, self.header, self.comm.rank)
-        start = first_values(setup.unsharded_model, setup.seed) if verify and self.comm.rank == 0 else {}
+        start = first_values(setup.unsliced_model, setup.seed) if verify and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: Interpreter = build_interpreter(
@@ -159,16 +158,10 @@ class Session:
     def resume(self, manifest: Manifest) -> None:
         """Resume from a checkpoint. Stop if it is of another model or optimizer."""
         writer = self.checkpoint_writer()
-        if self.verification is not None:
-            saved = manifest.settings
-            changed = [*saved["changed"], *differing_settings(saved, writer.settings)]
-            if self.setup.canonical:
-                changed += [*other_sums(saved, writer.settings), *other_threads(saved, writer.settings)]
-            on_rank_0(self.comm, lambda: check_repeatable(changed))
+        again = "verify repeats all steps from the first, not those before a checkpoint: resume without it"
+        refuse(self.comm, self.verification is not None, again)
         self.interpreter.optimizer.take_assigned()
         writer.resume(manifest)
-        if self.verification is not None:
-            self.verification.resumed()
         self.begun = self.steps = manifest.step
 
     def save(self, keep: int) -> bool:
@@ -289,7 +282,7 @@ class Session:
         if self.verification is None:
             return 0
         self.watchdog.state[PHASE] = VERIFYING
-        return self.verification.compare(self.begun, self.steps, self.beat, tolerance)
+        return self.verification.compare(self.steps, self.beat, tolerance)
 
     def _end_saving(self) -> None:
         if self.writer is not None:

@@ -1,7 +1,7 @@
 """`compile`: a scheme and sizes in, the instruction list of every rank out.
 
 place   evaluates w and n on every job of the scheme's stages
-refine  divides each stage of the scheme into stages of the program: substages, and shards of substages
+refine  divides each stage of the scheme into stages of the program: substages, and slices of substages
 forward drops everything but the forwards, with `options.forward`
 order   decides when every job starts, on one time axis for all workers
 lower   turns the jobs in that order into instructions, adds messages, sums, STEPs and FREEs, and splits by rank
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from schedgen.compiler.forward_only import forwards
 from schedgen.compiler.lower import Dump, lower
-from schedgen.compiler.options import Options, check_options, whole_options
+from schedgen.compiler.options import Options, check_options
 from schedgen.compiler.order import order
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
 from schedgen.ir.program import Program
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.option_fields import checked
 
 
 def compile(
@@ -30,7 +31,7 @@ def compile(
     `dump` is called after every pass of the lowering, with its name and the program so far.
     The checker's `check_compiled` checks the rest, such as deadlocks, which are possible if weights have versions.
     """
-    sizes, options = sizes.checked(), whole_options(options)
+    sizes, options = sizes.checked(), checked(options)
     check_options(scheme, sizes, options)
     placed = refine(place(scheme, sizes, options))
     if options.forward:

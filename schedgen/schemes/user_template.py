@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from schedgen.util.errors import RefusedFile, UsageError, clip
+from schedgen.util.files import open_output
 
 TEMPLATE = '''\
 """NAME: stages go round the workers, one forward, one backward. Say here what yours does."""
@@ -20,7 +21,7 @@ from schedgen import F
 
 # s, b and d are NumPy arrays of all stages, microbatches and directions; d is F (forward) or B (backward). Arguments
 # behind the * are the sizes that compile was given, any of stages, microbatches, workers, groups, chunks, group,
-# replicas, shards; None or a default stands for one that was not.
+# replicas, slices; None or a default stands for one that was not.
 
 # What n means. "strict": every worker runs its jobs exactly in increasing n, which must differ within a worker.
 # "greedy": a free worker takes the job that can start earliest, and n settles ties.
@@ -43,7 +44,7 @@ def n(s, b, d, *, stages):
 #
 # split = True                      d is F, I (gradient of the input) or W (gradient of the weights)
 # edges = [(0, 2), (1, 2)]          producer and consumer stages, where they are no chain
-# apart = [0]                       stages that give each of several consumers an output of its own
+# per_consumer = [0]                       stages that give each of several consumers an output of its own
 # updates = "stash"                 when weights change: "flush", "stash", "vertical" or "2bw"
 # accumulated = 8                   2bw: microbatches of an update; else as many as stages
 #
@@ -61,15 +62,8 @@ def new(name: str) -> Path:
     path = Path(name if name.endswith(".py") else f"{name}.py")
     if not re.fullmatch(r"\w[\w.-]*", path.stem):
         raise UsageError(f"'{clip(name)}': the name should be letters, digits and any of _ . -")
-    text = TEMPLATE.replace("NAME", path.stem)
-    try:
-        with path.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError:
-        raise RefusedFile(f"{path} is there already, and new overwrites nothing") from None
-    except OSError as error:
-        if error.filename is None:  # raised by a write, such as on a full disk, not by `open`
-            path.unlink()
-            error.filename = str(path)
-        raise
+    if path.exists():
+        raise RefusedFile(f"{path} is there already, and new overwrites nothing")
+    with open_output(str(path)) as out:
+        out.write(TEMPLATE.replace("NAME", path.stem).encode())
     return path

@@ -1,0 +1,75 @@
+"""A run with tensor slices in terms of the model without slices: its record, and what one process has to run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpirun.engine.setup import Setup
+from mpirun.model.dataflow import Dataflow, Value
+from mpirun.verify.record import Parameters, Record
+from mpirun.verify.statistics import Statistics
+from schedgen.ir.header import Header
+from schedgen.ir.tensor_parallel import TensorParallel
+
+
+def without_slices(
+    setup: Setup, header: Header, record: Record, statistics: Statistics
+) -> tuple[Setup, Header, Record, Statistics]:
+    """A run's record, and the setup of its reference.
+
+    In canonical mode the reference has slices and adds them up, as the ranks do; else it runs the model without slices.
+    """
+    if not header.tensor_parallel or setup.canonical:
+        return setup, header, record, statistics
+    return *_setup_of_model(setup, header), _joined(setup, header, record), _statistics_of_model(header, statistics)
+
+
+def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
+    """The setup and the header of the model's stages without slices."""
+    stages = header.model_stages
+    plain = replace(
+        header,
+        scheme={**header.scheme, "stages": stages},
+        graph=header.model_graph,
+        tensor_parallel=TensorParallel(1, (), stages),
+    )
+    shapes = [setup.shapes[stage] for stage in header.first_slices]
+    of_schedule = setup.dataflows[0].reads
+    reads = [
+        [x._replace(stage=header.model_stage(x.stage)) if isinstance(x, Value) else x for x in of_schedule[stage]]
+        for stage in header.first_slices
+    ]
+    dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
+    return replace(setup, model=setup.unsliced_model, shapes=shapes, dataflows=dataflows), plain
+
+
+def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
+    of, is_split = header.model_stage, header.tensor_parallel.sliced
+    seen = {of(s): order for s, order in statistics.seen.items() if header.is_first_slice(s) and not is_split[s]}
+    split = {s: "each slice has its own" for s in statistics.seen if is_split[s]}
+    left_out = {of(s): why for s, why in {**statistics.left_out, **split}.items()}
+    return Statistics(seen, left_out)
+
+
+def _joined(setup: Setup, header: Header, record: Record) -> Record:
+    """The record of the model's stages."""
+    tensor = header.tensor_parallel
+
+    def joined(values: Parameters) -> Parameters:
+        parameters: Parameters = {}
+        for (stage, name), value in values.items():
+            key = (header.model_stage(stage), name)
+            dim = setup.shapes[stage].sliced_dims.get(name) if tensor.sliced[stage] else None
+            if dim is None:
+                parameters[key] = value  # the same in all slices
+            elif key not in parameters:
+                parameters[key] = dim.join([values[slice, name] for slice in tensor.slices_of(stage)])
+        return parameters
+
+    buffers = {
+        (header.model_stage(stage), name): x
+        for (stage, name), x in record.buffers.items()
+        if header.is_first_slice(stage) and not tensor.sliced[stage]
+    }
+    gradients = [joined(step) for step in record.gradients]
+    return Record(record.losses, gradients, joined(record.parameters), buffers=buffers)
