@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from mpirun.engine.recipe import NamedParameter
     from mpirun.model.contract import Model
     from mpirun.model.dataflow import Input, Value
-    from mpirun.model.frontend.batch_coupling import batch_coupled
-    from mpirun.model.frontend.split_layers import split_layers
-    from mpirun.model.frontend.split_module import split
-    from mpirun.model.frontend.split_result import Cut
-    from mpirun.model.frontend.split_sequential import split_sequential
+    from mpirun.model.split.batch_coupling import batch_coupled
+    from mpirun.model.split.split_module import split
+    from mpirun.model.split.split_result import Cut
+    from mpirun.model.split.split_sequential import split_layers, split_sequential
     from mpirun.training.engine import Engine
     from mpirun.training.evaluation import Evaluation
     from mpirun.training.session import Result
@@ -34,7 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "Cut": "mpirun.model.frontend.split_result",
+    "Cut": "mpirun.model.split.split_result",
     "Engine": "mpirun.training.engine",
     "Evaluation": "mpirun.training.evaluation",
     "Input": "mpirun.model.dataflow",
@@ -46,11 +45,11 @@ _MODULES = {
     "Result": "mpirun.training.session",
     "UsageError": "schedgen.util.errors",
     "Value": "mpirun.model.dataflow",
-    "batch_coupled": "mpirun.model.frontend.batch_coupling",
+    "batch_coupled": "mpirun.model.split.batch_coupling",
     "pipe_split": "torch.distributed.pipelining",
-    "split": "mpirun.model.frontend.split_module",
-    "split_layers": "mpirun.model.frontend.split_layers",
-    "split_sequential": "mpirun.model.frontend.split_sequential",
+    "split": "mpirun.model.split.split_module",
+    "split_layers": "mpirun.model.split.split_sequential",
+    "split_sequential": "mpirun.model.split.split_sequential",
 }
 
 

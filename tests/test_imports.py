@@ -25,6 +25,7 @@ WRONG = {
     "mpirun-packages": ("mpirun/engine/setup.py", "mpirun.verify"),
     "model-without-mpi": ("mpirun/data/text.py", "mpi4py"),
     "core-without-features": ("mpirun/engine/core/forward.py", "mpirun.engine.grad_norm"),
+    "split-apart": ("mpirun/model/split/inplace.py", "mpirun.model.build_stage"),
     "comm-without-model": ("mpirun/comm/device.py", "mpirun.model"),
     "watchdog-process": ("mpirun/watchdog/rank_state.py", "numpy"),
 }

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from mpirun.model.build_stage import fake_mode, stage_without_values
 from mpirun.model.contract import Model, StageEntry
 from mpirun.model.dataflow import Source, Value, how_to_compile
 from mpirun.model.module_tensors import own_tensors
 from mpirun.model.parallel_layers import Slice, sliced_dims
+from mpirun.model.stage_copies import fake_mode, stage_without_values
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 

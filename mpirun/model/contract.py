@@ -20,7 +20,6 @@ Layers = Mapping[str, Callable[[], nn.Module]]
 StageEntry = Layers | Callable[[], nn.Module] | nn.Module
 Pair = Callable[[Any], tuple[Any, Any]]  # collated samples -> (input, target)
 Weights = Callable[[Collection[str]], Mapping[str, Tensor]]  # names -> values of those that exist
-CheckEval = Callable[[], Callable[[nn.Module], None] | None]
 
 
 class Origin(NamedTuple):
@@ -31,8 +30,7 @@ class Origin(NamedTuple):
     aliases     by a parameter's or buffer's name in the module, its other names there: weights may have any of them.
     pair        collated samples of a loader -> (input, target); stages count the leaves of this input.
     traced      whether stages are for microbatches of one shape.
-    check_eval  () -> a function that makes a stage leave out in eval mode what the whole module leaves out, or None
-                if stages do so anyway. Both raise UsageError if a stage would still compute something else.
+    check_eval  raises UsageError if stages would not compute in eval mode what the module does.
     join        (stages, numbers) -> the fields stages, tied and reads of a Model whose stage k joins the next
                 numbers[k] of these stages; UsageError if they are not the stages that were cut. None: only stages that
                 are given by their layers can be joined.
@@ -47,7 +45,7 @@ class Origin(NamedTuple):
     aliases: Mapping[str, Sequence[str]] = {}
     pair: Pair = input_and_target
     traced: bool = False
-    check_eval: CheckEval = lambda: None
+    check_eval: Callable[[], None] = lambda: None
     join: Callable[[Sequence[StageEntry], Sequence[int]], Mapping[str, Any]] | None = None
     rebuild: Callable[[Any], Any] | None = None
     whole: nn.Module | None = None

@@ -1,11 +1,8 @@
-"""What a stage's forward does besides computing outputs: draw random numbers, and write to tensors that it is given.
-
-And whether its eval() reads its parameters.
-"""
+"""What a stage's forward does besides computing outputs: draw random numbers, and write to tensors that it is given."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,18 +21,6 @@ def memory(x: Tensor) -> Any:
     return x.untyped_storage() if x.layout == torch.strided else x
 
 
-def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by name, also those that have their defaults."""
-    parameters = func._schema.arguments
-    values = {parameter.name: parameter.default_value for parameter in parameters}
-    return values | {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | dict(kwargs)
-
-
-def draws(func: Any, values: Mapping[str, Any]) -> bool:
-    """Whether an operation with these arguments draws; attention is tagged so, but draws only with dropout."""
-    return torch.Tag.nondeterministic_seeded in func.tags and values.get("dropout_p", 1.0) != 0.0
-
-
 class ForwardWatch(TorchDispatchMode):
     """While it is active, records the layers that draw, in `random_layers`, and the memory written to, in `written`.
 
@@ -46,9 +31,8 @@ class ForwardWatch(TorchDispatchMode):
         """`layers`: names of the module's layers; empty: its `RandomOp`s or, if it has none, the module itself."""
         super().__init__()
         self.module = module
-        self.held = [memory(x) for x in (*module.buffers(), *module.parameters())]
-        self.buffers = {name: _place(x) for name, x in module.named_buffers()}
-        self.parameters = {name: (x, _place(x)) for name, x in module.named_parameters()}
+        self.held = [(x, memory(x)) for x in (*module.buffers(), *module.parameters())]  # so that ids stay unique
+        self.buffers = _buffers(module)
         self.drawn = False  # by the layer whose forward is running
         self.random_layers: list[str] = []
         self.written: set[int] = set()  # the `_cdata` of memory
@@ -62,8 +46,11 @@ class ForwardWatch(TorchDispatchMode):
         """Run an operation; record whether it draws, and where it writes."""
         kwargs, written = kwargs or {}, _may_write_to(func)
         if written or torch.Tag.nondeterministic_seeded in func.tags:
-            values = arguments_of(func, args, kwargs)
-            self.drawn |= draws(func, values)
+            parameters = func._schema.arguments
+            values = {parameter.name: parameter.default_value for parameter in parameters}
+            values |= {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | kwargs
+            # Attention is tagged as drawing, but draws only with dropout.
+            self.drawn |= torch.Tag.nondeterministic_seeded in func.tags and values.get("dropout_p", 1.0) != 0.0
             for name in written if values.get("training", True) else written - BATCH_NORM_WRITES:
                 self.written |= {memory(x)._cdata for x in tree_leaves(values[name]) if isinstance(x, Tensor)}
         return func(*args, **kwargs)
@@ -74,13 +61,8 @@ class ForwardWatch(TorchDispatchMode):
 
     def changed_buffers(self) -> list[str]:
         """The module's buffers that have been changed, replaced, added or removed."""
-        before, after = self.buffers, {name: _place(x) for name, x in self.module.named_buffers()}
-        return [n for n in {**before, **after} if before.get(n) != after.get(n) or before[n][0] in self.written]
-
-    def replaced_parameters(self) -> list[str]:
-        """The module's parameters that have been replaced or removed, or whose memory has been replaced."""
-        after = dict(self.module.named_parameters())
-        return [n for n, (x, place) in self.parameters.items() if after.get(n) is not x or _place(x) != place]
+        before, after = self.buffers, _buffers(self.module)
+        return [n for n in {**before, **after} if before.get(n) != after.get(n) or before[n][1] in self.written]
 
 
 def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
@@ -91,35 +73,15 @@ def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
         node: Any = nodes.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.append(leaf)
-        new = {other for other, _ in node.next_functions if other is not None} - seen
+        new = {before for before, _ in node.next_functions if before is not None} - seen
         seen |= new
         nodes += new
     return leaves
 
 
-class ReadWatch(TorchDispatchMode):
-    """While it is active, records in `read` whether an operation has one of these tensors, or a view of one.
-
-    Views count, too: a module may keep one from its first eval(), but an evaluation's weights may be elsewhere later.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """`tensors`: those to watch."""
-        super().__init__()
-        self.held, self.read = [memory(x) for x in tensors], False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; record whether it has a watched tensor."""
-        kwargs, watched = kwargs or {}, {x._cdata for x in self.held}
-        has = (isinstance(x, Tensor) and memory(x)._cdata in watched for x in tree_leaves((args, kwargs)))
-        self.read |= func is not torch.ops.prim.device.default and any(has)  # fake tensors dispatch `x.is_cuda`
-        return func(*args, **kwargs)
-
-
-def _place(x: Tensor) -> tuple[Any, ...]:
-    """The `_cdata` of a tensor's memory, and where its elements lie in this memory."""
-    strided = x.layout == torch.strided and not x.is_nested
-    return memory(x)._cdata, *((x.shape, x.stride(), x.storage_offset()) if strided else ())
+def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """By name of a buffer, its id and its memory's `_cdata`."""
+    return {name: (id(x), memory(x)._cdata) for name, x in module.named_buffers()}
 
 
 @cache

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import nn
-from torch.jit import ScriptModule
 
 from mpirun.data.microbatches import Minibatch
-from mpirun.model.contract import Layers, Model
+from mpirun.model.contract import Layers, Model, StageEntry
 from mpirun.model.dataflow import check_reads
 from mpirun.model.loss import check_loss
-from mpirun.model.module_tensors import shared_parameters
+from mpirun.model.module_tensors import own_tensors, shared_parameters
 from schedgen.util.errors import UsageError, raised
 
 
@@ -46,18 +46,15 @@ def load_model(
     torch.manual_seed(seed)  # for model functions that return modules, not functions
     try:
         model = function(stages)
-    except UsageError as error:
-        raise UsageError(f"--model {name}: {error}") from None
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"--model {name}: {function_name}({stages}) raised {raised(error)}") from None
-    if not isinstance(model, Model):
-        raise UsageError(f"--model {name}: should return an mpirun.Model, not {type(model).__name__}")
-    try:
+        if not isinstance(model, Model):
+            raise UsageError(f"should return an mpirun.Model, not {type(model).__name__}")
         if needs_batch and model.batch is None:
             raise UsageError("has no batch, which the command line needs; an Engine gets its data from the script")
         return check_model(model, stages)
     except UsageError as error:
         raise UsageError(f"--model {name}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--model {name}: {function_name}({stages}) raised {raised(error)}") from None
 
 
 def join_stages(model: Model, layers: Sequence[int]) -> Model:
@@ -91,82 +88,80 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
 
 def check_model(model: Model, stages: int) -> Model:
     """The model, its numbers converted to Python ints; UsageError if a field is not what the contract says."""
-    _check_stages(model, stages)
-    make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch
-    functions = {"loss": model.loss, "batch": make, "weights": model.weights}
-    for field, function in functions.items():
-        if not callable(function) and (function is not None or field not in ("batch", "weights")):
-            raise UsageError(f"{field} should be a function, not {type(function).__name__}")
+    for field, (is_right, should_be) in FIELDS.items():
+        value = getattr(model, field)
+        if not is_right(value):
+            raise UsageError(f"{field} should be {should_be}, not {value!r:.80}")
+    if len(model.stages) != stages:
+        raise UsageError(f"the model has {len(model.stages)} stages, not the {stages} that it is asked for")
+    for stage, entry in enumerate(model.stages):
+        _check_stage(stage, entry, model.weights is not None)
     check_loss(model.loss)
-    if not isinstance(model.length, Integral) or model.length < 1:
-        raise UsageError(f"length should be a number of bytes, not {model.length!r}")
-    if not isinstance(model.loss_of, str) or model.loss_of not in ("microbatch", "minibatch"):
-        raise UsageError(f"loss_of should be microbatch or minibatch, not {model.loss_of!r}")
-    if not isinstance(model.sliced, Collection) or isinstance(model.sliced, str):
-        raise UsageError(f"sliced should be a list, not {type(model.sliced).__name__}")
-    for stage in model.sliced:
-        if not isinstance(stage, Integral) or not 0 <= stage < stages - 1:
-            raise UsageError(f"the model slices stage {stage!r}, but only stages before the last can have slices")
-    tied = _checked_ties(model, stages)
+    if outside := [stage for stage in model.sliced if not 0 <= stage < stages - 1]:
+        raise UsageError(f"the model slices stage {outside[0]}, but only stages before the last can have slices")
+    if wrong := [place for tie in model.tied for place in tie if not 0 <= place[0] < stages]:
+        raise UsageError(f"the model ties {wrong[0][1]} of stage {wrong[0][0]}, but there are {stages} stages")
     if model.reads is not None:
-        _check_list("reads", model.reads)
-        for sources in model.reads:
-            _check_list("what a stage reads", sources)
         check_reads(model.reads, stages)
     return model._replace(
         length=int(model.length),
         sliced=sorted({int(stage) for stage in model.sliced}),
-        tied=tied,
+        tied=_joined_ties(model),
         tensor_parallel=1,
     )
 
 
-def _check_stages(model: Model, stages: int) -> None:
-    _check_list("stages", model.stages)
-    if len(model.stages) != stages:
-        raise UsageError(f"the model has {len(model.stages)} stages, not the {stages} that it is asked for")
-    for stage, entry in enumerate(model.stages):
-        layers = entry.items() if isinstance(entry, Mapping) else [("stage", entry)]
-        if not layers or not all(isinstance(name, str) and callable(layer) for name, layer in layers):
-            raise UsageError(f"stage {stage} should be layers by name, a function or a module, not {entry!r:.80}")
-        for name, layer in layers:
-            if not name or "." in name:
-                raise UsageError(f"stage {stage} has a layer called {name!r}, which no module can be")
-            if isinstance(layer, nn.Module) and any(isinstance(part, ScriptModule) for part in layer.modules()):
-                raise UsageError(
-                    f"stage {stage} has a ScriptModule, which takes no hooks: give the module that was scripted"
-                )
-            tensors = [*layer.named_parameters(), *layer.named_buffers()] if isinstance(layer, nn.Module) else []
-            for tensor_name, tensor in tensors:
-                if tensor.is_meta and model.weights is None:
-                    raise UsageError(f"stage {stage} has no values for {tensor_name}, which is on the meta device")
+def _is_list(value: object, of: Callable[[Any], bool] = lambda _: True) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(of, value))
 
 
-def _checked_ties(model: Model, stages: int) -> list[list[tuple[int, str]]]:
-    """The model's ties, and those of parameters that stages given as modules share."""
-    _check_list("tied", model.tied)
+def _is_place(value: Any) -> bool:
+    return _is_list(value) and len(value) == 2 and isinstance(value[0], Integral) and isinstance(value[1], str)
+
+
+def _makes_batches(value: Any) -> bool:
+    return value is None or callable(value.make if isinstance(value, Minibatch) else value)
+
+
+# By field of a model: whether a value is right, and what it should be.
+FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "stages": (_is_list, "a list"),
+    "loss": (callable, "a function"),
+    "batch": (_makes_batches, "a function, or a Minibatch of one"),
+    "weights": (lambda value: value is None or callable(value), "a function"),
+    "length": (lambda value: isinstance(value, Integral) and int(value) >= 1, "a number of bytes"),
+    "loss_of": (lambda value: value in ("microbatch", "minibatch"), "microbatch or minibatch"),
+    "sliced": (lambda x: isinstance(x, Collection) and all(isinstance(s, Integral) for s in x), "a list of stages"),
+    "tied": (
+        partial(_is_list, of=lambda tie: _is_list(tie, _is_place) and len(tie) > 0),
+        "a list of ties, each a list of pairs (stage, name)",
+    ),
+    "reads": (lambda value: value is None or _is_list(value, _is_list), "a list of the list that each stage reads"),
+}
+
+
+def _check_stage(stage: int, entry: StageEntry, has_weights: bool) -> None:
+    layers = entry.items() if isinstance(entry, Mapping) else [("stage", entry)]
+    if not layers or not all(isinstance(name, str) and callable(layer) for name, layer in layers):
+        raise UsageError(f"stage {stage} should be layers by name, a function or a module, not {entry!r:.80}")
+    for name, layer in layers:
+        if not name or "." in name:
+            raise UsageError(f"stage {stage} has a layer called {name!r}, which no module can be")
+        tensors = own_tensors(layer) if isinstance(layer, nn.Module) and not has_weights else {}
+        for tensor_name, tensor in tensors.items():
+            if tensor.is_meta:
+                raise UsageError(f"stage {stage} has no values for {tensor_name}, which is on the meta device")
+
+
+def _joined_ties(model: Model) -> list[list[tuple[int, str]]]:
+    """The model's ties, and those of parameters that stages given as modules share; those with a place in common join.
+
+    The places of an earlier tie come first.
+    """
     ties: list[list[tuple[int, str]]] = []
-    for tie in model.tied:
-        _check_list("a tie", tie)
-        if not tie:
-            raise UsageError("a tie is empty: it should list pairs (stage, name)")
-        for place in tie:
-            pair = isinstance(place, Sequence) and len(place) == 2
-            if not pair or not isinstance(place[0], Integral) or not isinstance(place[1], str):
-                raise UsageError(f"a tie is of pairs (stage, name), not {place!r}")
-            if not 0 <= place[0] < stages:
-                raise UsageError(f"the model ties {place[1]} of stage {place[0]}, but there are {stages} stages")
-        ties.append([(int(stage), name) for stage, name in tie])
-    for (stage, name), count in Counter(place for tie in ties for place in tie).items():
-        if count > 1:
-            raise UsageError(f"the model ties {name} of stage {stage} twice")
-    for shared in shared_parameters(model.stages):  # joins the given ties that have some of its places
-        joined = [tie for tie in ties if not set(tie).isdisjoint(shared)]
-        ties = [tie for tie in ties if tie not in joined]
-        ties.append(list(dict.fromkeys(place for tie in (*joined, shared) for place in tie)))
+    for tie in [*model.tied, *shared_parameters(model.stages)]:
+        places = [(int(stage), name) for stage, name in tie]
+        joined = [known for known in ties if not set(known).isdisjoint(places)]
+        ties = [known for known in ties if known not in joined]
+        ties.append(list(dict.fromkeys(place for known in (*joined, places) for place in known)))
     return ties
-
-
-def _check_list(what: str, value: object) -> None:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UsageError(f"{what} should be a list, not {type(value).__name__}")

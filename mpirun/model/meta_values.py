@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -36,8 +36,6 @@ class MetaModule(NamedTuple):
 
 def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
     """The `MetaModule` of a module; None if the module has values, and then UsageError if there is an `init`."""
-    if init is not None and not callable(init):
-        raise UsageError(f"init should be a function of a module, not {type(init).__name__}")
     if is_on_meta(module):
         return MetaModule(module, init)
     if init is not None:
@@ -62,107 +60,81 @@ class MetaStage:
 
 
 def initial_values(source: MetaModule, unset: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Values for tensors on the meta device, by name; UsageError if nothing gives a value to one of them."""
-    by_owner: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in unset.items():
+    """Values for tensors on the meta device, by name; UsageError if nothing gives a value to one of them.
+
+    The tensors of one submodule at a time get them, by `init` or else by the model's own `_init_weights`, as
+    transformers' models have it: called for the submodule and then for the modules around it, which may set its
+    parameters. If values are still missing, all are called again after the submodule's `reset_parameters`.
+    """
+    if not unset:
+        return {}
+    by = "init" if source.init else "neither _init_weights nor reset_parameters"
+    by_owner: dict[str, list[str]] = {}
+    for name in unset:
         owner, _, attribute = name.rpartition(".")
-        by_owner.setdefault(owner, {})[attribute] = tensor
-    initialiser, values = _Initialiser(source), dict[str, Tensor]()
+        by_owner.setdefault(owner, []).append(attribute)
+    root, values = without_values(source.module), dict[str, Tensor]()  # inits change this copy
     for owner, needed in by_owner.items():
-        made = initialiser.values(owner, needed, derived_seed(seed, owner))
-        values |= {f"{owner}.{attribute}".removeprefix("."): made[attribute] for attribute in needed}
+        part = root.get_submodule(owner)
+        if source.init:
+            ways = [[_call(source, root, source.init, owner)]]
+        else:
+            inits, reset = _model_inits(source, root, owner), getattr(part, "reset_parameters", None)
+            ways = [way for way in (inits, [*([reset] if reset else []), *inits]) if way]
+        made: dict[str, Tensor] = {}
+        for way in ways:
+            made = _set_by(way, part, needed, derived_seed(seed, owner))
+            if len(made) == len(needed) and not any(_unset_elements(value).any() for value in made.values()):
+                break
+        values |= {f"{owner}.{attribute}".removeprefix("."): value for attribute, value in made.items()}
+    if missing := [name for name in unset if name not in values]:
+        raise UsageError(
+            f"{missing[0]} is on the meta device, and {by} gives it {'no ' * bool(source.init)}values: init should"
+        )
     return values
 
 
-class _Initialiser:
-    """Initialises a module on the meta device: the parameters and buffers of one submodule at a time.
+def _model_inits(source: MetaModule, root: nn.Module, owner: str) -> list[Callable[[], Any]]:
+    """Calls of `_init_weights`, each of the innermost model: for a submodule, then for the modules around it."""
+    calls: list[Callable[[], Any]] = []
+    init, parts = None, owner.split(".") if owner else []
+    for depth in range(len(parts) + 1):
+        name = ".".join(parts[:depth])
+        nearest = getattr(root.get_submodule(name), "_init_weights", None)
+        init = nearest if nearest is not None and _required(nearest) in (1, 2) else init
+        if init is not None:
+            calls.insert(0, _call(source, root, init, name))
+    return calls
 
-    A model's own `_init_weights`, as transformers' models have it, is called for the submodule and then for the modules
-    around it, which may set its parameters. If values are still missing, all are called again after `reset_parameters`.
+
+def _call(source: MetaModule, root: nn.Module, init: Init, name: str) -> Callable[[], Any]:
+    whole = f"{source.prefix}{name}".removesuffix(".")
+    return partial(init, root.get_submodule(name), *([whole] if _required(init) > 1 else []))
+
+
+def _set_by(inits: Sequence[Callable[[], Any]], part: nn.Module, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Those of a module's own tensors of these names that inits set, with their values.
+
+    No byte or boolean means unset: inits run twice, with two values in this memory, and have to give the same.
     """
-
-    def __init__(self, source: MetaModule) -> None:
-        """`source` is not changed."""
-        self.source = source
-
-    @cached_property
-    def module(self) -> nn.Module:
-        """A copy of the source, without values, for inits to change."""
-        return without_values(self.source.module)
-
-    def values(self, owner: str, needed: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-        """Values for the tensors `needed` of submodule `owner` itself, by name there; UsageError if one gets none."""
-        module = self.module.get_submodule(owner)
-        model_inits = self._model_inits(owner)
-        reset: Callable[[], Any] | None = getattr(module, "reset_parameters", None)
-        if self.source.init:
-            by, ways = "init gives it no values", [[self._call(self.source.init, owner)]]
-        elif model_inits and reset:
-            by = "neither _init_weights nor reset_parameters gives it values: init should"
-            ways = [model_inits, [reset, *model_inits]]
-        elif model_inits:
-            by, ways = "_init_weights gives it no values: init should", [model_inits]
-        elif reset:
-            by, ways = "reset_parameters gives it no values: init should", [[reset]]
-        else:
-            raise UsageError(
-                f"{owner or 'the module'}, {type(module).__name__}: is on the meta device and has no reset_parameters: "
-                "init should give it values"
-            )
-        has_bytes = any(_is_byte(tensor.dtype) for tensor in needed.values())
-        values: dict[str, Tensor] = {}
-        for way in ways:
-            made = self._made(module, way, seed, 0)
-            again = self._made(module, way, seed, 1) if has_bytes else made
-            values = {name: made[name] for name, meta in needed.items() if _is_given(meta, made[name], again[name])}
-            if len(values) == len(needed) and not any(_unset_elements(value).any() for value in values.values()):
-                break
-        if missing := [name for name in needed if name not in values]:
-            raise UsageError(f"{owner}.{missing[0]}".removeprefix(".") + f" is on the meta device, and {by}")
-        return values
-
-    def _model_inits(self, owner: str) -> list[Callable[[], Any]]:
-        """Calls of the surrounding model's `_init_weights`: for a submodule, then for the modules around it.
-
-        Where models are nested, each module gets the `_init_weights` of the innermost model.
-        """
-        calls: list[Callable[[], Any]] = []
-        init, parts = None, owner.split(".") if owner else []
-        for depth in range(len(parts) + 1):
-            name = ".".join(parts[:depth])
-            own = getattr(self.module.get_submodule(name), "_init_weights", None)
-            init = own if own is not None and _required(own) in (1, 2) else init
-            if init is not None:
-                calls.insert(0, self._call(init, name))
-        return calls
-
-    def _call(self, init: Init, name: str) -> Callable[[], Any]:
-        """A call of an init for a submodule."""
-        module = self.module.get_submodule(name)
-        whole = f"{self.source.prefix}{name}".removesuffix(".")
-        return partial(init, module, whole) if _required(init) > 1 else partial(init, module)
-
-    def _made(self, module: nn.Module, inits: Sequence[Callable[[], Any]], seed: int, byte: int) -> dict[str, Any]:
-        """A submodule's own parameters and buffers, not its children's, as these inits set them.
-
-        `byte`: the value that booleans and bytes have before.
-        """
-        before = module._parameters, module._buffers
-        module._parameters = {
-            own: parameter if parameter is None else like_parameter(parameter, _unset(parameter, byte))
-            for own, parameter in module._parameters.items()
-        }
-        module._buffers = {
-            own: buffer if buffer is None else _unset(buffer, byte) for own, buffer in module._buffers.items()
-        }
+    before = {name: tensors[name] for tensors in (part._parameters, part._buffers) for name in names if name in tensors}
+    runs: list[dict[str, Any]] = []
+    for byte in (0, 1):
+        own = part._parameters, part._buffers
+        part._parameters = {n: p if p is None else like(p, _unset(p, byte)) for n, p in own[0].items()}  # type: ignore[misc]
+        part._buffers = {n: b if b is None else _unset(b, byte) for n, b in own[1].items()}
         seed_generators(seed)
         try:
             with torch.no_grad():
                 for init in inits:
                     init()
-            return {name: getattr(module, name, None) for tensors in before for name in tensors}
+            runs.append({name: getattr(part, name, None) for name in names})
         finally:
-            module._parameters, module._buffers = before
+            part._parameters, part._buffers = own
+        if not any(_is_byte(tensor.dtype) for tensor in before.values() if tensor is not None):
+            break
+    first, last = runs[0], runs[-1]
+    return {name: first[name] for name, meta in before.items() if _is_set(meta, first[name], last[name])}
 
 
 def without_values(module: nn.Module, copied: dict[int, nn.Module] | None = None) -> nn.Module:
@@ -224,9 +196,9 @@ def _unset_elements(value: Tensor) -> Tensor:
     return value.isnan() if inexact else value == _filler(value.dtype)
 
 
-def _is_given(tensor: Tensor, value: object, again: object) -> bool:
+def _is_set(tensor: Tensor | None, value: object, again: object) -> bool:
     """Whether inits have set a tensor to `value`; `again`: the value from another filler, which bytes must equal."""
-    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+    if tensor is None or not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         return False
     if _is_byte(value.dtype):
         return isinstance(again, Tensor) and torch.equal(value, again)

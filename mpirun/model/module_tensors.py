@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mpirun.model.meta_values import MetaStage
+from schedgen.util.errors import UsageError
+
+HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
 
 
 @contextlib.contextmanager
@@ -47,6 +50,20 @@ def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             x.data = memory
             if x.is_leaf:  # else a forward has made a buffer a part of its graph
                 x.requires_grad_(requires_grad)
+
+
+def check_parameters(module: nn.Module, what: str) -> None:
+    """UsageError if a parameter has a hook, which that of a stage would not have; `what`: the module."""
+    for name, parameter in module.named_parameters():
+        if hook := next((hook for hook, attribute in HOOKS.items() if getattr(parameter, attribute, None)), None):
+            raise UsageError(f"{what}: its parameter {name} has a hook ({hook}), which a stage would not call")
+
+
+def use_dense_gradients(module: nn.Module) -> None:
+    """Let embeddings have dense gradients, since gradients are added up in dense buffers."""
+    for part in module.modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            part.sparse = False
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -3,21 +3,19 @@
 Rank 0 runs all stages once on fake tensors, which have shapes but no data and need little memory. They are on the run's
 device, because autocast has another list of operations for GPUs than for CPUs. If that fails, as when a stage asks for
 values to route tokens to experts, rank 0 runs the stages up to it on the microbatch itself, one after the other.
-Such a stage depends on values, and may draw, or change its buffers, in other microbatches only.
+Such a stage depends on values, and may change its buffers in other microbatches only.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,18 +23,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.values import copy_of, to_device
 from mpirun.model.autocast import autocast
-from mpirun.model.build_stage import fake_mode, stage_apart, stage_without_values
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
 from mpirun.model.forward_watch import ForwardWatch, leaves_of_graph, memory
 from mpirun.model.loss import check_real, loss_and_metrics, loss_input, try_loss
 from mpirun.model.parallel_layers import sliced_dims
 from mpirun.model.rng import generator_states
+from mpirun.model.stage_copies import fake_mode, stage_apart, stage_without_values
 from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout
-from schedgen.util.errors import MpirunWarning, UsageError, raised
+from schedgen.util.errors import UsageError, raised
 
 CPU = torch.device("cpu")
-CHANGES_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # a part of torch's message
 
 
 @contextmanager
@@ -132,14 +129,9 @@ class Trial:
             reads = [[Input(leaf) for leaf in range(len(leaves))]]
             prepare = None if self.prepare is None else lambda _, module: module.eval()
             trial = replace(trial, model=Model([whole], self.model.loss), reads=reads, prepare=prepare)
-        drawn = random.getstate(), np.random.get_state()
-        try:
-            with suppress(Exception), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the first trial has warned of the same
-                return trial._without_loss()[-1].outputs
-        finally:  # no other rank draws here
-            random.setstate(drawn[0])
-            np.random.set_state(drawn[1])
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first trial has warned of the same
+            return trial._without_loss()[-1].outputs
         return None
 
     def with_values(self, stage: int) -> tuple[Sequence[Tensor], StageShape]:
@@ -157,99 +149,76 @@ class Trial:
     ) -> tuple[Sequence[Tensor], StageShape]:
         """Run a stage; returns its outputs and its shape. `outputs`: of earlier stages; `fake`: None: with real values.
 
-        Its inputs are leaves of the autograd graph, as in training, or copies of leaves if it changes them in place.
+        It gets copies of leaves of the autograd graph, which it may change in place.
         """
-        try:
-            return self._forward_on(stage, outputs, fake, copies=False)
-        except _Failed as failed:
-            if CHANGES_LEAF not in str(failed):
-                raise
-            return self._forward_on(stage, outputs, fake, copies=True)
+        apart = stage_apart(self.model, stage) if fake is None else stage_without_values(self.model, stage, fake)
+        with apart as (module, names):
+            shape = _parameter_shape(module)
+            if self.prepare is not None:
+                self.prepare(stage, module)
+            with fake or nullcontext(), torch.set_grad_enabled(self.prepare is None):
+                return self._watched(module, names, stage, outputs, fake, shape)
 
-    def _forward_on(
-        self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None, copies: bool
-    ) -> tuple[Sequence[Tensor], StageShape]:
-        with ExitStack() as stack:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", MpirunWarning)  # building it for training warns of the same
-                apart = (
-                    stage_apart(self.model, stage) if fake is None else stage_without_values(self.model, stage, fake)
-                )
-                module, own = stack.enter_context(apart)
-            return self._run(module, own, stage, outputs, fake, copies)
-
-    def _run(
+    def _watched(
         self,
         module: nn.Module,
-        own: Mapping[int, str],
+        names: Mapping[int, str],
         stage: int,
         outputs: Sequence[Sequence[Tensor]],
         fake: FakeTensorMode | None,
-        copies: bool,
+        shape: StageShape,
     ) -> tuple[Sequence[Tensor], StageShape]:
-        """`own`: names of the tensors that the module has elsewhere than in the trial, by id."""
+        """`names`: of the tensors that the module has elsewhere than in the trial, by id; `shape`: of parameters."""
         model, device, entry = self.model, self.device, self.model.stages[stage]
-        parameters = _parameter_shape(module)
-        if self.prepare is not None:
-            self.prepare(stage, module)
-        with fake or nullcontext(), torch.set_grad_enabled(self.prepare is None):
-            sources = self.reads[stage]
-            if model.reads is None:
-                sources = all_outputs(sources, list(map(len, outputs)))
-            inputs = [
-                _input(_argument(source, outputs, self.batch.leaves, stage), fake, device, isinstance(source, Value))
-                for source in sources
-            ]
-            if device != CPU:
-                module.to(device)
-            leaves = inputs
-            if copies:
-                inputs = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
-            watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
-            with autocast(device.type, self.autocast_dtype), watch:
-                made = _outputs(module, inputs, stage)
-            random_layers = tuple(watch.random_layers)
-        changed, replaced = tuple(watch.changed_buffers()), watch.replaced_parameters()
-        if lost := [name for name in replaced if name in parameters.parameter_names]:
-            raise UsageError(
-                f"stage {stage}: its forward replaces {lost[0]} or its data, and the new tensor would not be trained: "
-                "change the parameter in place, under torch.no_grad()"
-            )
+        sources = self.reads[stage]
+        if model.reads is None:
+            sources = all_outputs(sources, list(map(len, outputs)))
+        leaves = [
+            _input(_argument(source, outputs, self.batch.leaves, stage), fake, device, isinstance(source, Value))
+            for source in sources
+        ]
+        inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        if device != CPU:
+            module.to(device)
+        watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
+        with autocast(device.type, self.autocast_dtype), watch:
+            made = _outputs(module, inputs, stage)
+        changed = tuple(watch.changed_buffers())
         is_whole, last = model.slice_of(stage).count == 1, model.model_stage(len(model.stages) - 1)
         keeps_strides = is_whole and model.model_stage(stage) < last  # slices are summed, the loss takes its own
-        return [x.detach() for x in made], parameters._replace(
+        return [x.detach() for x in made], shape._replace(
             outputs=tuple(spec_of(x) if keeps_strides else TensorSpec(tuple(x.shape), x.dtype) for x in made),
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
             overwrites_buffers=bool(changed or (fake is None and watch.buffers)),
             changed_buffers=changed,
             aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
-            random_layers=tuple(watch.layers) if fake is None and is_whole else random_layers,
-            referred=self._referred(stage, made, [*leaves, *module.parameters()], own),
+            random_layers=tuple(watch.random_layers),
+            referred=self._referred(stage, made, [*leaves, *module.parameters()], names),
             model_stage=model.model_stage(stage),
         )
 
     def _referred(
-        self, stage: int, outputs: Sequence[Tensor], known: Sequence[Any], own: Mapping[int, str]
+        self, stage: int, outputs: Sequence[Tensor], known: Sequence[Any], names: Mapping[int, str]
     ) -> tuple[str, ...]:
         """The stage's trained parameters that its forward read by references; UsageError if it read another's.
 
         A lambda, a tuple or a partial refers to what the module has elsewhere, not to what it has in the trial.
         """
         tied = {name for tie in self.model.tied for place, name in tie[1:] if place == stage}
-        known_ids, found = set(map(id, known)), []
+        known_ids, referred = set(map(id, known)), []
         for leaf in leaves_of_graph(outputs):
             if isinstance(leaf, nn.Parameter) and id(leaf) not in known_ids:
-                name = own.get(id(leaf))
+                name = names.get(id(leaf))
                 if name is None or name in tied or leaf.is_meta:
                     what = name or f"a trained parameter of shape {tuple(leaf.shape)}"
-                    whose = "which an earlier stage has, too" if name in tied else "which it does not own"
-                    whose = "which is on the meta device" if leaf.is_meta else whose
+                    whose = "which it does not own" if name is None else "which an earlier stage has, too"
+                    whose = "which has no values" if leaf.is_meta else whose
                     raise UsageError(
                         f"stage {stage} reads {what}, {whose}, by a reference that its module keeps: register the "
                         "parameter in the stage's module, and read it as an attribute in forward"
                     )
-                found.append(name)
-        return tuple(found)
+                referred.append(name)
+        return tuple(referred)
 
 
 class _Failed(UsageError):
@@ -278,8 +247,8 @@ def _input(x: Any, fake: FakeTensorMode | None, device: torch.device, needs_grad
         return x
     if fake is not None and not fake.is_our_fake(x):
         x = fake.from_tensor(x)
-    own = x.detach().to(device).clone()
-    return own.requires_grad_(needs_grad and torch.is_grad_enabled() and x.is_floating_point())
+    needs_grad = needs_grad and torch.is_grad_enabled() and x.is_floating_point()
+    return x.detach().to(device).clone().requires_grad_(needs_grad)
 
 
 def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[Tensor]:
@@ -291,15 +260,11 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
         raise _Failed(f"stage {stage} fails on the shapes it gets: {raised(error)}{hint if without else ''}") from None
     outputs = [returned] if isinstance(returned, Tensor) else returned
     what = f"a {type(returned).__name__}"
-    if isinstance(outputs, (list, tuple)):
-        others = [type(x).__name__ for x in outputs if not isinstance(x, Tensor)]
-        for x in outputs if not others else ():
-            if x.is_nested or x.layout != torch.strided:
-                kind = "nested" if x.is_nested else f"{x.layout}".removeprefix("torch.")
-                raise UsageError(f"stage {stage} should return dense tensors, which can be sent, not a {kind} one")
-        if outputs and not others:
+    if isinstance(outputs, list | tuple) and outputs:
+        wrong = [x for x in outputs if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided]
+        if not wrong:
             return outputs
-        what += f" with a {others[0]} in it" if others else " that is empty"
+        what += f" with a {getattr(wrong[0], 'layout', type(wrong[0]).__name__)} in it"
     raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {what}")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
+from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.forward_list import ForwardList, Outcome
@@ -50,15 +50,10 @@ class Evaluator:
         """`example`: what a microbatch looks like; `set_up`: as the run's was made. Collective."""
         comm = session.comm
         program = on_rank_0(comm, lambda: _forwards(session))
-        follow_eval = from_rank_0(comm, session.setup.unsliced_model.origin.check_eval)  # the same on every rank
-        if follow_eval is not None:
-            stages = session.interpreter.stages.values()
-            together(comm, lambda: [follow_eval(stage.module) for stage in stages])
+        on_rank_0(comm, session.setup.unsliced_model.origin.check_eval)
 
-        def in_eval(stage: int, module: nn.Module) -> None:
+        def in_eval(_: int, module: nn.Module) -> None:
             module.eval()
-            if follow_eval is not None:
-                follow_eval(module)
 
         forwards = share_program(comm, program).program
         self.batches = StepBatches(example, session.header.microbatches * session.setup.passes)

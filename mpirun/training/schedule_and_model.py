@@ -21,10 +21,10 @@ from mpirun.comm.output import print_notes
 from mpirun.comm.run_comm import RunComm
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
 from mpirun.model.contract import Model
-from mpirun.model.frontend.errors import warn_user
-from mpirun.model.frontend.split_result import Cut
 from mpirun.model.load_model import check_model, join_stages
 from mpirun.model.loss import of_last_stage
+from mpirun.model.split.errors import warn_user
+from mpirun.model.split.split_result import Cut
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options

@@ -10,10 +10,11 @@ from torch import Tensor
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.recipe import NamedParameter, SteppedOptimizer
 from mpirun.engine.setup import Setup
-from mpirun.model.build_stage import build_stage, stage_apart, stage_with
+from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.module_tensors import given_modules, own_tensors
 from mpirun.model.rng import layers_of
+from mpirun.model.stage_copies import stage_apart, stage_with
 from mpirun.verify.microbatch import gradient_of
 
 Start = Mapping[int, Mapping[str, Tensor]]  # by stage of the model, the values that a run's first step begins with

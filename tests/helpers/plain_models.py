@@ -137,7 +137,7 @@ class TwoTower(nn.Module):
 
 
 class Marked(nn.Module):
-    """Its source marks where it is cut: between a value and an in-place change of it."""
+    """Its source marks where it is cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,9 +145,8 @@ class Marked(nn.Module):
         self.third = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
+        y = self.first(x).relu_()
         pipe_split()
-        y.relu_()
         z = self.second(y)
         pipe_split()
         return self.third(z * y)

@@ -146,21 +146,6 @@ def sequential(stages: int) -> Model:
         return split_sequential(nn.Sequential(*layers), stages).model(nnf.cross_entropy, Minibatch(make), LENGTH)
 
 
-@functools.cache
-def uneven(stages: int) -> Model:
-    """A traced module, and a minibatch whose samples do not divide evenly."""
-
-    def make(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
-        starts = torch.from_numpy(rng.integers(0, len(text) - 2 * LENGTH, 10))
-        pieces = text[starts[:, None] + torch.arange(LENGTH + 1)].long() % WORDS
-        return {"tokens": pieces[:, :-1], "mask": MASK[:1].repeat(10, 1)}, pieces[:, 1:]
-
-    torch.manual_seed(0)
-    example = {"tokens": torch.zeros(3, LENGTH, dtype=torch.long), "mask": MASK[:3]}
-    cut = split(plain_models.GPT2Like().train(), (), example, stages=stages, dims=0)
-    return cut.model(scores_of, Minibatch(make), 2 * LENGTH)
-
-
 def transformer(name: str, attention: str = "sdpa") -> nn.Module:
     """One of transformers', from a configuration and with random weights."""
     import transformers

@@ -78,6 +78,12 @@ class Viewed(Layers):
         return self.second(x)
 
 
+class Input(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)  # here
+        return self.second(self.first(x))
+
+
 class ViewedInside(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -93,17 +99,7 @@ class Strided(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).t()
         pipe_split()
-        y = x.contiguous().as_strided((4, 16), (1, 4))  # of a copy, whose strides are these in every stage
-        return self.second(x[:].as_strided((4, 16), (16, 1)) + y)  # here
-
-
-class StridedInside(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).t()
-        pipe_split()
-        with torch.no_grad():
-            y = x[:].as_strided((4, 16), (16, 1))  # here
-        return self.second(x.t() + y)
+        return self.second(x.as_strided((4, 16), (16, 1)))  # here
 
 
 class Counted(Layers):
@@ -120,50 +116,9 @@ class Counted(Layers):
         return self.second(x + self.seen)
 
 
-class Kept(Counted):
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add_(x.detach().sum(0))  # here
-        return self.second(self.first(x)) + self.seen
-
-
 class Resized(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = x.detach()  # here
-        return self.second(self.first(x))
-
-
-class Merged(Counted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("last", torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:  # here
-        self.last = self.seen
-        self.seen.add_(1)
-        return self.second(self.first(x)) + self.last
-
-
-class MergedAfterwards(Merged):
-    def forward(self, x: Tensor) -> Tensor:  # here
-        self.seen.add_(1)
-        x = self.second(self.first(x)) + self.last
-        self.last = self.seen
-        return x
-
-
-class Data(Counted):
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.data = x.detach().sum(0)  # here
-        return self.second(self.first(x))
-
-
-class Begun(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = x.detach().mean(0)  # here
         return self.second(self.first(x))
 
 
@@ -212,13 +167,6 @@ class Checkpointed(Layers):
         return self.second(x)
 
 
-class Generated(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        own = torch.Generator()
-        x = self.first(x) + torch.rand(16, generator=own)  # here
-        return self.second(x)
-
-
 class Ungraded(Layers):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -237,10 +185,10 @@ class Inferred(Layers):
 
 
 class Forces(Layers):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # here
         x = x.detach().requires_grad_()
         energy = self.second(torch.tanh(self.first(x))).sum()
-        (forces,) = torch.autograd.grad(energy, x, create_graph=True)  # here
+        (forces,) = torch.autograd.grad(energy, x, create_graph=True)
         return -forces
 
 
@@ -249,32 +197,6 @@ class Hooked(Layers):
         x = self.first(x)
         x.register_hook(torch.zeros_like)  # here
         return self.second(x)
-
-
-class Times(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(len(x)):
-            x = self.first(x)  # here
-        return self.second(x)
-
-
-class Halved(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) % 2:
-            return self.second(self.first(x))
-        return self.second(x)  # here
-
-
-class Constant(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        x = x + torch.tensor([len(x)])  # here
-        return self.second(x)
-
-
-class Tells(Layers):
-    def forward(self, x: Tensor) -> Any:
-        return self.second(self.first(x)), len(x)  # here
 
 
 class Returns(Layers):

@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import mpirun
 import schedgen
-from mpirun.model.frontend.split_result import Cut
+from mpirun.model.split.split_result import Cut
 from mpirun.training.engine import Engine
 
 WORLD, FOLDER, WIDTH = MPI.COMM_WORLD, Path(sys.argv[1]), 8

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 import mpirun
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.data.loader import Loader
-from mpirun.model.frontend.split_result import Cut
+from mpirun.model.split.split_result import Cut
 from mpirun.training.engine import Engine
 
 FOLDER = Path(sys.argv[1])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from mpirun.data.values import digest_of
 from mpirun.engine.same_start import given_digests, value_digests
 from mpirun.model.contract import Model
-from mpirun.model.frontend.split_sequential import split_sequential
+from mpirun.model.split.split_sequential import split_sequential
 from schedgen import Options, Sizes, compile, load
 
 COMPLEX = torch.complex(torch.arange(4.0), torch.arange(4.0))

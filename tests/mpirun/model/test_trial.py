@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import mse_loss
 
 import mpirun
 from mpirun.data.microbatches import Microbatch, Microbatches
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input
-from mpirun.model.forward_watch import ReadWatch
 from mpirun.model.loss import loss_and_metrics, why_uncut
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
@@ -127,38 +122,6 @@ def test_forwards_that_change_buffers_are_found_and_no_others(make):
         assert not shapes_of(make(change))[0].overwrites_buffers, name
 
 
-class Changes(nn.Module):
-    """Its forward changes its parameter `weight` in some way."""
-
-    def __init__(self, change, trained: bool = True) -> None:
-        super().__init__()
-        self.change, self.weight = change, nn.Parameter(torch.ones(6), trained)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.change(self)
-        return x * self.weight
-
-
-def with_other_memory(module: nn.Module) -> None:
-    """The same parameter, with other memory."""
-    module.weight.data = module.weight.data / 2
-
-
-def replaced_by_another(module: nn.Module) -> None:
-    """Another parameter, in the same memory."""
-    module.weight = nn.Parameter(module.weight.data, module.weight.requires_grad)
-
-
-@pytest.mark.parametrize("make", [Changes, lambda *how: lambda: Changes(*how)], ids=["module", "function"])
-def test_a_forward_may_change_a_trained_parameter_in_place_but_not_replace_it(make):
-    for change in (with_other_memory, replaced_by_another):
-        with pytest.raises(UsageError, match="stage 0: its forward replaces weight or its data"):
-            shapes_of(make(change))
-        shapes_of(make(change, False))
-    shapes_of(make(lambda module: module.weight.div_(2)))
-
-
 class Converts(nn.Linear):
     """Returns its result in another layout."""
 
@@ -174,32 +137,16 @@ class Converts(nn.Linear):
     ("convert", "kind"),
     [
         (lambda x: x.relu().to_sparse(), "sparse_coo"),
-        (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "nested"),
+        (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "jagged"),
     ],
 )
 def test_an_activation_that_cannot_be_sent_is_refused(convert, kind):
-    with pytest.raises(UsageError, match=f"stage 0 should return dense tensors, which can be sent, not a {kind} one"):
+    with pytest.raises(UsageError, match=f"stage 0 should return a tensor .* with a torch.{kind} in it"):
         shapes_of(Converts(convert), nn.Linear(6, 6))
 
 
-def restarted(module: nn.Module, new: Tensor, x: Tensor) -> None:
-    """Set the buffer at random, as for dead codes of a codebook, but not on these values."""
-    if new.sum() > 100:
-        module.mean.copy_(torch.randn(6))
-
-
-def test_what_a_stage_does_by_its_values_it_may_do_in_another_microbatch():
-    """Other stages, before it and after it, do not."""
-    still = NO_CHANGES["read"]
-    shapes = shapes_of(Statistics(still), Statistics(restarted), Statistics(still), Statistics(restarted))
-    assert [shape.overwrites_buffers for shape in shapes] == [False, True, False, True]
-    assert [shape.random_layers for shape in shapes] == [(), ("",), (), ("",)]
-    (layers,) = shapes_of({"first": lambda: Statistics(still), "second": lambda: Statistics(restarted)})
-    assert layers.random_layers == ("first", "second")
-
-
 class Takes(nn.Module):
-    """Does something with its input that depends on whether it is a leaf of the graph."""
+    """Does something with its input."""
 
     def __init__(self, what) -> None:
         super().__init__()
@@ -210,15 +157,14 @@ class Takes(nn.Module):
 
 
 TAKEN = {
-    "copied": copy.deepcopy,
-    "cut off": lambda x: x.requires_grad_(False),
+    "read": lambda x: x + 1,
     "changed": lambda x: x.add_(1),
     "a view changed": lambda x: torch.cat([x[1:].add_(1), x[:1]]),
 }
 
 
 @pytest.mark.parametrize("how", TAKEN)
-def test_a_stage_is_tried_with_leaves_as_it_trains_and_with_copies_where_it_changes_them(how):
+def test_a_stage_that_changes_its_inputs_is_found(how):
     shape = shapes_of(nn.Linear(6, 6), Takes(TAKEN[how]))[1]
     assert shape.overwrites_inputs == ("changed" in how)
 
@@ -302,49 +248,8 @@ def test_a_metric_is_one_number_of_torch_or_python_or_is_refused_by_its_type():
             shapes_of(nn.Linear(6, 6), loss=lambda *_, value=value: (torch.ones(()), {"half": value}))
 
 
-def test_a_view_reads_a_tensor_but_its_device_does_not():
-    with FakeTensorMode():
-        weight = nn.Parameter(torch.ones(3, 3))
-    with ReadWatch([weight]) as watch:
-        assert not weight.is_cuda and not watch.read
-        weight.t()
-        assert watch.read
-
-
-class Drawing(nn.Module):
-    """Draws from the generators of Python and numpy, which all ranks share."""
-
-    def forward(self, x):
-        return x * random.random() * np.random.rand()
-
-
 @pytest.mark.parametrize(("sizes", "known"), [((4, 5), True), ((7, 4), False), ((4, 4), False), ((28,), False)])
 def test_a_sample_more_is_tried_where_dimension_0_alone_is_as_long_as_the_microbatch(sizes, known):
-    before = random.getstate(), np.random.get_state()[1].tolist()
     batch = Microbatch([torch.zeros(sizes)], None, 1.0, size=4)
-    found = Trial(Model([Drawing()], mse_loss), [[Input(0)]], batch).outputs_of_one_more()
+    found = Trial(Model([nn.Identity()], mse_loss), [[Input(0)]], batch).outputs_of_one_more()
     assert (found is not None) == known
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-
-
-def test_a_function_that_returns_one_module_every_time_is_refused_and_the_module_keeps_its_tensors():
-    """The trial gives a stage fake tensors; a part that has none of its own may be shared."""
-    module, relu = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.ReLU()
-    own, before = module[0].weight, copy.deepcopy(module.state_dict())
-    for stage in (lambda: module, lambda: nn.Sequential(module, relu)):
-        with pytest.raises(UsageError, match="returns the same Linear every time"):
-            shapes_of(stage) and shapes_of(stage)
-        assert module[0].weight is own
-        torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
-    assert shapes_of(lambda: nn.Sequential(nn.Linear(6, 6), relu), lambda: nn.Sequential(nn.Linear(6, 6), relu))
-
-
-def test_modules_that_a_function_makes_anew_may_be_equal():
-    class Equal(nn.Linear):
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Equal)
-
-        def __hash__(self) -> int:
-            return 0
-
-    assert shapes_of(lambda: Equal(6, 6)) and shapes_of(lambda: Equal(6, 6))

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from mpirun import Model, MpirunWarning, split, split_sequential
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.engine.expand_slices import expand_model
-from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
+from mpirun.model.build_stage import build_stage
 from mpirun.model.check_weights import check_weights
 from mpirun.model.module_tensors import own_tensors, tensor_aliases
 from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, RowParallelLinear, Slice
+from mpirun.model.stage_copies import fake_mode, stage_without_values
 from schedgen.util.errors import UsageError
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH)
@@ -255,20 +256,6 @@ def test_types_that_become_others_are_said(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
-def test_what_may_have_another_name_is_said(tmp_path: Path) -> None:
-    model, values = stage_entries("layers")
-    values["old.weight"], values["layer3.bias"] = values.pop("layer1.weight"), torch.ones(3)
-    save_file(values, tmp_path / "model.safetensors")
-    with pytest.warns(MpirunWarning) as said:
-        check_weights(model._replace(weights=Pretrained(tmp_path)))
-    assert [str(one.message).partition(": ")[2] for one in said] == [
-        "has no layer1.weight: trained from the values that the model is built with",
-        "no stage uses old.weight, of the same shape as the missing layer1.weight: if these are the same parameters, "
-        "rename them in the files",
-        "no stage uses layer3.bias, old.weight",
-    ]
-
-
 def test_weights_without_names_are_compared_where_stages_are_built() -> None:
     model, values = stage_entries("layers")
     del values["layer2.bias"]
@@ -393,22 +380,6 @@ def test_hooks_of_parameters_are_refused_by_name(method: str) -> None:
     ):
         with pytest.raises(UsageError, match=f"Sequential: {why}"):
             refused()
-
-
-def test_trained_parameters_of_a_class_of_their_own_are_refused_by_name() -> None:
-    class Own(nn.Parameter):
-        pass
-
-    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    net[1].weight = Own(net[1].weight.data)
-    for refused in (
-        lambda: split(net, X, stages=2),
-        lambda: build_stage(Model([lambda: net], nn.functional.mse_loss), 0, 0),
-    ):
-        with pytest.raises(UsageError, match=r"Sequential: its parameter 1\.weight is a Own, which a stage would make"):
-            refused()
-    net[1].weight.requires_grad_(False)
-    assert type(build_stage(Model([net], nn.functional.mse_loss), 0, 0)[1].weight) is Own
 
 
 class Marked(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as nnf
-import torch.utils._pytree as pytree
 import untraceable
 from examples import further
 from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked, ResNetLike, Tied, TwoTower
-from split_models import agree, train, transformer
+from split_models import agree, transformer
 from torch import Tensor, nn
 
 from mpirun import Cut, Input, Minibatch, MpirunWarning, Value, batch_coupled, pipe_split, split, split_sequential
@@ -97,14 +95,10 @@ def test_traced(name: str, stages: int, shared: str) -> None:
 def test_transformers(name: str, attention: str, stages: int, shared: str) -> None:
     pytest.importorskip("transformers").logging.set_verbosity_error()
     module = transformer(name, attention).train()
-    sized = stages == 3 and name in ("t5", "llama")
     inputs = {"input_ids": TOKENS, "attention_mask": MASK, "labels": TOKENS}
-    inputs = {key: torch.cat([x, x.flip(1)])[: 3 if sized else 2] for key, x in inputs.items()}
-    cut = split(module, (), inputs, stages=stages, shared=shared, dims=0 if sized else None)
+    cut = split(module, (), inputs, stages=stages, shared=shared)
     travels(cut)
     agree(module, cut, (), inputs)
-    if sized:
-        agree(module, cut, (), {key: x[:2] for key, x in inputs.items()})
     for value in cut.sent_bytes:  # masks and positions are made where they are used
         output = cut.stages[value.stage].graph.output_node().args[0]  # type: ignore[union-attr, operator]
         assert "mask" not in str(output)
@@ -127,135 +121,43 @@ def test_the_settings_that_transformers_need_are_named(name: str, setting: str, 
         split(module, (), {"input_ids": TOKENS}, stages=2)
 
 
-class Sized(nn.Module):
-    """Numbers that depend on the number of samples: shapes, factors, bounds, and some in a region of its own."""
+class Regions(untraceable.Layers):
+    """Regions inside one another, with random draws of their own; one without inputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        samples = len(x)
-        x = nnf.dropout(self.first(x).view(samples * 2, -1).view(samples, -1), 0.5) / samples + x.new_zeros(samples, 1)
-        with torch.no_grad():
-            mean = x.reshape(samples, 2, -1).sum(1) / samples
-        x = self.second(torch.cat([mean, mean], 1) * x) + torch.arange(samples).view(samples, 1) + table
-        x = x * torch.full((WIDTH,), float(samples))  # a float beside the same ints
-        y = torch.zeros(samples, WIDTH)
-        y[: samples - 1] = x[1:]
-        y = y + x[samples - 4 :].sum(0)  # from 0 on, or the last one
-        return self.third(x.reshape(samples * 4, -1).reshape(samples, -1) + y), x[samples - 1]
-
-
-@pytest.mark.parametrize(("samples", "stages"), [(4, 1), *further((4, 2), (4, 3)), (2, 3)])
-def test_a_microbatch_may_have_a_sample_less(samples: int, stages: int) -> None:
-    module, table = Sized(), torch.ones(WIDTH)
-    cut = split(module, (X[:samples], table), stages=stages, dims=(0, None))
-    for count in (samples, samples - 1):
-        assert cut.leaves((X[:count], table))[0].shape == (count, WIDTH)
-        agree(module, cut, (X[:count], table))
-    for count in (samples + 1, samples - 2):
-        with pytest.raises(UsageError, match=r"input \[0\] of a microbatch is .*example's shapes, or a sample less"):
-            cut.leaves((torch.zeros(count, WIDTH), table))
-
-
-class Regions(Sized):
-    """Regions inside one another, with numbers and random draws of their own; one without inputs."""
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        with torch.no_grad():
-            place = x * 1
         with torch.no_grad():
             w = x.abs()
             with torch.autocast("cpu", torch.bfloat16, enabled=False):
-                w = nnf.dropout(w / len(x), 0.5)
+                w = nnf.dropout(w, 0.5)
             mask = torch.ones(len(x), 1)
         with torch.no_grad():
-            other = torch.ones(len(x), 1, device=x.device)
-        return self.third(self.second(x * w + place) * mask + other) + table
-
-
-class Latents(Sized):
-    """Begins with values that depend on nothing of x but the number of samples."""
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        latent = self.second(self.first(table.expand(len(x), -1))).relu()
-        return self.third(latent) + x
-
-
-@pytest.mark.parametrize("stages", [*further(1, 2), 3])
-@pytest.mark.parametrize("make", [Regions, Latents])
-def test_a_stage_may_see_the_number_of_samples_nowhere_else(make: type[Sized], stages: int) -> None:
-    module, table = make(), torch.ones(WIDTH)
-    cut = split(module, (X, table), stages=stages, dims=(0, None))
-    for count in (4, 3):
-        agree(module, cut, (X[:count], table))
+            more = torch.ones(len(x), 1, device=x.device)
+        return self.second(x * w * mask) + more
 
 
 def test_regions_in_regions_draw_by_their_names_too() -> None:
     """And new tensors in a region are made on the device where it runs, not where it was traced."""
-    cut = split(Regions(), (X, torch.ones(WIDTH)), stages=1)
+    module = Regions()
+    cut = split(module, X, stages=1)
     assert sum(isinstance(part, RandomOp) for part in cut.stages[0].modules()) == 1
     codes = [part.code for part in cut.stages[0].modules() if isinstance(part, torch.fx.GraphModule)]
-    assert len(codes) == 5 and not any("device(type" in code for code in codes)
-
-
-def test_samples_may_lie_along_another_dimension() -> None:
-    class Across(Sized):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x.contiguous()).view(-1, WIDTH).relu()).view(*x.shape)
-
-    module, x = Across(), torch.rand(2, 4, WIDTH)
-    cut = split(module, (x,), stages=2, dims=-2)
-    for count in (4, 3):
-        agree(module, cut, (x[:, :count],))
+    assert len(codes) == 4 and not any("device(type" in code for code in codes)
+    agree(module, cut, (X,))
 
 
 def test_no_stage_begins_with_a_part_of_a_result() -> None:
-    class Parts(Sized):
+    class Parts(untraceable.Layers):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
-                x = self.second(self.first(x))
-            return self.third(x.float())
+                x = self.first(x)
+            return self.second(x.float())
 
     module = Parts()
     cut = split(module, X, stages=2)
     agree(module, cut, (X,))
     with pytest.raises(UsageError, match="stages at most, not 9"):
         split(module, X, stages=9)
-
-
-@pytest.mark.parametrize("name", ["resnet", *further("two-tower")])
-def test_plain_modules_of_two_sizes(name: str) -> None:
-    make, *example = PLAIN[name]
-    args, kwargs = pytree.tree_map(lambda x: torch.cat([x, x.flip(1)])[:3], example)
-    module = make()
-    cut = split(module, args, kwargs, stages=3, dims=0)
-    for count in (3, 2):
-        agree(module, cut, *pytree.tree_map(lambda x: x[:count], (args, kwargs)))
-
-
-@pytest.mark.parametrize("name", ["Times", "Halved", "Constant", "Tells"])
-def test_what_is_computed_may_not_depend_on_the_number_of_samples(name: str) -> None:
-    with pytest.raises(UsageError, match="does something else for a microbatch with a sample less") as refused:
-        split(getattr(untraceable, name)(), X, stages=2, dims=0)
-    assert line_of(name) in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("dims", "why"),
-    [
-        (2, "the minibatch.* has 2 dimensions, so there is no dimension 2"),
-        ((0, 0), r"dims: \(0, 0\) is not nested as the minibatch"),
-        ("x", "dims: 'x' is neither a dimension nor None"),
-    ],
-)
-def test_dims_that_the_example_does_not_have(dims: Any, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        split(untraceable.Repeated(), X, stages=2, dims=dims)
-    with pytest.raises(UsageError, match="dims: the example has one sample, so a smaller microbatch would have none"):
-        split(untraceable.Repeated(), X[:1], stages=2, dims=0)
 
 
 # Where it is cut
@@ -275,47 +177,12 @@ def test_points() -> None:
     agree(module, cut, (TOKENS, MASK))
 
 
-def test_pipe_split_and_a_change_in_place_behind_it() -> None:
+def test_pipe_split_behind_a_change_in_place() -> None:
     module = Marked()
     cut = split(module, X)
-    assert cut.edges == [(0, 1), (1, 2)]
+    assert cut.edges == [(0, 1), (0, 2), (1, 2)]
     travels(cut)
     agree(module, cut, (X,))
-
-
-def test_a_point_at_a_change_in_place() -> None:
-    class Change(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.relu, self.second = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            z = self.relu(y)
-            return self.second(z) + y
-
-    module = Change()
-    for point in ("relu", "second"):
-        cut = split(module, X, points=[point])
-        travels(cut)
-        agree(module, cut, (X,))
-
-
-def test_an_input_changed_in_place() -> None:
-    class Change(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x.mul_(2)
-            y = self.first(x)
-            x.add_(1)
-            return self.second(y + x)
-
-    module = Change()
-    cut = split(module, X, stages=2)
-    torch.testing.assert_close(train(cut, X.clone())[0], module(X.clone()))
 
 
 def test_values_and_inputs_of_other_strides() -> None:
@@ -399,14 +266,6 @@ def test_towers_do_not_wait_for_each_other() -> None:
     agree(module, cut, args, kwargs)
 
 
-def test_costs_by_submodule() -> None:
-    module = Short()
-    costs = {"blocks.0": 3.0, "blocks.1": 1.0, "blocks.2": 1.0, "blocks.3": 1.0}
-    cut = split(module, TOKENS, stages=2, costs=costs)
-    assert {name.split(".")[1] for name, _ in cut.stages[1].named_parameters() if "blocks" in name} == {"1", "2", "3"}
-    agree(module, cut, (TOKENS,))
-
-
 def test_random_numbers_are_drawn_once() -> None:
     class Noise(nn.Module):
         def __init__(self) -> None:
@@ -481,116 +340,12 @@ class Queue(nn.Module):
         return self.layers[2](self.layers[1](x) * keep) * here
 
 
-class Behind(Queue):
-    """A value that is written to after a cut, whole and by a view, and read after the next cut."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = self.layers[0](x)
-        pipe_split()
-        with torch.autocast("cpu", torch.bfloat16):
-            y[:, 0] = 0
-            z = self.layers[1](y)
-        y.mul_(2)
-        with torch.autocast("cpu", torch.bfloat16):
-            y.add_(1)
-            y[:, 1] = 1
-        pipe_split()
-        return self.layers[2](z.float()) + y, y
-
-
-@pytest.mark.parametrize(("make", "stages"), [(Queue, 1), (Queue, 2), (Queue, 3), (Behind, None)])
+@pytest.mark.parametrize(("make", "stages"), [(Queue, 1), (Queue, 2), (Queue, 3)])
 def test_views_that_are_written_to_in_regions(make: type[Queue], stages: int | None) -> None:
     module = make()
     cut = split(module, X, stages=stages)
     travels(cut)
     agree(module, cut, (X,))
-
-
-class Assigned(nn.Module):
-    """Buffers that get new values by assignment."""
-
-    count: Tensor
-
-    def __init__(self, late: bool) -> None:
-        super().__init__()
-        self.late = late
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.register_buffer("none", None)
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("mean", torch.full((WIDTH,), 0.5))
-        self.register_buffer("last", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        x = self.layers[0](x)
-        before = self.mean
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        x = self.layers[1](x)
-        if self.late:
-            x = x + before
-        for layer in self.layers[2:]:
-            x = layer(x)
-        self.last = x.detach()[0]
-        return x
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("of", ["", "0."])
-def test_buffers_that_are_assigned_get_their_values_where_these_are_made(late: bool, of: str) -> None:
-    """The module's own, or a submodule's."""
-    module = nn.Sequential(Assigned(late)) if of else Assigned(late)
-    cut = split(module, X, points=[f"{of}layers.2", f"{of}layers.3"])
-    buffers = [sorted(name for name, _ in stage.named_buffers()) for stage in cut.stages]
-    assert buffers == [[f"{of}count", f"{of}mean"], [], [f"{of}last"]]
-    agree(module, cut, (X,))
-
-
-def test_buffers_that_are_written_to_as_out_or_through_data() -> None:
-    class Written(nn.Module):
-        seen: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.register_buffer("seen", torch.ones(WIDTH))
-            self.register_buffer("sum", torch.ones(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            torch.add(self.seen, 1, out=self.seen)
-            self.seen.data.mul_(2)
-            x = self.first(x)
-            self.sum = torch.add(self.sum, 1, out=x.detach()[0] * 1)
-            return self.second(x)
-
-    module = Written()
-    cut = split(module, X, stages=2)
-    assert {name for stage in cut.stages for name, _ in stage.named_buffers()} == {"seen", "sum"}
-    agree(module, cut, (X,))
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_buffer_that_gets_another_s_old_value(after: bool) -> None:
-    """`after`: only after the other has got its new value."""
-
-    class Remembers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-            self.register_buffer("before", torch.zeros(WIDTH))
-            self.register_buffer("now", torch.ones(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            old = self.now
-            if not after:
-                self.before = old.detach()
-            x = self.layers[0](x)
-            self.now = x.detach().mean(0)
-            if after:
-                self.before = old
-            return self.layers[2](self.layers[1](x))
-
-    module = Remembers()
-    agree(module, split(module, X, stages=2), (X,))
 
 
 def test_statistics_of_batches() -> None:
@@ -627,12 +382,6 @@ def test_stages_run_wherever_they_are_moved_to() -> None:
         outputs = copy.deepcopy(module).to("meta")(*(sent[source] for source in sources))
         sent |= {Value(stage, k): x for k, x in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
     assert all(x.is_meta for x in sent.values())
-
-
-def test_shared_by_name() -> None:
-    module = Tied()
-    assert split(module, (TOKENS, MASK), stages=2, shared={"words.weight": "replicate"}).tied
-    assert not split(module, (TOKENS, MASK), stages=2, shared={"places.weight": "replicate"}).tied
 
 
 class Penalised(nn.Module):
@@ -676,8 +425,9 @@ class Waves(nn.Module):
 
 
 def test_complex_numbers_are_not_sent() -> None:
-    """No cut that `split` chooses goes through them, and a parameter that stages share is in each of them."""
-    for cut in (split(Waves(), X, stages=2), split(Waves(), X, stages=3), split(Waves(), X, points=["layers.1"])):
+    """No cut that `split` chooses goes through them."""
+    options: list[dict[str, Any]] = [{"stages": 2}, {"stages": 3}, {"points": ["layers.1"]}]
+    for cut in [split(Waves(), X, shared="replicate", **chosen) for chosen in options]:
         travels(cut)
         sent: dict[Any, Tensor] = {Input(0): X}
         for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
@@ -685,18 +435,7 @@ def test_complex_numbers_are_not_sent() -> None:
             sent |= {Value(stage, k): x for k, x in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
         assert not any(x.is_complex() for x in sent.values())
         assert [name for _, name in cut.tied[0]] == ["common"] * len(cut.stages)
-    agree(module := Waves(), split(module, X, stages=3, shared={"common": "transmit"}), (X,))
-
-
-def test_why_complex_numbers_are_not_cut() -> None:
-    class Wave(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.fft.rfft(self[0](x))
-            return self[1](x) + torch.fft.irfft(y * y.abs(), n=WIDTH)
-
-    why = r"into 3 stages at most, not 4: \d+ operations stay together, since complex numbers cannot be sent, such as "
-    with pytest.raises(UsageError, match=why + r"those made at .*in forward: `y = torch.fft.rfft\(self\[0\]\(x\)\)`"):
-        split(Wave(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), X, stages=4)
+    agree(module := Waves(), split(module, X, stages=3, shared={"common": "replicate"}), (X,))
 
 
 # What cannot be split
@@ -721,25 +460,16 @@ def line_of(name: str) -> str:
         ("Wrong", "cannot be traced: RuntimeError: .*16"),
         ("Rounded", "a torch.autograd.Function, .* cannot be traced: its gradients would be wrong"),
         ("Checkpointed", "a torch.autograd.Function, as of a reentrant checkpoint, cannot be traced"),
-        ("Generated", "a Generator is no part of a stage|argument of type: .*Generator"),  # torch 2.10 refuses it, too
         ("Ungraded", "no_grad under autocast cannot be traced: its gradients would be wrong"),
         ("Inferred", "inference_mode, unlike no_grad, cannot be traced: its gradients would be wrong"),
-        ("Forces", "these derivatives cannot be traced: give a list of modules, one a stage"),
+        ("Forces", "uses a tensor that no operation of this trace makes, such as .* a derivative"),
         ("Hooked", "a hook on a tensor cannot be traced"),
-        ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
-        ("ViewedInside", "changes in place what an earlier stage has made, and there are views of it"),
-        ("Strided", "as_strided of what an earlier stage has made, whose strides may differ here"),
-        ("StridedInside", "as_strided of what an earlier stage has made"),
-        ("Counted", "changes the buffer seen, which several stages would use"),
-        ("Resized", r"sets the buffer seen, which is .* of shape \(16,\), to torch.float32 of shape \(4, 16\): "),
-        ("Begun", r"sets the buffer mean, which is None, to torch.float32 of shape \(16,\): a stage's buffer keeps"),
-        (
-            "Merged",
-            "makes the buffer last share memory with another, and changes it in place: assign a clone of the other",
-        ),
-        ("MergedAfterwards", "makes the buffer last share memory with another, and changes it in place"),
-        ("Data", "what is assigned to .data cannot be traced; change the tensor without .data, as by copy_"),
-        ("Kept", "1 stage at most, not 2: 4 operations stay together, since the buffer seen is changed in place at "),
+        ("Viewed", "changes a tensor in place, which several stages would use; cut elsewhere"),
+        ("ViewedInside", "changes a tensor in place, which several stages would use; cut elsewhere"),
+        ("Input", "changes the input in place, which other stages read, too"),
+        ("Strided", "as_strided depends on strides, which may differ in a stage"),
+        ("Counted", "changes the buffer seen in place, which several stages would use"),
+        ("Resized", "cannot be traced: sets the buffer seen; change it in place, as by copy_"),
         ("First", "would have no computation"),
         ("Twice", "would have no computation"),
         ("Last", "would have no computation"),
@@ -773,33 +503,6 @@ def test_what_stages_would_not_call_is_refused() -> None:
     hooked.register_forward_hook(lambda module, args, output: -output)
     with pytest.raises(UsageError, match="Sequential has a hook of its own, which would not be called"):
         split_sequential(hooked, 2)
-    scaled = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    scaled.register_buffer("scale", torch.ones(2))
-    for _ in range(2):
-        with pytest.raises(UsageError, match="scale is the Sequential's own, and none of its children saves it"):
-            split_sequential(scaled, 2)
-        scaled[1].register_buffer("scale", scaled.scale, persistent=False)  # state_dict() of the stages would lack it
-    named = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    named.weight = named[0].weight
-    named.register_buffer("scratch", torch.ones(2), persistent=False)
-    assert len(split_sequential(named, 2).stages) == 2
-
-
-@pytest.mark.parametrize("name", ["graph", "code", "meta"])
-def test_a_name_that_stages_have_for_something_else_is_refused_but_not_inside(name: str) -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(WIDTH, WIDTH)
-            self.add_module(name, nn.Linear(WIDTH, WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.get_submodule(name)(self.first(x))
-
-    with pytest.raises(UsageError, match=f"^Named: its '{name}' is a name that .*: rename it, or split a module"):
-        split(Named(), X, stages=2)
-    outer = nn.Sequential(Named())
-    agree(outer, split(outer, X, stages=2), (X,))
 
 
 class Short(nn.Module):
@@ -826,7 +529,7 @@ class ShortBlock(nn.Module):
         return self.dropout(self.dropout(self.norm1(x)))
 
 
-MARKED = {"Viewed", "ViewedInside", "Strided", "StridedInside", "Counted", "First", "Twice", "Last"}
+MARKED = {"Viewed", "ViewedInside", "Strided", "Counted", "First", "Twice", "Last"}
 
 
 def test_a_counter_at_the_head_is_no_stage_of_its_own():
@@ -862,23 +565,10 @@ def test_a_counter_at_the_head_is_no_stage_of_its_own():
         ({"points": ["words"]}, "'words': the stage that ends here would have no computation"),
         ({"points": ["blocks.1", "blocks.1.norm1"]}, "'blocks.1' and 'blocks.1.norm1' begin at the same place"),
         ({"points": ["blocks.1"], "stages": 4}, "make 2 stages, not 4"),
-        ({"points": ["blocks.1"], "costs": {"head": 1}}, "costs choose where stages begin, but points"),
         ({}, "say how many stages, or at which points to cut"),
         ({"stages": 0}, "0 stages: there should be one at least"),
         ({"stages": 4000}, r"can be cut into \d+ stages at most, not 4000"),
-        ({"stages": 2, "costs": {"hed": 1}}, "costs: the submodule 'hed' does not exist; did you mean head"),
-        ({"stages": 2, "costs": [1, 2]}, "costs should be a mapping from names, not list"),
-        (
-            {"stages": 2, "costs": {"head": math.nan}},
-            "costs: the cost of 'head' should be a number that is not negative",
-        ),
-        ({"stages": 2, "costs": {"blocks": 1}}, "costs: 'blocks' computes nothing"),
-        ({"stages": 2, "shared": "send"}, "shared: 'send' is neither"),
-        ({"stages": 2, "shared": None}, "shared should be 'transmit' or 'replicate', or a mapping to these, not None"),
-        (
-            {"stages": 2, "shared": {"wrds.weight": "replicate"}},
-            "'wrds.weight' does not exist; did you mean words.weight",
-        ),
+        ({"stages": 2, "shared": "send"}, "shared should be 'transmit' or 'replicate', not 'send'"),
     ],
 )
 def test_wrong_requests(arguments: dict[str, Any], why: str) -> None:
@@ -886,22 +576,14 @@ def test_wrong_requests(arguments: dict[str, Any], why: str) -> None:
         split(Short(), TOKENS, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "why"),
-    [
-        ((), {}, "cannot be called with the example: missing a required argument"),
-        ((TOKENS, MASK, MASK), {}, "cannot be called with the example: too many positional arguments"),
-        (
-            (TOKENS, MASK),
-            {"more": MASK},
-            "called with the example: got an unexpected keyword argument 'more'",
-        ),
-        ((TOKENS, MASK), 5, "example_kwargs should be a mapping from names, not int"),
-    ],
-)
-def test_examples_that_do_not_fit(args: Any, kwargs: Any, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        split(GPT2Like(), args, kwargs, stages=2)
+def test_examples_that_do_not_fit() -> None:
+    for args in ((), (TOKENS, MASK, MASK)):
+        with pytest.raises(
+            UsageError, match=r"cannot be called with the example: (missing a required|too many positional) argument"
+        ):
+            split(GPT2Like(), args, stages=2)
+    with pytest.raises(UsageError, match="example_kwargs should be a mapping from names, not int"):
+        split(GPT2Like(), (TOKENS, MASK), 5, stages=2)  # type: ignore[arg-type]
 
 
 class Probe(nn.Module):
@@ -956,14 +638,14 @@ def test_inputs() -> None:
             (((X[:3], X), 3), kwargs),
             r"input \[0\]\[0\] .* torch.float32 of shape \(3, 16\), but the module was traced on .*\(4, 16\)",
         ),
-        (((X, 3), kwargs), r"is nested as .*\[0\], .*\[1\], .*'last'\], .* but that of the example as .*\[0\]\[0\], "),
+        (((X, 3), kwargs), "input is not nested as the example of split"),
         ((args, {"last": X}), r"inputs are \['last'\]"),
         ((args, X), r"the batch's input should be \(args, kwargs\), as in the example of split"),
         (X, r"the batch's input should be \(args, kwargs\), as in the example of split"),
     ]:
         with pytest.raises(UsageError, match=why):
             cut.leaves(data)
-    with pytest.raises(UsageError, match=r"the example's input \['last'\] is of type object: inputs are tensors"):
+    with pytest.raises(UsageError, match=r"cannot be traced: .*[Uu]nsupported"):
         split(module, args, {"last": object()}, stages=2)
 
 
@@ -1042,7 +724,7 @@ def test_sequential_with_a_child_that_appears_twice() -> None:
         (2, [1, 2], "costs has 2 numbers, but the Sequential 6 children"),
         (2, [1, 2, 3, 4, 5, -1], "not negative"),
         (["9"], None, "the child '9' does not exist"),
-        ([3, 2], None, "'2' does not come after '3'"),
+        ([3, 2], None, r"at children in their order, not at \['3', '2'\]"),
         ([3], [1] * 6, "but the stages are named"),
     ],
 )

@@ -6,6 +6,7 @@ In: a module and an example of a microbatch's input. Out: an `ExportedGraph`. No
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import sys
@@ -18,34 +19,17 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import CustomObjArgument
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from mpirun.model.frontend.assigned_buffers import changing_assigned_buffers, set_lines_of_changes
-from mpirun.model.frontend.errors import (
-    SourceLine,
-    called_by_user,
-    check_example,
-    check_hooks,
-    check_names,
-    export_error,
-    line_of_call,
-    line_of_forward,
-    line_of_node,
-)
-from mpirun.model.frontend.module_io import Example, ModuleOutput
-from mpirun.model.frontend.subgraphs import attributes, subgraphs
 from mpirun.model.meta_values import is_on_meta
-from mpirun.model.module_tensors import place
+from mpirun.model.module_tensors import place, use_dense_gradients
+from mpirun.model.split.errors import called_by_user, check_hooks, export_error, line_of_forward, line_of_node
+from mpirun.model.split.module_io import Example, ModuleOutput
+from mpirun.model.split.subgraphs import attributes, subgraphs
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
 ASSERT_TYPE = torch.ops.aten._assert_tensor_metadata.default  # asserts the traced type, which autocast changes
-
-SPARSE = {  # by operation, the index of the argument that asks for a sparse gradient
-    torch.ops.aten.embedding.default: 4,
-    torch.ops.aten.embedding_bag.default: 5,
-    torch.ops.aten.embedding_bag.padding_idx: 5,
-}
 
 
 class ExportedGraph(NamedTuple):
@@ -74,41 +58,37 @@ class ExportedGraph(NamedTuple):
 
 def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedGraph:
     """The graph of `module(*args, **kwargs)`; UsageError, with the line that is the reason, if it cannot be traced."""
-    _check_inputs(args, kwargs)
     # torch.export would merge a tensor that is given twice, or that is a buffer too
     args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     where: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if is_on_meta(module):
         where = torch.device("meta")
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
-    check_example(module, args, kwargs)
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"{line_of_forward(module)}: cannot be called with the example: {error}") from None
     check_hooks(module)
-    check_names(module)
+    use_dense_gradients(module)
     export = torch.export.export
     if torch.__version__ < "2.7":  # before 2.7 export makes a graph for inference
         export = getattr(torch.export, "export_for_training", export)
-    derivatives: list[SourceLine | None] = []
     try:
         with (
             _silent(),
             _refusing_untraced(),
-            _tracing_data(),
-            _noting_derivatives(derivatives),
-            changing_assigned_buffers(module),
+            _refusing_assigned_buffers(module),
             torch.compiler.set_stance("force_eager"),  # compiled functions run uncompiled
             where,
         ):
             program = export(module, args, kwargs, strict=False)
             exported = program.module()
     except Exception as error:
-        raise export_error(module, error, derivatives) from None
+        raise export_error(module, error) from None
     graph = exported.graph
     graph.set_codegen(fx.graph.CodeGen())
-    set_lines_of_changes(graph)
     _prepare_parts(exported)
     state = _state(module, exported, graph)
-    if is_on_meta(module):
-        _check_values(module, state, graph)
     spec = program.call_spec.in_spec
     numbers = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     order = pytree.tree_leaves((numbers[0], {name: numbers[1][name] for name in kwargs}))
@@ -128,45 +108,28 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _prepare_parts(exported: nn.Module) -> None:
-    """Check the operations of all graphs, and take out what stages do not need: asserted types, sparse gradients."""
+    """Check the operations of all graphs, and take out asserted types, which stages do not need."""
     for name, part in exported.named_modules():
         if isinstance(part, fx.GraphModule) and name != "_guards_fn":
             _check_nodes(part.graph)
             for node in part.graph.find_nodes(op="call_function", target=ASSERT_TYPE):
                 part.graph.erase_node(node)
-            for operation, argument in SPARSE.items():
-                for node in part.graph.find_nodes(op="call_function", target=operation):
-                    if len(node.args) > argument:
-                        node.update_arg(argument, False)  # gradients are added up in dense buffers
             part.recompile()
             _set_region_lines(part)
 
 
-def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
-        if leaf is not None and not isinstance(leaf, Tensor | bool | int | float | str):
-            raise UsageError(
-                f"the example's input {pytree.keystr(path[1:])} is of type {type(leaf).__name__}: "
-                "inputs are tensors, or numbers, strings and None, which are constants"
-            )
-
-
 def _check_nodes(graph: fx.Graph) -> None:
-    """Refuse objects, such as a Generator, and numbers and shapes that depend on data: stages get tensors only."""
+    """Refuse what stages cannot have: numbers and shapes that depend on data, and reads of memory by strides."""
     for node in graph.nodes:
-        for operand in [operand.meta.get("val") for operand in node.all_input_nodes]:
-            if isinstance(operand, CustomObjArgument):
-                name = operand.class_fqn.rpartition(".")[2]
-                raise UsageError(f"{line_of_node(node)}: a {name} is no part of a stage; use tensors")
-        value = node.meta.get("val")
+        value, why = node.meta.get("val"), ""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise UsageError(
-                f"{line_of_node(node)}: a number is taken out of a tensor, which tracing cannot follow; use tensors"
-            )
-        if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
-            raise UsageError(
-                f"{line_of_node(node)}: the shape depends on data, but should be the same for every microbatch"
-            )
+            why = "a number is taken out of a tensor, which tracing cannot follow; use tensors"
+        elif isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+            why = "the shape depends on data, but should be the same for every microbatch"
+        elif node.target is torch.ops.aten.as_strided.default:
+            why = "as_strided depends on strides, which may differ in a stage; use view, unfold or narrow"
+        if why:
+            raise UsageError(f"{line_of_node(node)}: {why}")
 
 
 def _set_region_lines(part: fx.GraphModule) -> None:
@@ -206,16 +169,6 @@ def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict
             node.replace_all_uses_with(first[node.target])
             graph.erase_node(node)
     return state
-
-
-def _check_values(module: nn.Module, state: dict[str, Any], graph: fx.Graph) -> None:
-    """Refuse tensors that the forward makes from numbers: on the meta device the numbers are lost."""
-    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    for node in graph.find_nodes(op="get_attr"):
-        value = state.get(node.target)
-        if node.target not in names and isinstance(value, Tensor) and value.is_meta:
-            where = line_of_node(next(iter(node.users), node))
-            raise UsageError(f"{where}: a tensor of numbers is lost on the meta device; make it a buffer")
 
 
 @contextlib.contextmanager
@@ -266,33 +219,19 @@ def _refusing_untraced() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tracing_data() -> Iterator[None]:
-    """Inside, the forward's `x.data` is `x.detach()`, which can be traced; assigning to it is a UsageError."""
-    data: Any = vars(torch._C.TensorBase)["data"]
+def _refusing_assigned_buffers(module: nn.Module) -> Iterator[None]:
+    """Refuse a buffer that becomes another tensor: torch.export follows that of the root's buffers only."""
+    parts = {*module.modules()}
 
-    def read(x: Tensor) -> Tensor:
-        return x.detach() if called_by_user(sys._getframe(1)) else data.__get__(x)
+    def assign(part: nn.Module, name: str, value: Tensor | None) -> None:
+        if part in parts and value is not part._buffers.get(name):
+            raise UsageError(f"cannot be traced: sets the buffer {name}; change it in place, as by copy_")
 
-    def assign(x: Tensor, value: Tensor) -> None:
-        if called_by_user(sys._getframe(1)):
-            raise UsageError("what is assigned to .data cannot be traced; change the tensor without .data, as by copy_")
-        data.__set__(x, value)
-
-    with mock.patch.object(Tensor, "data", property(read, assign)):
+    hook = register_module_buffer_registration_hook(assign)
+    try:
         yield
-
-
-@contextlib.contextmanager
-def _noting_derivatives(lines: list[SourceLine | None]) -> Iterator[None]:
-    """Inside, the user's lines that compute derivatives are added to `lines`."""
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        lines.append(line_of_call())
-        return run(*args, **kwargs)
-
-    with mock.patch.object(torch.autograd, "_engine_run_backward", noted):
-        yield
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager

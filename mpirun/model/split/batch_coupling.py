@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from mpirun.model.frontend.errors import warn_user
+from mpirun.model.split.errors import warn_user
 
 
 def batch_coupled(module: nn.Module) -> list[str]:

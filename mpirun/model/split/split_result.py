@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
 from mpirun.model.contract import Model, Origin, StageEntry, Weights
 from mpirun.model.dataflow import Source, Value, model_graph
-from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import of_last_stage
 from mpirun.model.meta_values import MetaModule, MetaStage
+from mpirun.model.split.module_io import Example, ModuleOutput
 from schedgen.util.errors import UsageError
 
 
@@ -55,9 +55,9 @@ class Cut(NamedTuple):
         """(producer, consumer) of every two stages between which values are sent."""
         return sorted({(value.stage, consumer) for value, consumer in self._values_read()})
 
-    def check_eval(self) -> Callable[[nn.Module], None] | None:
-        """As Origin.check_eval: a branch on self.training is traced as it is taken in the mode of the trace."""
-        return self.origin.check_eval()
+    def check_eval(self) -> None:
+        """UsageError if stages would not compute in eval mode what the module does."""
+        self.origin.check_eval()
 
     def leaves(self, data: Any) -> tuple[Any, ...]:
         """The leaves of the input of a microbatch, in the order that Input counts."""

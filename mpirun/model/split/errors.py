@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import linecache
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx, nn
 
-from mpirun.model.parameter_checks import check_parameters
+from mpirun.model.module_tensors import check_parameters
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -70,34 +69,21 @@ def line_of_forward(module: nn.Module) -> SourceLine:
     return SourceLine(code.co_filename, code.co_firstlineno, code.co_name)
 
 
-def line_of_call() -> SourceLine | None:
-    """The user's line that is being executed."""
-    frames = traceback.extract_stack()
-    return _innermost(SourceLine(frame.filename, frame.lineno or 0, frame.name) for frame in frames)
-
-
-def export_error(module: nn.Module, error: BaseException, derivatives: Collection[SourceLine | None]) -> UsageError:
-    """The UsageError that reports a failure of torch.export, with the user's line that causes it.
-
-    `derivatives`: the lines that computed derivatives.
-    """
+def export_error(module: nn.Module, error: BaseException) -> UsageError:
+    """The UsageError that reports a failure of torch.export, with the user's line that causes it."""
     chain = list(_chain(error))
     lines = [
         SourceLine(frame.filename, frame.lineno or 0, frame.name)
         for link in reversed(chain)
         for frame in traceback.extract_tb(link.__traceback__)
     ]
-    failed = _innermost(lines)
-    where = failed or line_of_forward(module)
+    where = _innermost(lines) or line_of_forward(module)
     for pattern, remedy in REMEDIES.items():
         if any(re.search(pattern, text) for text in (str(where), *map(str, chain))):
             return UsageError(f"{where}: {remedy}")
     for link in chain:
         if isinstance(link, UsageError):
             return UsageError(f"{where}: {link}")
-    for line in derivatives:
-        if line is not None and failed in (line, None):  # torch often fails after the forward
-            return UsageError(f"{line}: these derivatives cannot be traced: give a list of modules, one a stage")
     if any(word in type(link).__name__ for link in chain for word in DATA_DEPENDENT):
         why = (
             "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"
@@ -106,7 +92,7 @@ def export_error(module: nn.Module, error: BaseException, derivatives: Collectio
     if any(FOREIGN in str(link) for link in chain):
         return UsageError(
             f"{where}: cannot be traced: uses a tensor that no operation of this trace makes, such as one that a "
-            "cache keeps from an earlier trace; make it a buffer"
+            "cache keeps from an earlier trace, .data, or a derivative; make it a buffer, or give a list of modules"
         )
     return UsageError(f"{where}: cannot be traced: {raised(error)[:300]}")
 
@@ -118,26 +104,6 @@ def check_hooks(module: nn.Module) -> None:
             what = f"{name!r}, " if name else ""
             raise UsageError(f"{what}{type(part).__name__}: its backward hook would not be called in a stage")
     check_parameters(module, type(module).__name__)
-
-
-def check_names(module: nn.Module) -> None:
-    """UsageError for parameters, buffers and children whose name fx.GraphModule uses for something else."""
-    traced = fx.GraphModule(nn.Module(), fx.Graph())
-    for name in (*module._parameters, *module._buffers, *module._modules):
-        if hasattr(traced, name):
-            kind = type(module).__name__
-            raise UsageError(
-                f"{kind}: its {name!r} is a name that fx.GraphModule, of which stages are made, uses itself: "
-                f"rename it, or split a module that has the {kind} as a child"
-            )
-
-
-def check_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """UsageError if the module's forward cannot be called with the example."""
-    try:
-        inspect.signature(module.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise UsageError(f"{line_of_forward(module)}: cannot be called with the example: {error}") from None
 
 
 def unknown_name(what: str, name: object, names: Iterable[str]) -> UsageError:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from mpirun import Cut, split, split_sequential
 from mpirun.model.contract import Pair
-from mpirun.model.frontend.module_io import Example
 from mpirun.model.load_model import load_model
 from schedgen.util.errors import UsageError
 
@@ -46,20 +45,9 @@ def test_examples(example: Any, kwargs: Any, data: Any) -> None:
     assert [leaf.tolist() for leaf in cut.leaves(data)] == [value.tolist() for value in INPUT.values()]
 
 
-@pytest.mark.parametrize(
-    ("example", "kwargs", "why"),
-    [
-        (INPUT, INPUT, "an example that is a mapping gives the kwargs, and so do example_kwargs: give one of them"),
-        (
-            {0: TOKENS},
-            None,
-            "an example that is a mapping gives the kwargs, by name: write ({...},) for a dict that is one argument",
-        ),
-    ],
-)
-def test_examples_that_are_none(example: Any, kwargs: Any, why: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(why)):
-        split(Words(), example, kwargs, stages=2)
+def test_an_example_gives_the_kwargs_once() -> None:
+    with pytest.raises(UsageError, match="an example that is a mapping gives the kwargs, and so do example_kwargs"):
+        split(Words(), INPUT, INPUT, stages=2)
 
 
 def pair_of(cut: Cut) -> Pair:
@@ -77,11 +65,8 @@ def test_pairs_and_mappings_of_samples() -> None:
     assert [*leaves] == [*INPUT.values()] and target is X
     data, target = pair_of(split_sequential(nn.Sequential(nn.Linear(16, 1)), 1))((X, TOKENS))
     assert data is X and target is TOKENS
-    nested = Example(({"tokens": TOKENS, "more": {"x": X}},), {})
-    found = nested.leaves({"more": {"x": X + 1}, "tokens": TOKENS})  # the same keys in another order
-    assert found[0] is TOKENS and torch.equal(found[1], X + 1)
     for of, collated, why in [
-        (cut, {"tokens": TOKENS}, "samples have no mask, which the module was traced on: they have ['tokens']"),
+        (cut, {"tokens": TOKENS}, "the batch's inputs are ['tokens'], but those of the example ['mask', 'tokens']"),
         (cut, TOKENS, "items should be pairs (input, target), (input,) or mappings: collated is a Tensor"),
         (listed, samples, "samples are mappings, but the module was traced on positional arguments: split(module, {"),
     ]:

@@ -5,18 +5,16 @@ Out: the nodes of the body that begin the second stage, the third and so on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from itertools import accumulate, pairwise
-from numbers import Real
 from operator import getitem
 
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from mpirun.model.frontend.errors import line_of_node, unknown_name
-from mpirun.model.frontend.linear_partition import NEVER, balanced_starts
-from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
+from mpirun.model.split.errors import line_of_node, unknown_name
+from mpirun.model.split.linear_partition import NEVER, balanced_starts
+from mpirun.model.split.node_dependencies import Dependencies, is_buffer, value_bytes
 from schedgen.util.errors import UsageError
 
 PIPE_SPLIT = "pippy._pipe_split.default"  # the target of torch.distributed.pipelining.pipe_split() in a graph
@@ -60,22 +58,17 @@ def starts_at_modules(dependencies: Dependencies, module: nn.Module, points: Col
     return list(starts)
 
 
-def balanced_stages(
-    dependencies: Dependencies, module: nn.Module, stages: int, costs: Mapping[str, float] | None
-) -> list[fx.Node]:
-    """The first nodes of stages that take equally long and send little; `costs`: of submodules, as for `split`."""
+def balanced_stages(dependencies: Dependencies, stages: int) -> list[fx.Node]:
+    """The first nodes of stages that take equally long and send little."""
     if stages < 1:
         raise UsageError(f"{stages} stages: there should be one at least")
     prices = _prices(dependencies)
     starts = None
     if stages <= len(prices):
-        starts = balanced_starts(_node_costs(dependencies, module, costs), stages, prices, SLACK)
+        starts = balanced_starts(_node_costs(dependencies), stages, prices, SLACK)
     if starts is None:
         most = 1 + sum(price < NEVER for price in prices[1:])
-        into = f"{most} stage{'s' * (most > 1)}"
-        raise UsageError(
-            f"the traced graph can be cut into {into} at most, not {stages}{_longest_uncut_range(dependencies)}"
-        )
+        raise UsageError(f"the traced graph can be cut into {most} stages at most, not {stages}")
     return [dependencies.body[start] for start in starts[1:]]
 
 
@@ -106,6 +99,18 @@ def uncut_ranges(dependencies: Dependencies) -> list[tuple[fx.Node, int, int]]:
     return ranges
 
 
+def check_changes_in_place(dependencies: Dependencies, starts: Collection[fx.Node]) -> None:
+    """UsageError if stages that begin at these nodes would change in place what an earlier stage or the input has."""
+    for root, writes in dependencies.writes.items():
+        if root.op == "placeholder":
+            raise UsageError(f"{line_of_node(writes[0])}: changes the input in place, which other stages read, too")
+    for root, first, last in uncut_ranges(dependencies):
+        if not {*starts}.isdisjoint(dependencies.body[first + 1 : last + 1]):
+            what = f"the buffer {root.target}" if is_buffer(root) else "a tensor"
+            where = line_of_node(dependencies.writes[root][0])
+            raise UsageError(f"{where}: changes {what} in place, which several stages would use; cut elsewhere")
+
+
 def _indices(dependencies: Dependencies) -> dict[fx.Node, int]:
     return {node: k for k, node in enumerate(dependencies.body)}
 
@@ -120,27 +125,9 @@ def _last_uses(dependencies: Dependencies) -> list[int]:
     return last_uses
 
 
-def _complex_ranges(dependencies: Dependencies) -> list[tuple[fx.Node, int, int]]:
-    """Nodes that make complex numbers, which cannot be sent, each with its index in the body and its last use's."""
-    return [
-        (node, k, min(last_use, len(dependencies.body) - 1))
-        for k, (node, last_use) in enumerate(zip(dependencies.body, _last_uses(dependencies), strict=True))
-        if any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves(node.meta.get("val")))
-    ]
-
-
-def _longest_uncut_range(dependencies: Dependencies) -> str:
-    """The longest run of operations that is not cut, and why, as the end of a sentence."""
-    in_place, kept_whole = uncut_ranges(dependencies), _complex_ranges(dependencies)
-    root, first, last = max([*in_place, *kept_whole], key=lambda entry: entry[2] - entry[1], default=(None, 0, 0))
-    if root is None or last == first:
-        return ""
-    if (root, first, last) in in_place:
-        what = f"the buffer {root.target}" if is_buffer(root) else "a tensor"
-        why = f"{what} is changed in place at {line_of_node(dependencies.writes[root][0])}"
-    else:
-        why = f"complex numbers cannot be sent, such as those made at {line_of_node(root)}"
-    return f": {last - first + 1} operations stay together, since {why}"
+def _is_complex(node: fx.Node) -> bool:
+    """Whether a node makes complex numbers, which cannot be sent."""
+    return any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves(node.meta.get("val")))
 
 
 def _empty_stage(what: str) -> UsageError:
@@ -153,6 +140,8 @@ def _prices(dependencies: Dependencies) -> list[float]:
     Nothing is cut where no value is alive, as after a counter at the head: nobody would read the stage before.
     """
     body, last_uses = dependencies.body, _last_uses(dependencies)
+    uncut = [(first, last) for _, first, last in uncut_ranges(dependencies)]
+    uncut += [(k, min(last_uses[k], len(body) - 1)) for k, node in enumerate(body) if _is_complex(node)]
     changes = [0] * (len(body) + 1)  # of the bytes that are alive
     for k, (node, last_use) in enumerate(zip(body, last_uses, strict=True)):
         changes[k + 1] += value_bytes(node)
@@ -167,39 +156,15 @@ def _prices(dependencies: Dependencies) -> list[float]:
     for k, node in enumerate(body):
         if node.target is getitem:  # stays with the node whose result it is a part of
             prices[k] = NEVER
-    for _, first, last in (*uncut_ranges(dependencies), *_complex_ranges(dependencies)):
+    for first, last in uncut:
         prices[first + 1 : last + 1] = [NEVER] * (last - first)
     return prices
 
 
-def _node_costs(dependencies: Dependencies, module: nn.Module, costs: Mapping[str, float] | None) -> list[float]:
-    """By node of the body, its flops plus the bytes of its parameters; if `costs` are given, scaled to them.
-
-    The cost of a submodule is that of its nodes, without those of submodules in it that have costs of their own.
-    """
-    parameters, body = dependencies.exported.parameters, dependencies.body
-    own = []
-    for node in body:
+def _node_costs(dependencies: Dependencies) -> list[float]:
+    """By node of the body, its flops plus the bytes of its parameters."""
+    parameters, costs = dependencies.exported.parameters, []
+    for node in dependencies.body:
         read = [str(operand.target) for operand in node.all_input_nodes if str(operand.target) in parameters]
-        own.append(float(dependencies.flops.get(node, 0) + sum(parameters[name].nbytes for name in read)))
-    if costs is None:
-        return own
-    names = dict(module.named_modules())
-    inside: dict[str, list[int]] = {name: [] for name in costs}
-    for name, cost in costs.items():
-        if name not in names:
-            raise unknown_name("costs: the submodule", name, names)
-        if not isinstance(cost, Real) or not 0 <= cost < math.inf:
-            raise UsageError(f"costs: the cost of {name!r} should be a number that is not negative, not {cost!r}")
-    for k, node in enumerate(body):
-        priced = [name for name in module_names(node) if name in costs]
-        if priced:
-            inside[priced[-1]].append(k)
-    scaled = [0.0] * len(own)
-    for name, indices in inside.items():
-        if not indices:
-            raise UsageError(f"costs: {name!r} computes nothing when the example runs")
-        total = sum(own[k] for k in indices)
-        for k in indices:
-            scaled[k] = costs[name] * (own[k] / total if total else 1 / len(indices))
-    return scaled
+        costs.append(float(dependencies.flops.get(node, 0) + sum(parameters[name].nbytes for name in read)))
+    return costs

@@ -17,13 +17,13 @@ from schedgen.cli.main import main as schedgen
 
 SCHEMES = {"gpipe": {}, "1f1b": {}, "zb-h1": {}, "lpp": {"groups": 2}, "fslpp": {"groups": 2}}
 PLAIN = ("gpt2", "resnet", "encoder_decoder", "two_tower", "tied")
-OTHERS = (*further("tied_on_meta"), "tied_on_meta_replicated", *further("sequential"), "uneven")
+OTHERS = (*further("tied_on_meta"), "tied_on_meta_replicated", *further("sequential"))
 TRANSFORMERS = further(*("transformers_t5",) * bool(importlib.util.find_spec("transformers")))
 # Every plain module under a scheme, every scheme with one of them, and further ones each with another. Of the library
 # only T5, which has a tie and values that all of the decoder reads; test_split.py splits others, and
 # `make test-models` all architectures.
 CASES = [("gpt2", "gpipe"), ("resnet", "fslpp"), ("encoder_decoder", "zb-h1"), ("two_tower", "lpp"), ("tied", "1f1b")]
-CASES += [("uneven", "fslpp"), ("tied_on_meta_replicated", "fslpp")]
+CASES += [("tied_on_meta_replicated", "fslpp")]
 CASES += further(("gpt2", "zb-h1"), ("resnet", "1f1b"), ("encoder_decoder", "lpp"), ("two_tower", "gpipe"))
 CASES += further(("tied", "fslpp"), ("sequential", "zb-h1"), ("tied_on_meta_replicated", "1f1b"))
 CASES += [*zip(TRANSFORMERS, ("fslpp",), strict=False)]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import input_and_target
-from mpirun.data.values import by_path
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import UsageError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's forward
 
@@ -20,7 +19,6 @@ class Example(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]  # tensors in args and kwargs have no data
-    smaller: Call | None = None  # the input with one sample less; None: no microbatch is smaller
 
     def leaves(self, data: Any) -> tuple[Any, ...]:
         """The leaves of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor.
@@ -41,13 +39,14 @@ class Example(NamedTuple):
         if kwargs.keys() != self.kwargs.keys():
             raise UsageError(f"the batch's inputs are {sorted(kwargs)}, but those of the example {sorted(self.kwargs)}")
         leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in self.kwargs}))
-        if structure != pytree.tree_structure((self.args, self.kwargs)):  # keys may be in another order
-            found, expected = by_path((args, kwargs)), by_path((self.args, self.kwargs))
-            if found.keys() != expected.keys():
-                has, should = (clip(", ".join(path[3:] for path in paths)) for paths in (found, expected))
-                raise UsageError(f"the batch's input is nested as {has}, but that of the example as {should}")
-            leaves = [found[path] for path in expected]
-        self.check(leaves)
+        if structure != pytree.tree_structure((self.args, self.kwargs)):
+            raise UsageError("the batch's input is not nested as the example of split, with the same keys in one order")
+        for (path, expected), leaf in zip(pytree.tree_leaves_with_path((self.args, self.kwargs)), leaves, strict=True):
+            if _traced_part(leaf) != _traced_part(expected):
+                raise UsageError(
+                    f"input {pytree.keystr(path)[3:]} of a microbatch is {_traced_part(leaf)}, but the module was "
+                    f"traced on {_traced_part(expected)}: every microbatch has the example's shapes"
+                )
         return tuple(leaves)
 
     def pair(self, collated: Any) -> tuple[tuple[Any, ...], Any]:
@@ -63,19 +62,7 @@ class Example(NamedTuple):
                 "samples are mappings, but the module was traced on positional arguments: "
                 "split(module, {name: tensor}) says which entries are its input"
             )
-        if missing := [name for name in self.kwargs if name not in collated]:
-            raise UsageError(f"samples have no {missing[0]}, which the module was traced on: they have {[*collated]}")
-        return self.leaves({name: collated[name] for name in self.kwargs}), collated
-
-    def check(self, leaves: Sequence[Any]) -> None:
-        """UsageError if the leaves of a microbatch are neither like the example nor like `smaller`."""
-        if self.smaller is not None and _unlike_example(leaves, self.smaller) is None:
-            return
-        if (difference := _unlike_example(leaves, (self.args, self.kwargs))) is not None:
-            shapes = "every microbatch has the example's shapes" + (
-                "; split with dims, it may have a sample less" if self.smaller is None else ", or a sample less"
-            )
-            raise UsageError(f"{difference}: {shapes}")
+        return self.leaves({name: collated[name] for name in self.kwargs if name in collated}), collated
 
 
 class ModuleOutput(NamedTuple):
@@ -109,18 +96,6 @@ class WholeModule(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         of_output = dict(zip(self.output.leaves, pytree.tree_leaves(self.module(*args, **kwargs)), strict=True))
         return [of_output[index] for index in range(len({*of_output} - {None}))]
-
-
-def _unlike_example(leaves: Sequence[Any], example: Call) -> str | None:
-    """A sentence on the first leaf that is not like the example's; None: there is none."""
-    for (path, expected), leaf in zip(pytree.tree_leaves_with_path(example), leaves, strict=True):
-        if _traced_part(leaf) != _traced_part(expected):
-            name = pytree.keystr(path)[3:]
-            return (
-                f"input {name} of a microbatch is {_traced_part(leaf)}, "
-                f"but the module was traced on {_traced_part(expected)}"
-            )
-    return None
 
 
 def _traced_part(leaf: Any) -> str:

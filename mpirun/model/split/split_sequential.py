@@ -1,22 +1,23 @@
-"""An nn.Sequential as stages: runs of its children, each of which sends one tensor to the next."""
+"""Layers, or an nn.Sequential, as stages: runs of layers or children, each of which sends one tensor to the next."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from torch import nn
 
-from mpirun.model.contract import Origin
+from mpirun.model.contract import Layers, Origin
 from mpirun.model.dataflow import Input, Value
-from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
-from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name, warn_user
-from mpirun.model.frontend.linear_partition import balanced_starts, even_starts
-from mpirun.model.frontend.split_result import Cut
 from mpirun.model.meta_values import Init, meta_module
-from mpirun.model.module_tensors import shared_parameters, temporary_buffers, tensor_aliases
+from mpirun.model.module_tensors import shared_parameters, tensor_aliases
+from mpirun.model.split.batch_coupling import warn_of_batch_statistics
+from mpirun.model.split.errors import check_hooks, line_of_forward, unknown_name, warn_user
+from mpirun.model.split.linear_partition import balanced_starts, even_starts
+from mpirun.model.split.split_result import Cut
 from schedgen.util.errors import UsageError, raised
 from schedgen.util.parse_json import parse_json
 
@@ -45,11 +46,6 @@ def split_sequential(
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
-    kinds, temporary = (module.named_parameters, module.named_buffers), temporary_buffers(module)
-    saved = {name: x for named in kinds for name, x in named(remove_duplicate=False) if name not in temporary}
-    of_children = {id(x) for name, x in saved.items() if "." in name}
-    if own := [name for name, x in saved.items() if id(x) not in of_children]:
-        raise UsageError(f"{own[0]} is the Sequential's own, and none of its children saves it; split takes any module")
     check_hooks(module)
     if module._compiled_call_impl is not None:
         warn_user("Module.compile of the Sequential is lost: compile its children")
@@ -77,6 +73,15 @@ def split_sequential(
     )
 
 
+def split_layers(layers: Layers, stages: int) -> list[Layers]:
+    """`stages` runs of `layers`, as `Model.stages` takes them; the first ones are longer if not all can be equal."""
+    if stages > len(layers):
+        raise UsageError(f"it has {len(layers)} layers, too few for {stages} stages")
+    names = list(layers)
+    starts = [*even_starts(len(names), stages), len(names)]
+    return [{name: layers[name] for name in names[start:end]} for start, end in pairwise(starts)]
+
+
 def _counted_starts(names: Sequence[str], stages: int, costs: Sequence[float] | None) -> list[int]:
     if stages < 1:
         raise UsageError(f"{stages} stages: there should be one at least")
@@ -86,19 +91,13 @@ def _counted_starts(names: Sequence[str], stages: int, costs: Sequence[float] | 
 
 
 def _named_starts(names: Sequence[str], points: Sequence[str | int]) -> list[int]:
-    starts = [0]
-    for point in points:
-        name = names[point] if isinstance(point, int) and -len(names) <= point < len(names) else str(point)
-        if name not in names:
-            raise unknown_name("the child", name, names)
-        start = names.index(name)
-        if start == 0 and starts == [0]:
-            continue
-        if start <= starts[-1]:
-            raise UsageError(
-                f"stages begin at children in their order, but {name!r} does not come after {names[starts[-1]]!r}"
-            )
-        starts.append(start)
+    chosen = [names[p] if isinstance(p, int) and -len(names) <= p < len(names) else str(p) for p in points]
+    if unknown := [name for name in chosen if name not in names]:
+        raise unknown_name("the child", unknown[0], names)
+    starts = [names.index(name) for name in chosen]
+    starts = starts if starts[:1] == [0] else [0, *starts]
+    if any(start >= following for start, following in pairwise(starts)):
+        raise UsageError(f"stages begin at children in their order, not at {chosen}")
     return starts
 
 

@@ -11,21 +11,17 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from mpirun.model.dataflow import Input, Source, Value
-from mpirun.model.frontend.dynamic_sizes import SHAPES
-from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.node_dependencies import (
+from mpirun.model.meta_values import like
+from mpirun.model.rng import RandomOp
+from mpirun.model.split.node_dependencies import (
     Dependencies,
     is_buffer,
     value_bytes,
     views_of,
     written_roots,
 )
-from mpirun.model.frontend.size_and_device_lookup import depends_on_size, insert_lookups
-from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
-from mpirun.model.frontend.train_eval_ops import MODE_OPS, TRACED, counters_of, follow_mode_inside, mode_op
-from mpirun.model.meta_values import like
-from mpirun.model.rng import RandomOp
-from schedgen.util.errors import UsageError
+from mpirun.model.split.subgraphs import any_inside, attributes, subgraphs
+from mpirun.model.split.train_eval import MODE_OPS, counters_of, follow_mode_inside, mode_op
 
 aten = torch.ops.aten
 RANDOM_OPS = "__draws__"  # the submodule that holds a stage's operations that draw
@@ -64,8 +60,6 @@ class StageBuilder:
         built = StageModules([], [], {})
         for stage, own in enumerate(nodes):
             received = [node for node in own if not self._is_here(node, stage)]
-            self._check_strides(own, received)
-            received += self._size_input(own, received)
             built.modules.append(self._module(stage, own, received, outputs[stage]))
             built.reads.append([])
             for node in received:
@@ -77,28 +71,6 @@ class StageBuilder:
                     built.reads[-1].append(value)
                     built.sent_bytes[value] = value_bytes(node)
         return built
-
-    def _check_strides(self, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> None:
-        """Refuse as_strided of a received value that was not contiguous where it was traced: a run's formats decide."""
-        values = {node: node.meta.get("val") for node in received if node.op != "placeholder"}
-        turned = {node for node, x in values.items() if isinstance(x, Tensor) and not x.is_contiguous()}
-        for node in nodes:
-            if node in received or turned.isdisjoint(node.all_input_nodes):
-                continue
-            if any_inside(lambda inner: inner.target is aten.as_strided.default, node, self.exported.state):
-                raise UsageError(
-                    f"{line_of_node(node)}: as_strided of what an earlier stage has made, whose strides may differ "
-                    "here; make it contiguous first, or cut elsewhere"
-                )
-            if node in self.dependencies.views and node.target is not aten.contiguous.default:
-                turned.add(node)
-
-    def _size_input(self, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> list[fx.Node]:
-        """An input that tells the size of the microbatch, if a stage needs it and sees it nowhere else."""
-        state = self.exported.state
-        if any(SHAPES in node.meta for node in received) or not any(depends_on_size(node, state) for node in nodes):
-            return []
-        return [next(node for node in self.exported.inputs if SHAPES in node.meta)]
 
     def _nodes(self, stage: int) -> list[fx.Node]:
         """The nodes that a stage computes or receives; the received ones are added to those that other stages send."""
@@ -132,14 +104,13 @@ class StageBuilder:
                 if node.op == "get_attr":
                     self._put(root, str(node.target))
         for node, copied in new.items():  # the rest of meta holds fake tensors
-            copied.meta = {key: node.meta[key] for key in ("stack_trace", SHAPES) if key in node.meta}
-            copied.meta[TRACED] = node.name
+            copied.meta = {"stack_trace": node.meta.get("stack_trace")}
         state, counters = attributes(root, graph), counters_of(graph)
         written = {new[node] for node in new if self.dependencies.root(node) in self.dependencies.writes}
         _reshape(graph, state, written)
         for node in graph.nodes:
             follow_mode_inside(node, state, counters)
-        insert_lookups(graph, state)
+        _insert_device_lookups(graph, state)
         returned = [
             graph.call_function(aten.clone.default, (new[node],)) if node.op == "get_attr" else new[node]
             for node in outputs
@@ -204,3 +175,37 @@ def _reshape(graph: fx.Graph, state: Mapping[str, Any], written: Collection[fx.N
                 roots |= {views.get(result, result) for result in inner_graph.output_node().all_input_nodes}
             inner_written = {inner for inner in inner_graph.nodes if views.get(inner, inner) in roots}
             _reshape(inner_graph, inner_state, inner_written)
+
+
+def _insert_device_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
+    """Let a stage and its subgraphs make new tensors where its values are, not where the example was.
+
+    `state`: what get_attr nodes refer to. A subgraph that has no value of its own gets one more operand.
+    """
+    tensors = [node for node in graph.find_nodes(op="get_attr") if isinstance(state.get(str(node.target)), Tensor)]
+    like = next(iter([*graph.find_nodes(op="placeholder"), *tensors]), None)
+    for node in list(graph.nodes):
+        for inside in subgraphs(node, state):
+            code = inside.code
+            names_device = any(any_inside(_names_device, inner, inside.state) for inner in code.graph.nodes)
+            if like is not None and names_device and not code.graph.find_nodes(op="placeholder"):
+                with code.graph.inserting_before():
+                    code.graph.placeholder("like")
+                node.args = (*node.args, like)
+            _insert_device_lookups(code.graph, inside.state)
+            for inner in code.graph.nodes:  # the rest of meta holds fake tensors
+                inner.meta = {"stack_trace": inner.meta.get("stack_trace")}
+            code.recompile()
+    for node in [node for node in graph.nodes if like is not None and _names_device(node)]:
+        with graph.inserting_before(node):
+            device = graph.call_function(getattr, (like, "device"))
+
+        def replaced(argument: Any) -> Any:
+            return device if isinstance(argument, torch.device) else argument
+
+        node.args = tuple(map(replaced, node.args))
+        node.kwargs = {name: replaced(argument) for name, argument in node.kwargs.items()}
+
+
+def _names_device(node: fx.Node) -> bool:
+    return any(isinstance(argument, torch.device) for argument in [*node.args, *node.kwargs.values()])

@@ -1,8 +1,8 @@
 """`mpirun.split`: any module that torch.export can trace, as stages.
 
-1. Export the forward as a graph (export_graph); for microbatches of two sizes, merge two graphs (dynamic_sizes).
-2. Find what each node needs (node_dependencies), and move or copy changes in place so that stages can be cut (inplace).
-3. Choose the nodes that begin stages (cut_points); a change in place after a cut is made to a copy (inplace).
+1. Export the forward as a graph (export_graph).
+2. Find what each node needs (node_dependencies).
+3. Choose the nodes that begin stages (cut_points): none lies between a value and a change of it in place.
 4. Decide whether parameters that several stages use are sent or replicated.
 5. Build a module for each stage (stage_modules).
 """
@@ -10,30 +10,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from operator import getitem
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from mpirun.data.chunks import Dims
-from mpirun.model.contract import CheckEval, Origin
+from mpirun.model.contract import Origin
 from mpirun.model.dataflow import check_reads
-from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
-from mpirun.model.frontend.compare_train_eval import compare_with_eval, follow_eval
-from mpirun.model.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
-from mpirun.model.frontend.dynamic_sizes import merge_sizes, smaller_example
-from mpirun.model.frontend.errors import unknown_name, warn_user
-from mpirun.model.frontend.export_graph import ExportedGraph, export_graph
-from mpirun.model.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
-from mpirun.model.frontend.module_io import Call, WholeModule
-from mpirun.model.frontend.node_dependencies import Dependencies
-from mpirun.model.frontend.split_result import Cut
-from mpirun.model.frontend.stage_modules import StageBuilder
-from mpirun.model.frontend.train_eval_ops import keep_eval_mode
 from mpirun.model.meta_values import Init, is_on_meta, meta_module, without_values
 from mpirun.model.module_tensors import own_tensors, temporary_buffers, tensor_aliases
+from mpirun.model.split.batch_coupling import warn_of_batch_statistics
+from mpirun.model.split.cut_points import (
+    balanced_stages,
+    check_changes_in_place,
+    module_names,
+    starts_at_modules,
+    starts_at_pipe_splits,
+)
+from mpirun.model.split.errors import warn_user
+from mpirun.model.split.export_graph import ExportedGraph, export_graph
+from mpirun.model.split.module_io import Call, WholeModule
+from mpirun.model.split.node_dependencies import Dependencies
+from mpirun.model.split.split_result import Cut
+from mpirun.model.split.stage_modules import StageBuilder
+from mpirun.model.split.train_eval import compare_with_eval, keep_eval_mode
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")
@@ -46,35 +47,30 @@ def split(
     *,
     stages: int | None = None,
     points: Collection[str] = (),
-    costs: Mapping[str, float] | None = None,
-    shared: str | Mapping[str, str] = "transmit",
-    dims: Dims = None,
+    shared: str = "transmit",
     init: Init | None = None,
 ) -> Cut:
     """The stages of `module`, traced on the example of one microbatch's input.
 
     `example`: a tensor, a tuple of args or a mapping of kwargs; `example_kwargs`: the kwargs if there are args, too.
     The module is cut where submodules named in `points` begin and where its source calls `pipe_split()`; if there are
-    none, into `stages` balanced parts between which little is sent. `costs`, by submodule, replace the estimated
-    costs (flops plus bytes of parameters); other submodules then cost nothing. `shared`: whether a parameter that
-    several stages use is sent by the first ("transmit") or copied and tied ("replicate", as complex ones always are),
-    or a mapping by name.
-    `dims`: the dimension of the example's samples, a number, or nested as args, kwargs or (args, kwargs), with None
-    for what has no samples: the module is traced a second time, and microbatches may have one sample less.
+    none, into `stages` parts that cost about the same (flops plus bytes of parameters) and send little. `shared`:
+    whether parameters that several stages use are sent by the first ("transmit") or copied and tied ("replicate").
     `init`: for a module on the meta device, a function that gives a submodule its own parameters and buffers, in
     place, on the ranks that build them (default: the model's _init_weights, or the submodule's reset_parameters).
     UsageError, with the line of the model that is the reason, if the module cannot be split.
     """
     args, kwargs = _call(example, example_kwargs)
-    _check_options(module, stages, points, costs, shared)
+    _check_options(module, points, shared)
     _warn_of_what_is_lost(module)
     meta = meta_module(module, init)
     check_eval = _eval_check(module, args, kwargs)
     try:
-        dependencies = _trace(module, args, kwargs, dims)
+        dependencies = _trace(module, args, kwargs)
     except UsageError as error:
         raise error.with_traceback(None) from None  # each rank prints it, if the script has made no Engine yet
-    dependencies, starts = copy_at_cuts(dependencies, _starts(dependencies, module, stages, points, costs))
+    starts = _starts(dependencies, module, stages, points)
+    check_changes_in_place(dependencies, starts)
     warn_of_batch_statistics(module)
     aliases, in_eval_mode = tensor_aliases(module), not any(part.training for part in module.modules())
 
@@ -93,13 +89,11 @@ def split(
     return cut_at(starts)
 
 
-def _build_stages(dependencies: Dependencies, starts: Sequence[fx.Node], shared: str | Mapping[str, str]) -> Cut:
-    """The `Cut` whose stages begin at these nodes."""
+def _build_stages(dependencies: Dependencies, starts: Sequence[fx.Node], shared: str) -> Cut:
     stage_of = _stages_of_nodes(dependencies, starts)
     used_by = _stages_of_shared_parameters(dependencies, stage_of)
-    treatment = _treatments(dependencies, shared)
     results, output = dependencies.exported.output()
-    senders = {name: users[0] for name, users in used_by.items() if treatment[name] == "transmit"}
+    senders = {name: users[0] for name, users in used_by.items() if shared == "transmit"}
     built = StageBuilder(dependencies, stage_of, results, senders).build()
     check_reads(built.reads, len(built.modules))
     bodies: list[list[fx.Node]] = [[] for _ in built.modules]
@@ -118,21 +112,16 @@ def _build_stages(dependencies: Dependencies, starts: Sequence[fx.Node], shared:
 
 
 def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
-    """The args and kwargs of an example."""
     if not isinstance(example_kwargs, Mapping | None):
         raise UsageError(f"example_kwargs should be a mapping from names, not {type(example_kwargs).__name__}")
     if not isinstance(example, Mapping):
         return example if isinstance(example, tuple) else (example,), dict(example_kwargs or {})
     if example_kwargs:
         raise UsageError("an example that is a mapping gives the kwargs, and so do example_kwargs: give one of them")
-    if not all(isinstance(name, str) for name in example):
-        raise UsageError(
-            "an example that is a mapping gives the kwargs, by name: write ({...},) for a dict that is one argument"
-        )
     return (), dict(example)
 
 
-def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckEval:
+def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
     """A function for `Origin.check_eval`: it compares eval mode with the mode that the module is in now."""
     module = without_values(module) if is_on_meta(module) else module  # a run gives values to the stages it builds
     traced = [(part, part.training) for part in module.modules()]
@@ -147,27 +136,20 @@ def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             for part, mode in before:
                 part.training = mode
 
-    def check() -> Callable[[nn.Module], None] | None:
-        if not any(mode for _, mode in traced):
-            return None
-        left_out = compare_with_eval(exported(traced), exported([(part, False) for part, _ in traced]))
-        return partial(follow_eval, left_out=left_out) if any(left_out) else None
+    def check() -> None:
+        if any(mode for _, mode in traced):
+            compare_with_eval(exported(traced), exported([(part, False) for part, _ in traced]))
 
     return check
 
 
-def _check_options(module: object, stages: object, points: object, costs: object, shared: object) -> None:
-    """UsageError if arguments of `split` have wrong types."""
+def _check_options(module: object, points: object, shared: object) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
     if isinstance(points, str) or not isinstance(points, Collection):
         raise UsageError(f"points should be names of submodules, not {points!r}")
-    if not isinstance(costs, Mapping | None):
-        raise UsageError(f"costs should be a mapping from names, not {type(costs).__name__}")
-    if not isinstance(shared, str | Mapping):
-        raise UsageError(f"shared should be 'transmit' or 'replicate', or a mapping to these, not {shared!r}")
-    if stages is not None and type(stages) is not int:
-        raise UsageError(f"stages should be a whole number, not {stages!r}")
+    if shared not in SHARED:
+        raise UsageError(f"shared should be 'transmit' or 'replicate', not {shared!r}")
 
 
 def _warn_of_what_is_lost(module: nn.Module) -> None:
@@ -178,26 +160,12 @@ def _warn_of_what_is_lost(module: nn.Module) -> None:
         warn_user(f"torch.compile of {type(module).__name__} is lost: stages run the operations that are traced")
 
 
-def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> Dependencies:
+def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dependencies:
     """The module's graph, and what each node of it needs; UsageError if nothing depends on its parameters."""
-    dependencies = Dependencies(_export(module, args, kwargs, dims))
-    dependencies = copy_changed_inputs(update_buffers_early(dependencies))
+    dependencies = Dependencies(export_graph(module, args, kwargs))
     if not dependencies.body:
         raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
     return dependencies
-
-
-def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> ExportedGraph:
-    """The module's graph; if `dims` are given, for the example's size and for one sample less."""
-    exported = export_graph(module, args, kwargs)
-    if dims is None:
-        return exported
-    smaller = smaller_example(args, kwargs, dims)
-    try:
-        other = export_graph(module, *smaller)
-    except UsageError as error:
-        raise UsageError(f"with a sample less: {error}") from None
-    return merge_sizes(exported, other)
 
 
 def _starts(
@@ -205,9 +173,7 @@ def _starts(
     module: nn.Module,
     stages: int | None,
     points: Collection[str],
-    costs: Mapping[str, float] | None,
 ) -> list[fx.Node]:
-    """The nodes that begin the second stage, the third and so on."""
     marked, named = starts_at_pipe_splits(dependencies), starts_at_modules(dependencies, module, points)
     starts = dependencies.ordered({*marked, *named})
     if len(starts) < len(marked) + len(named):
@@ -215,16 +181,13 @@ def _starts(
     if not starts:
         if stages is None:
             raise UsageError("say how many stages, or at which points to cut")
-        return balanced_stages(dependencies, module, stages, costs)
-    if costs is not None:
-        raise UsageError("costs choose where stages begin, but points or pipe_split() say so")
+        return balanced_stages(dependencies, stages)
     if stages not in (None, len(starts) + 1):
         raise UsageError(f"points and pipe_split() make {len(starts) + 1} stages, not {stages}")
     return starts
 
 
 def _stages_of_nodes(dependencies: Dependencies, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The stage of each node of the body."""
     stage_of: dict[fx.Node, int] = {}
     for node in dependencies.body:
         if node.target is getitem:  # stays with the node whose result it is a part of
@@ -247,19 +210,6 @@ def _stages_of_shared_parameters(dependencies: Dependencies, stage_of: Mapping[f
         if node.target in parameters and parameters[str(node.target)].requires_grad
     }
     return {name: several for name, several in stages.items() if len(several) > 1}
-
-
-def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> dict[str, str]:
-    """By parameter, "transmit" or "replicate", which counts if several stages use it; complex ones cannot be sent."""
-    parameters = dependencies.exported.parameters
-    treatments = dict.fromkeys(parameters, shared) if isinstance(shared, str) else shared
-    for name, treatment in treatments.items():
-        if name not in parameters:
-            raise unknown_name("shared: the parameter", name, parameters)
-        if treatment not in SHARED:
-            raise UsageError(f"shared: {treatment!r} is neither 'transmit' nor 'replicate'")
-    unsendable = [name for name, parameter in parameters.items() if parameter.is_complex()]
-    return dict.fromkeys(parameters, "transmit") | dict(treatments) | dict.fromkeys(unsendable, "replicate")
 
 
 def _unused(module: nn.Module, stages: Sequence[nn.Module], aliases: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.export_graph import ExportedGraph
-from mpirun.model.frontend.subgraphs import any_inside, result_inside, subgraphs
+from mpirun.model.split.errors import line_of_node
+from mpirun.model.split.export_graph import ExportedGraph
+from mpirun.model.split.subgraphs import any_inside, result_inside, subgraphs
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ CHEAP = 16  # flops per byte of output that a replicated node may do
 
 
 class Dependencies:
-    """The dependencies of the nodes of an exported graph; after a change of the graph a new object is made.
+    """The dependencies of the nodes of an exported graph.
 
     position    by node, its index in the graph
     views       by node that shares memory with an earlier one, the node whose memory it is, its *root*
@@ -41,8 +41,8 @@ class Dependencies:
     body        the nodes that are computed once, in order
     """
 
-    def __init__(self, exported: ExportedGraph, flops: Mapping[fx.Node, int] | None = None) -> None:
-        """`flops`: if they were counted before the graph was changed."""
+    def __init__(self, exported: ExportedGraph) -> None:
+        """`exported`: the graph, which stays as it is."""
         self.exported, self.graph = exported, exported.graph
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
         self.views = views_of(self.graph, exported.state)
@@ -54,7 +54,7 @@ class Dependencies:
             self.needs[node] = list(dict.fromkeys([*node.all_input_nodes, *last]))
             for root in written:
                 self.writes.setdefault(root, []).append(node)
-        self.flops = _count_flops(exported) if flops is None else flops
+        self.flops = _count_flops(exported)
         self.replicated = self._replicated()
         results = exported.output()[0]
         buffers = [node for root, nodes in self.writes.items() if is_buffer(root) for node in nodes]
@@ -89,7 +89,11 @@ class Dependencies:
 
     def draws(self, node: fx.Node) -> bool:
         """Whether a node draws random numbers."""
-        return any_inside(_is_random, node, self.exported.state)
+
+        def is_random(inner: fx.Node) -> bool:
+            return torch.Tag.nondeterministic_seeded in getattr(inner.target, "tags", ())
+
+        return any_inside(is_random, node, self.exported.state)
 
     def _replicated(self) -> set[fx.Node]:
         """Cheap nodes that need only one another, and whose memory only they write to."""
@@ -125,10 +129,6 @@ def is_buffer(root: fx.Node) -> bool:
 def value_bytes(node: fx.Node) -> int:
     """Bytes of the tensors that a node returns."""
     return sum(x.numel() * x.element_size() for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor))
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def written_roots(graph: fx.Graph, state: Mapping[str, Any]) -> set[fx.Node]:
