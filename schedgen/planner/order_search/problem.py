@@ -75,7 +75,7 @@ def make_problem(
     class_jobs = np.argsort(class_of, kind="stable")
     class_first = np.searchsorted(class_of[class_jobs], np.arange(len(keys) + 1))
     class_node = keys // routes % nodes
-    times = machine.message_times(machine.edge_bytes(placed.graph)).tolist()
+    times: list[float] = machine.message_times(machine.edge_bytes(placed.graph)).tolist()
     message = dict(zip(placed.graph.edges, times, strict=True))  # by edge: the time of its x or its g, as in `simulate`
 
     def hop(node: int, other: int) -> float:
