@@ -170,22 +170,11 @@ curves: launcher
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/compile.py --history tests/bench/history.txt
-	$(BIN)/python tests/bench/diff.py
-	$(BIN)/python tests/bench/plan.py
-	$(BIN)/python tests/bench/cuts.py
 	$(BIN)/python tests/bench/search.py
 
 bench-run: launcher
-	$(BIN)/python tests/bench/split_backward.py
-	$(BIN)/python tests/bench/overhead.py
-	$(BIN)/python tests/bench/reduction.py
-	$(BIN)/python tests/bench/overlap.py
-	$(BIN)/python tests/bench/transfer_delay.py
 	$(BIN)/python tests/bench/predict.py
-	$(BIN)/python tests/bench/plan_run.py
 	$(BIN)/python tests/bench/found.py
-	$(MPIEXEC) -n 4 $(BIN)/python tests/bench/engine.py
-	$(BIN)/python tests/bench/meta_start.py
 	$(BIN)/python tests/bench/run.py
 	$(BIN)/python tests/bench/run.py --cases d48 d128 d384 --pairs one-rank floor flat ddp 1f1b fsdp --rounds 1
 

@@ -1,8 +1,10 @@
 """The environment of all tests: compiled kernels, one thread per process, and servers that ranks are forked from.
 
-Tests call kernels often on small inputs, so kernels are always compiled in the test process, which takes a tenth of the
-time, with bounds checks. Tests that start a command see small inputs interpreted; test_jit.py compares both ways. Every
-process computes in one thread, since a test runs on each core. Bytecode is cached: tests start hundreds of processes.
+The whole suite (`pytest -n 2`) compiles all kernels first, with bounds checks, and calls them however small their input
+is: that takes a tenth of the time. Compiling takes a minute, and each change of a source file makes it necessary again.
+So a plain `pytest FILE` interprets them where they are not compiled yet. Tests that start a command see small inputs
+interpreted; test_jit.py compares both ways. Every process computes in one thread, since a test runs on each core.
+Bytecode is cached: tests start hundreds of processes.
 """
 
 import os
@@ -26,16 +28,18 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
-schedgen.util.jit.SMALL = 0
 
+INTERPRETED = 20_000_000  # `jit.SMALL` where no kernels are kept: more than tests of the compiler need of any kernel
 KEPT = Path(os.environ["NUMBA_CACHE_DIR"]) / "compiled"
 WARM = "WARM_RANKS"  # environment variable: the folder of the servers, which all pytest workers share
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the servers of warm ranks and compile the kernels, once, before pytest-xdist starts its workers."""
-    if not hasattr(config, "workerinput"):
-        to_compile = bool(config.getoption("numprocesses", None)) and not kernels_are_kept()
+    is_worker, kept = hasattr(config, "workerinput"), kernels_are_kept()
+    schedgen.util.jit.SMALL = 0 if is_worker or kept else INTERPRETED
+    if not is_worker:
+        to_compile = bool(config.getoption("numprocesses", None)) and not kept
         start_servers(config, ask=to_compile)
         if to_compile:
             compile_kernels()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
-PARTS = {"cases", "engine", "floor", "peers", "ranks", "sizes"}  # used by other benchmarks, or by test_scripts.py
+PARTS = {"cases", "floor", "peers", "ranks", "sizes"}  # used by other benchmarks
 BENCHMARKS = sorted({path.stem for path in BENCH.glob("*.py")} - PARTS)
 
 

@@ -42,7 +42,6 @@ def test_cuts_move_away_from_balance_where_that_is_faster():
 
 
 def test_found_cuts_are_within_one_percent_of_all_cuts():
-    """`tests/bench/cuts.py` does the same with 200 lists of up to 12 layers."""
     choose = random.Random(1)
     for _ in range(12):
         layers = [choose.randint(1, 20) for _ in range(choose.randint(5, 8))]
