@@ -38,10 +38,9 @@ NAMED = {match[1]: text for text in SCRIPTS if (match := re.match(r"# (\w+\.py)\
 
 Place = tuple[Path, dict[str, str]]  # a folder and an environment
 TRAIN = "mpiexec -n 4 python "
-# Options that shorten commands: one epoch, not three; two schemes, not all.
+# Options that shorten commands.
 MORE = {
     "make run": " STEPS=1",
-    f"{TRAIN}-m mpirun.examples.digits zb-h1.json": " 1",
     f"{TRAIN}-m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 --output profile.json": " --steps 1",
     "schedgen plan profile.json --workers 4 --microbatches 8 --memory 8e6 --output plan.json": " --schemes 1f1b,ddp",
 }
