@@ -229,10 +229,10 @@ def test_every_room_is_in_its_map(package: str) -> None:
     assert [str(room) for room in rooms if len(room.parts) <= depth and f"]({room})" not in text] == []
 
 
-def test_every_public_name_of_mpirun_is_in_its_table() -> None:
+def test_every_public_name_of_mpirun_is_in_the_reference() -> None:
     page = (ROOT / "mpirun" / "docs" / "reference.md").read_text()
-    table = page.split("## Public names")[1].split("\n## ")[0]
-    assert [name for name in mpirun.__all__ if f"`{name}`" not in table] == []
+    chapter = page.split("## Public names")[1].split("\n## ")[0]
+    assert [name for name in mpirun.__all__ if f"`{name}`" not in chapter] == []
     assert mpirun.UsageError is schedgen.UsageError
 
 
