@@ -21,12 +21,12 @@ def test_every_scheme_has_a_golden_schedule() -> None:
 def test_a_golden_schedule_compiles_to_the_same_bytes(golden: Path, tmp_path: Path) -> None:
     header = json.loads(golden.read_text())
     scheme = header["scheme"]
-    tensor = header.get("tensor", {"degree": 1, "whole": []})
-    graph = {"stages": scheme["stages"] // tensor["degree"], "whole": tensor["whole"]}
-    if not tensor["whole"]:  # else ties are between shards, and do not come from the model
+    tensor = header.get("tensor", {"degree": 1, "replicated": []})
+    graph = {"stages": scheme["stages"] // tensor["degree"], "replicated": tensor["replicated"]}
+    if not tensor["replicated"]:  # else ties are between slices, and do not come from the model
         graph["tied"] = header["tied"]
     (tmp_path / "graph").write_text(json.dumps(graph))
-    scheme["stages"] = graph["stages"] // scheme.pop("parts", 1)
+    scheme["stages"] = graph["stages"] // scheme.pop("substages", 1)
     options = [
         f"--{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
         for key, value in scheme.items()

@@ -1,6 +1,6 @@
 """The entries of a stage in a checkpoint: the parameters' names in the model, which depend on no stage or rank.
 
-Tensor shards write a parameter in shares, as entries NAME@t/T (share t of T); `Entries` reads these as the whole.
+Tensor slices write a parameter in shares, as entries NAME@t/T (share t of T); `Entries` reads these as the whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from mpirun.checkpoint.disk_format import read_entries
 from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
-from mpirun.model.parallel_layers import Shard, ShardedDim
+from mpirun.model.parallel_layers import Slice, SlicedDim
 from schedgen.util.errors import UsageError
 
 _SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
@@ -28,20 +28,20 @@ def parameter_entries(model: Model, stage: LocalStage) -> list[str | None]:
     for name in stage.names:
         entry = model.entry_name(stage.index, name)
         if is_share(model, stage, name):
-            entries.append(shard_entry(entry, model.shard_of(stage.index)))
+            entries.append(slice_entry(entry, model.slice_of(stage.index)))
         else:
             entries.append(entry if firsts.get((stage.index, name), stage.index) == stage.index else None)
     return entries
 
 
-def shard_entry(entry: str, shard: Shard) -> str:
-    """The entry of a tensor shard's share of a parameter: NAME@t/T."""
-    return f"{entry}@{shard.index}/{shard.count}"
+def slice_entry(entry: str, slice: Slice) -> str:
+    """The entry of a tensor slice's share of a parameter: NAME@t/T."""
+    return f"{entry}@{slice.index}/{slice.count}"
 
 
 def is_share(model: Model, stage: LocalStage, name: str) -> bool:
-    """Whether a stage's tensor of this name is a tensor shard's share."""
-    return model.shard_of(stage.index).count > 1 and name in stage.shape.sharded_dims
+    """Whether a stage's tensor of this name is a tensor slice's share."""
+    return model.slice_of(stage.index).count > 1 and name in stage.shape.sliced_dims
 
 
 def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
@@ -58,13 +58,13 @@ def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
 
 
 def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
-    """The untrained tensors that are written, by entry: every share, and the first shard's copy of others."""
+    """The untrained tensors that are written, by entry: every share, and the first slice's copy of others."""
     entries: dict[str, Tensor] = {}
     for name, value in untrained_tensors(stage).items():
         entry = model.entry_name(stage.index, name)
         if is_share(model, stage, name):
-            entries[shard_entry(entry, model.shard_of(stage.index))] = value
-        elif model.is_first_shard(stage.index):
+            entries[slice_entry(entry, model.slice_of(stage.index))] = value
+        elif model.is_first_slice(stage.index):
             entries[entry] = value
     return entries
 
@@ -95,7 +95,7 @@ class Entries:
         """All names, including those of parameters in shares."""
         return [*(name for name in self.files if _SHARE.fullmatch(name) is None), *self.shares]
 
-    def read(self, names: Sequence[str], dims: Mapping[str, ShardedDim]) -> dict[str, Any]:
+    def read(self, names: Sequence[str], dims: Mapping[str, SlicedDim]) -> dict[str, Any]:
         """The values of whole entries; missing ones are left out. `dims`: how entries that may be in shares were cut.
 
         UsageError if shares do not fit together.
@@ -108,8 +108,8 @@ class Entries:
                 values[name] = self._joined(name, [shares[entry] for entry in entries], dims.get(name))
         return values
 
-    def _joined(self, name: str, shares: Sequence[Any], dim: ShardedDim | None) -> Any:
-        if not isinstance(shares[0], Tensor) or not shares[0].dim():  # a number that all shards have
+    def _joined(self, name: str, shares: Sequence[Any], dim: SlicedDim | None) -> Any:
+        if not isinstance(shares[0], Tensor) or not shares[0].dim():  # a number that all slices have
             return shares[0]
         try:
             if dim is None:

@@ -110,24 +110,24 @@ def _entries(
         if model.is_replica(index):
             continue
         root, stage, values = writing_rank(header, index), stages.get(index), list[Tensor]()
-        if header.is_divided(index):
+        if header.is_sharded(index):
             gathered = gather_parameters(comm, root, stage, shape.layout, lambda _: (), beat)
             values = [of_parameter[PARAMETER] for of_parameter in gathered]
         elif stage is not None and comm.rank == root:
             values = [view.detach().cpu() for view in stage.views(stage.weights)]
-        shard = model.shard_of(index)
-        cut = shape.sharded_dims if shard.count > 1 else {}
+        slice = model.slice_of(index)
+        cut = shape.sliced_dims if slice.count > 1 else {}
         held: dict[str, Tensor] = {}
         if stage is not None and comm.rank == root:
             held = untrained_tensors(stage) | dict(zip(stage.names, values, strict=True))
             for name, entry in zip(stage.names, parameter_entries(model, stage), strict=True):
                 if entry is not None and name not in cut:
                     entries[entry] = held[name]
-        for name, dim in cut.items():  # the shards' shares, to the rank that writes the first shard
-            whole, to = model.entry_name(index, name), writing_rank(header, index - shard.index)
+        for name, dim in cut.items():  # the slices' shares, to the rank that writes the first slice
+            whole, to = model.entry_name(index, name), writing_rank(header, index - slice.index)
             of_ranks = comm.gather(held[name].cpu() if name in held else None, root=to)
             shares.setdefault(whole, []).extend(share for share in of_ranks or () if share is not None)
-            if comm.rank == to and shard.index == shard.count - 1:
+            if comm.rank == to and slice.index == slice.count - 1:
                 entries[whole] = dim.join(shares.pop(whole))
         beat()
     unused = on_rank_0(comm, lambda: _unused(setup.model)) or {}
@@ -165,7 +165,7 @@ def _own_untrained(
     """Frozen parameters and buffers of the stages that a rank writes, each with the first such stage that has it."""
     own: dict[str, tuple[int, Tensor]] = {}
     for index, stage in sorted(stages.items()):
-        if writing_rank(header, index) == rank and header.is_first_shard(index):
+        if writing_rank(header, index) == rank and header.is_first_slice(index):
             seen: set[int] = set()  # addresses: a tensor is written under its first name
             for name, value in untrained_tensors(stage).items():
                 if is_share(setup.model, stage, name):

@@ -16,7 +16,7 @@ from schedgen.ir.header import Header
 
 PARAMETER = ""  # the key of a parameter's own value
 Values = dict[str, Any]  # a parameter's value, and its optimizer state (tensors, numbers) by torch's names
-Kept = Callable[[int], Sequence[Values]]  # by part of a stage: the optimizer state of each piece in it
+Kept = Callable[[int], Sequence[Values]]  # by shard of a stage: the optimizer state of each piece in it
 
 
 def writing_rank(header: Header, stage: int) -> int:
@@ -47,10 +47,10 @@ def _own_pieces(stage: LocalStage | None, parameters: int, kept: Kept) -> list[l
     own: list[list[tuple[int, Values]]] = [[] for _ in range(parameters)]
     if stage is None:
         return own
-    for part, flat in stage.owned.items():
-        of_pieces = kept(part)
-        for number, piece in enumerate(pieces(stage.layout, stage.part_slices[part])):
-            values = {PARAMETER: piece.of_part(flat), **(of_pieces[number] if of_pieces else {})}
+    for shard, flat in stage.owned.items():
+        of_pieces = kept(shard)
+        for number, piece in enumerate(pieces(stage.layout, stage.shard_spans[shard])):
+            values = {PARAMETER: piece.of_shard(flat), **(of_pieces[number] if of_pieces else {})}
             copies = {
                 key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 for key, value in values.items()

@@ -1,7 +1,7 @@
 """Reads checkpoints: finds the newest whole one, and restores from it what a rank has of the model.
 
 A rank looks for what it needs by name, so that a run continues under any schedule, whichever one the checkpoint was
-written under. A parameter in shares is joined from them, and a tensor shard takes its own share of the whole.
+written under. A parameter in shares is joined from them, and a tensor slice takes its own share of the whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Piece, pieces
 from mpirun.model.contract import Model
-from mpirun.model.parallel_layers import ShardedDim
+from mpirun.model.parallel_layers import SlicedDim
 from schedgen.util.errors import UsageError
 
 
@@ -113,10 +113,10 @@ class _StageReader:
     """Restores one stage."""
 
     def __init__(self, folder: Path, model: Model, stage: LocalStage) -> None:
-        self.folder, self.model, self.stage, self.shard = folder, model, stage, model.shard_of(stage.index)
+        self.folder, self.model, self.stage, self.slice = folder, model, stage, model.slice_of(stage.index)
         self.entries = [model.entry_name(stage.index, name) for name in stage.names]
         self.places = dict(zip(self.entries, stage.layout, strict=True)) if stage.owned else {}
-        self.dims = {model.entry_name(stage.index, name): dim for name, dim in stage.shape.sharded_dims.items()}
+        self.dims = {model.entry_name(stage.index, name): dim for name, dim in stage.shape.sliced_dims.items()}
 
     def restore_weights(self, weights: Entries) -> Collection[str]:
         """Restore frozen parameters, buffers, and the weights that this rank owns; returns their entries."""
@@ -129,9 +129,9 @@ class _StageReader:
                 target.copy_(value)
         for entry, place in self.places.items():
             values[entry] = self._checked(entry, values.get(entry), place.size, place.dtype, self.dims.get(entry))
-        for part, flat in self.stage.owned.items():
-            targets = self.stage.views_of_part(part, flat)
-            for target, (entry, piece) in zip(targets, self._of_part(part), strict=True):
+        for shard, flat in self.stage.owned.items():
+            targets = self.stage.views_of_shard(shard, flat)
+            for target, (entry, piece) in zip(targets, self._of_shard(shard), strict=True):
                 target.copy_(values[entry] if piece is None else piece.of_parameter(values[entry]))
         return names
 
@@ -143,13 +143,13 @@ class _StageReader:
         for state, entry in parameters.items():
             if state not in values:  # a share of it is missing
                 raise UsageError(f"{self.folder}: has no {state}: is it of another model?")
-            value, dim = values[state], dims.get(state) if self.shard.count > 1 else None
+            value, dim = values[state], dims.get(state) if self.slice.count > 1 else None
             as_saved = state in kept.files and -1 in self.stage.owned and dim is None  # whole when saved, and whole now
             if not as_saved and isinstance(value, Tensor) and value.dim():
                 values[state] = self._checked(state, value, self.places[entry].size, value.dtype, dim)
-        for part in self.stage.owned:
+        for shard in self.stage.owned:
             restored: list[dict[str, Any]] = []
-            for entry, piece in self._of_part(part):
+            for entry, piece in self._of_shard(shard):
                 states = {state.rpartition(".")[2]: values[state] for state in of_parameter.get(entry, ())}
                 if piece is not None:  # several pieces may be on this rank, each with its own numbers
                     states = {
@@ -159,24 +159,24 @@ class _StageReader:
                         for key, value in states.items()
                     }
                 restored.append(states)
-            optimizer.restore((self.stage.index, part), restored)
+            optimizer.restore((self.stage.index, shard), restored)
 
-    def _of_part(self, part: int) -> list[tuple[str, Piece | None]]:
-        """What a part of the weights holds, in its order: a parameter's entry, and which piece of it; None: all."""
-        if part < 0:
+    def _of_shard(self, shard: int) -> list[tuple[str, Piece | None]]:
+        """What a shard of the weights holds, in its order: a parameter's entry, and which piece of it; None: all."""
+        if shard < 0:
             return [(entry, None) for entry in self.entries]
-        return [(self.entries[p.parameter], p) for p in pieces(self.stage.layout, self.stage.part_slices[part])]
+        return [(self.entries[p.parameter], p) for p in pieces(self.stage.layout, self.stage.shard_spans[shard])]
 
     def _checked(
-        self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, dim: ShardedDim | None
+        self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, dim: SlicedDim | None
     ) -> Tensor:
-        """An entry's value, or this shard's share of it if cut; UsageError unless shape and type are the model's."""
+        """An entry's value, or this slice's share of it if cut; UsageError unless shape and type are the model's."""
         if value is None:
             raise UsageError(f"{self.folder}: has no {entry}: is it of another model?")
-        expected = tuple(shape) if dim is None else dim.full_shape(shape, self.shard)
+        expected = tuple(shape) if dim is None else dim.full_shape(shape, self.slice)
         if value.shape != expected or value.dtype != dtype:
             raise UsageError(
                 f"{self.folder}: {entry} is {value.dtype} of shape {tuple(value.shape)}, "
                 f"but the model's is {dtype} of shape {expected}"
             )
-        return value if dim is None else dim.share(value, self.shard)
+        return value if dim is None else dim.share(value, self.slice)

@@ -46,11 +46,11 @@ def run_settings(
 
 def _sums(header: Header, setup: Setup) -> str:
     """In which order gradients are summed, as far as the bits of a sum depend on it."""
-    graph, tensor = header.unsharded_graph, header.tensor_parallel.degree
-    tied = sum(map(len, header.unsharded_ties))
+    graph, tensor = header.model_graph, header.tensor_parallel.degree
+    tied = sum(map(len, header.model_ties))
     parts = [
         f"{'' if setup.canonical else 'no '}canonical",
-        f"{tensor} tensor shards" * (tensor > 1),
+        f"{tensor} tensor slices" * (tensor > 1),
         f"{setup.passes} passes of {header.microbatches} microbatches" * (setup.passes > 1),
         f"{tied} tied stages" * (tied > 0),  # a parameter's gradients add up in a stage, then over stages
         f"{graph.stages} stages" * any(len(readers) > 1 for readers in graph.consumers),  # so do those of a value

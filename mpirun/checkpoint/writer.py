@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run: which rank writes what, and when a checkpoint counts.
 
 Each owner writes what it owns, under the parameters' names in the model. Of several owners of a stage one writes it; if
-they divide its weights, this one gathers their parts first. Every tensor shard writes its share of a cut parameter.
+they divide its weights, this one gathers their shards first. Every tensor slice writes its share of a cut parameter.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class CheckpointWriter:
         self.last = 0
 
     def _check_entries(self, untrained: list[str]) -> None:
-        model = self.setup.unsharded_model
-        shapes = [self.setup.shapes[stage] for stage in self.header.first_shards]
+        model = self.setup.unsliced_model
+        shapes = [self.setup.shapes[stage] for stage in self.header.first_slices]
         names = ((s, name) for s, shape in enumerate(shapes) for name in shape.parameter_names)
         counts = Counter(model.entry_name(*key) for key in names)
         counts.update(list(self.first_stage) if self.setup.model.origin.named else untrained)
@@ -155,11 +155,11 @@ class CheckpointWriter:
         """The values of every parameter, by stage, of stages with divided weights that this rank writes. Collective."""
         gathered: dict[int, list[Values]] = {}
         for index, shape in enumerate(self.setup.shapes):
-            if not self.header.is_divided(index):
+            if not self.header.is_sharded(index):
                 continue
 
-            def kept(part: int) -> Sequence[Values]:
-                return self.optimizer.state((index, part)) or ()
+            def kept(shard: int) -> Sequence[Values]:
+                return self.optimizer.state((index, shard)) or ()
 
             root, stage = writing_rank(self.header, index), self.stages.get(index)
             values = gather_parameters(self.comm, root, stage, shape.layout, kept, self.beat)

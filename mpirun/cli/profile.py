@@ -148,7 +148,7 @@ class Profile:
         stages = range(len(self.setup.shapes))
         weight = [shape.weight_bytes for shape in self.setup.shapes]
         graph, dataflow = self.program.header.graph, self.setup.dataflows[0]
-        by_edge = {"apart": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
+        by_edge = {"per_consumer": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
         return {
             "activation": [measured[Op.FWD, s][0].defined for s in stages],
             **by_edge,
@@ -246,10 +246,10 @@ def _schedule(options: ProfileOptions) -> Program:
         header = checked(options.schedule).header
     except OSError as error:
         raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
-    graph = header.unsharded_graph
+    graph = header.model_graph
     if options.stages not in (None, graph.stages):
         raise UsageError(f"--stages {options.stages}: {options.schedule} has {graph.stages}")
-    return _one_worker(ModelGraph(graph.stages, graph.edges, graph.per_consumer, header.unsharded_ties))
+    return _one_worker(ModelGraph(graph.stages, graph.edges, graph.per_consumer, header.model_ties))
 
 
 def _one_worker(graph: ModelGraph) -> Program:

@@ -26,7 +26,7 @@ from schedgen.ir.weight_shards import LINE
 
 SCATTER, GATHER, DONE = range(3)
 # Tags of the two phases. Sums with other tags may be in flight in the same group.
-GRADIENT_TAGS, SHARD_TAGS = (0, 1), (2, 3)
+GRADIENT_TAGS, SLICE_TAGS = (0, 1), (2, 3)
 
 
 class OrderedAllreduce:

@@ -3,8 +3,8 @@
 dw.s  A stage's weight gradient, over the ranks that compute or own the stage. A rank that does not own the stage sends
       its partial sum to an owner, whose ADD adds the rows. If a stage has several owners, their ALLREDUCE starts the
       sum over them. The sum overlaps other instructions; NORM, or a STEP to a version, waits for it.
-x, g  The partial results of the shards of a tensor-parallel stage. Outputs are summed after forwards, gradients of
-      inputs after backwards, in the order of the shards: the bits are the same on all shards and in every run. The sum
+x, g  The partial results of the slices of a tensor-parallel stage. Outputs are summed after forwards, gradients of
+      inputs after backwards, in the order of the slices: the bits are the same on all slices and in every run. The sum
       overlaps other instructions; the first instruction that reads it waits for it.
 t.k   The gradients of the parameters that the stages of tie k share, over these stages in their order. Tied stages each
       have a copy of these parameters. The sum replaces the gradients of every copy, so all copies get the same step.
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
+from mpirun.comm.ordered_allreduce import SLICE_TAGS, OrderedAllreduce
 from mpirun.comm.sections import Section
 from mpirun.comm.transport import NO_ROW
 from mpirun.engine.act import Act
@@ -32,15 +32,15 @@ class OwnerAllreduce:
     """Prepares ADD, and ALLREDUCE over the owners of a stage, by methods with the signature of those of `Transfers`."""
 
     def __init__(self, context: Context, partial_sums: Mapping[tuple[int, int, int], LocalBuffer]) -> None:
-        """`partial_sums`: the buffers of dw that RECVs fill, by stage, part and sender."""
+        """`partial_sums`: the buffers of dw that RECVs fill, by stage, shard and sender."""
         self.context, self.partial_sums = context, partial_sums
         self.by_stage: dict[int, OrderedAllreduce] = {}
 
     def add(self, row: int, i: Instruction) -> Act:
         """ADD: add the partial sum that another rank has sent."""
-        gradient = self.context.grad_buffers.of_unit((i.stage, i.part))
-        received, wait_value = self.partial_sums[i.stage, i.part, i.peer], self.context.buffers.wait_value
-        keys = self.context.slots.keys(i.peer, i.stage, i.part)
+        gradient = self.context.grad_buffers.of_unit((i.stage, i.shard))
+        received, wait_value = self.partial_sums[i.stage, i.shard, i.source], self.context.buffers.wait_value
+        keys = self.context.slots.keys(i.source, i.stage, i.shard)
 
         def act() -> None:
             gradient.add_rows(keys, wait_value(received))
@@ -64,8 +64,8 @@ class OwnerAllreduce:
         return act
 
 
-class ShardAllreduce:
-    """Prepares the sums over shards that a rank takes part in.
+class SliceAllreduce:
+    """Prepares the sums over slices that a rank takes part in.
 
     Transfers need memory with a fixed address, so the summands are copied into such memory. Sums over the same ranks,
     of the same size and type, share it: each begins when the previous one is done.
@@ -74,26 +74,26 @@ class ShardAllreduce:
     def __init__(self, context: Context) -> None:
         """No sum is prepared yet: `allreduce` prepares each."""
         self.context = context
-        # By the ranks of the shards, in the order of the shards, the number of bytes and the type.
+        # By the ranks of the slices, in the order of the slices, the number of bytes and the type.
         self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
         self.latest: dict[OrderedAllreduce, LocalBuffer] = {}  # the buffer that each of them summed last
 
     def allreduce(self, row: int, i: Instruction) -> Act:
-        """ALLREDUCE: start the sum, which will replace the summand of this rank's shard in the buffer."""
+        """ALLREDUCE: start the sum, which will replace the summand of this rank's slice in the buffer."""
         header, transport = self.context.header, self.context.transport
         if i.kind == Kind.G:
             consumer = header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
-            direction, shards = B, header.shards_of(consumer)
+            direction, slices = B, header.slices_of(consumer)
         else:
-            direction, shards = F, header.shards_of(i.stage)
-        ranks = tuple(header.compute[direction, list(shards), i.mb].tolist())
+            direction, slices = F, header.slices_of(i.stage)
+        ranks = tuple(header.compute[direction, list(slices), i.mb].tolist())
         spec = self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
         key = ranks, spec.bytes, spec.dtype
         if key not in self.shared:
             rows = torch.empty((1, spec.bytes), dtype=torch.uint8, device=self.context.slots.device)
             keys, sections = [[ranks.index(rank)] for rank in header.groups[i.group]], [Section(0, *key[1:])]
             group = transport.group(i.group)
-            self.shared[key] = OrderedAllreduce(transport, group, rows, keys, sections, tags=SHARD_TAGS)
+            self.shared[key] = OrderedAllreduce(transport, group, rows, keys, sections, tags=SLICE_TAGS)
         buffer, allreduce, allreduces = self.context.buffers.named_by(i), self.shared[key], self.context.allreduces
         total, wait_value, latest = allreduce.total.view(spec.dtype), self.context.buffers.wait_value, self.latest
 

@@ -9,7 +9,7 @@ from mpirun.comm.transport import NO_ROW, Transport
 from mpirun.comm.waiting import Done
 from schedgen.ir.instructions import Instruction
 
-Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a buffer's name
+Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or shard: a buffer's name
 
 
 class LocalBuffer:
@@ -33,16 +33,16 @@ class LocalBuffers:
         self.transport = transport
         self.by_name: dict[Key, LocalBuffer] = {}
 
-    def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> LocalBuffer:
-        """The buffer of this name, created on first use; `via`: the consumer of an x or g, the part of a w or dw."""
-        key = kind, stage, mb, via
+    def get(self, kind: int, stage: int, mb: int = -1, piece: int = -1) -> LocalBuffer:
+        """The buffer of this name, created on first use; `piece`: the consumer of an x or g, the shard of a w or dw."""
+        key = kind, stage, mb, piece
         if key not in self.by_name:
             self.by_name[key] = LocalBuffer()
         return self.by_name[key]
 
     def named_by(self, i: Instruction) -> LocalBuffer:
         """The buffer that an instruction names."""
-        return self.get(i.kind, i.stage, i.mb, i.via)
+        return self.get(i.kind, i.stage, i.mb, i.piece)
 
     def wait_value(self, buffer: LocalBuffer) -> Any:
         """Wait until a buffer has arrived, and return its value."""

@@ -89,15 +89,15 @@ def _local_stages(
     rank: int, header: Header, instructions: Sequence[Instruction], slots: MemorySlots, setup: Setup
 ) -> tuple[dict[int, LocalStage], dict[Values, str]]:
     """The stages, by number, that a rank owns or computes or whose gradients it adds or forwards; digests of values."""
-    owned_parts: dict[int, list[int]] = {}
-    for index, part in header.units_of(rank):
-        owned_parts.setdefault(index, []).append(part)
+    owned_shards: dict[int, list[int]] = {}
+    for index, shard in header.units_of(rank):
+        owned_shards.setdefault(index, []).append(shard)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     versions = {i.stage for i in instructions if i.op == Op.STEP and i.version >= 0 and slots.version(i) is not None}
     modules, stages, digests = {}, dict[int, LocalStage](), dict[Values, str]()
     # What is owned first: stages that share a parameter copy its value before one moves it to where it is fetched.
-    for index in sorted(named | owned_parts.keys(), key=lambda index: (index not in owned_parts, index)):
-        owned = index in owned_parts
+    for index in sorted(named | owned_shards.keys(), key=lambda index: (index not in owned_shards, index)):
+        owned = index in owned_shards
         modules[index] = build_stage(setup.model, index, setup.seed, values=owned, mapped=True)
         digests |= value_digests(setup.model, index, modules[index], owned)
     for index, module in modules.items():
@@ -113,8 +113,8 @@ def _local_stages(
             setup.device,
             slots.weights(index),
             setup.autocast_dtype,
-            header.parts_of(index),
-            owned_parts.get(index, []),
+            header.shards_of(index),
+            owned_shards.get(index, []),
             stages.values(),
             is_given=_has_values(setup.model.stages[index]),
         )

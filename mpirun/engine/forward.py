@@ -63,7 +63,7 @@ class Forward:
         reads = self.arguments.reads_input or has_loss
         self.read = jobs.microbatches.reader(i.mb, saves) if reads else None
         self.score = jobs.score(i) if has_loss else None
-        self.records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
+        self.records = has_loss and i.op == Op.FWD and header.is_first_slice(i.stage)
         facts = self.stage.shape.loss if has_loss else None
         self.rng, self.draws_in_loss = self.stage.layer_rng, facts is not None and facts.draws
         self.wait_value, self.position, self.device = jobs.buffers.wait_value, jobs.position, jobs.device

@@ -203,11 +203,11 @@ class ForwardBackward:
         return self.versions.at(i.stage, i.version) if i.version >= 0 else self.context.stages[i.stage]
 
     def wait_for_weights(self, i: Instruction) -> Callable[[], object] | None:
-        """A function that waits until all parts of the stage's weights have arrived; None: they are never fetched."""
+        """A function that waits until all shards of the stage's weights have arrived; None: they are never fetched."""
         if i.stage not in self.context.slots.fetched:
             return None
-        parts = [self.buffers.get(Kind.W, i.stage, via=part) for part in self.context.stages[i.stage].part_slices]
-        return partial(self.buffers.wait_values, parts)
+        shards = [self.buffers.get(Kind.W, i.stage, piece=shard) for shard in self.context.stages[i.stage].shard_spans]
+        return partial(self.buffers.wait_values, shards)
 
     def pending_of(self, i: Instruction) -> PendingBackward:
         """What jobs of the same stage and microbatch keep for later ones."""

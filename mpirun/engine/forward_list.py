@@ -19,7 +19,7 @@ from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act, Position
-from mpirun.engine.allreduces import ShardAllreduce
+from mpirun.engine.allreduces import SliceAllreduce
 from mpirun.engine.buffers import LocalBuffers
 from mpirun.engine.context import Context
 from mpirun.engine.forward import Score
@@ -73,7 +73,7 @@ class ForwardList:
             Op.RECV: messages.recv,
             Op.SEND: messages.send,
             Op.FWD: self.jobs.fwd,
-            Op.ALLREDUCE: ShardAllreduce(context).allreduce,
+            Op.ALLREDUCE: SliceAllreduce(context).allreduce,
             Op.FREE: messages.free,
         }
         self.code = [table[i.op](row, i) for row, i in enumerate(instructions)]
@@ -124,12 +124,12 @@ class _Forwards(ForwardBackward):
 
     def score(self, i: Instruction) -> Score:
         """A function that gives the outputs to `outcome`, and returns no loss."""
-        first_shard = self.header.is_first_shard(i.stage)
+        first_slice = self.header.is_first_slice(i.stage)
         first, mb = self.header.microbatches, i.mb
         zero = torch.zeros((), device=self.device)
 
         def give(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
-            if first_shard:
+            if first_slice:
                 self.outcome(self.position.accumulation_pass * first + mb, loss_input(outputs), batch)
             return zero
 

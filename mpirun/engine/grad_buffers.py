@@ -4,7 +4,7 @@ A buffer has rows of equal length, each with a key. Like the weights, rows are b
 - Usually there is one row, to which every backward adds.
 - With --canonical there is one row per microbatch. The rows are added up at the very end, in microbatch order, so that
   every scheme gives the same bits as one process that runs the microbatches one by one.
-- If the weights are divided, backwards add to rows that cover all weights. Unless the rank owns all parts, each part
+- If the weights are divided, backwards add to rows that cover all weights. Unless the rank owns all shards, each shard
   that it owns has separate rows: other ranks' sums and, after the last backward, the rank's own are added to these.
 """
 
@@ -65,7 +65,7 @@ class GradBuffer:
             add(self.numbers[place], row)
 
     def slices_adder(self, buffer: StageGradBuffer, span: slice) -> Act:
-        """An act that adds the rank's own sums to this part: the slice `span` of every row of `buffer`."""
+        """An act that adds the rank's own sums to this shard: the slice `span` of every row of `buffer`."""
         pairs = [
             (self.numbers[self.places[key]], self.as_numbers(row))
             for key, row in zip(buffer.keys, buffer.data[:, span], strict=True)
@@ -134,12 +134,12 @@ class GradBuffers:
         """
         self.header, self.stages, self.slots, self.rank = header, stages, slots, rank
         self.by_stage: dict[int, StageGradBuffer] = {}
-        self.by_part: dict[Unit, GradBuffer] = {}
+        self.by_shard: dict[Unit, GradBuffer] = {}
         self.rows_claimed: set[Unit] = set()
         if others is not None:
             self.by_stage = {s: buffer for s, buffer in others.by_stage.items() if s not in slots.foreign_dw}
             shared = (None, *self.by_stage.values())
-            self.by_part = {unit: buffer for unit, buffer in others.by_part.items() if buffer.sliced_from in shared}
+            self.by_shard = {unit: buffer for unit, buffer in others.by_shard.items() if buffer.sliced_from in shared}
 
     def detach(self) -> None:
         """Forget which row autograd adds to: the gradients of parameters may have been pointed elsewhere."""
@@ -154,23 +154,23 @@ class GradBuffers:
 
     def of_unit(self, unit: Unit) -> GradBuffer:
         """The buffer dw.s, or dw.s/k if the weights of the stage are divided."""
-        stage, part = self.stages[unit[0]], unit[1]
-        if part < 0:
+        stage, shard = self.stages[unit[0]], unit[1]
+        if shard < 0:
             return self.of_stage(unit[0])
-        if unit not in self.by_part:
-            keys, span = self.slots.keys(self.rank, *unit) or [-1], stage.part_slices[part]
-            if stage.owns_separate_parts and part in stage.owned:
-                rows = stage.owned[part].new_zeros((len(keys), len(stage.owned[part])))
-                self.by_part[unit] = GradBuffer(stage, keys, list(rows), span.start)
+        if unit not in self.by_shard:
+            keys, span = self.slots.keys(self.rank, *unit) or [-1], stage.shard_spans[shard]
+            if stage.owns_separate_shards and shard in stage.owned:
+                rows = stage.owned[shard].new_zeros((len(keys), len(stage.owned[shard])))
+                self.by_shard[unit] = GradBuffer(stage, keys, list(rows), span.start)
             else:
                 buffer = self.of_stage(unit[0])
                 slices = [buffer.data[buffer.places[key], span] for key in keys]
-                self.by_part[unit] = GradBuffer(stage, keys, slices, span.start, buffer)
-        return self.by_part[unit]
+                self.by_shard[unit] = GradBuffer(stage, keys, slices, span.start, buffer)
+        return self.by_shard[unit]
 
     def owned(self) -> dict[Unit, GradBuffer]:
         """The buffers of all units that this rank owns."""
-        return {(s, part): self.of_unit((s, part)) for s, stage in self.stages.items() for part in stage.owned}
+        return {(s, shard): self.of_unit((s, shard)) for s, stage in self.stages.items() for shard in stage.owned}
 
     def claim_row_sums(self, units: Iterable[Unit]) -> list[GradBuffer]:
         """The buffers whose rows the caller has to sum: of units with one owner that no earlier caller has claimed.
@@ -185,7 +185,7 @@ class GradBuffers:
     def zeroing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
         """Pairs (row, act): the act, run before the instruction in that row, zeroes a buffer whose sum begins there.
 
-        Parts that are slices of the rows of all weights are set to zero together with these rows, once.
+        Shards that are slices of the rows of all weights are set to zero together with these rows, once.
         """
         acts: list[tuple[int, Act]] = []
         zeroed: set[int] = set()
@@ -199,14 +199,14 @@ class GradBuffers:
         return acts
 
     def completing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
-        """Pairs (row, act): the act, run after a stage's last backward in that row, adds its sums to an owned part."""
+        """Pairs (row, act): the act, run after a stage's last backward in that row, adds its sums to an owned shard."""
         last_backward = {i.stage: row for row, i in enumerate(instructions) if i.op in (Op.BWD, Op.BWD_W)}
         acts: list[tuple[int, Act]] = []
         for index, row in last_backward.items():
             stage = self.stages[index]
-            for part in stage.owned if stage.owns_separate_parts else ():
-                buffer = self.of_unit((index, part))
-                acts.append((row, buffer.slices_adder(self.of_stage(index), stage.part_slices[part])))
+            for shard in stage.owned if stage.owns_separate_shards else ():
+                buffer = self.of_unit((index, shard))
+                acts.append((row, buffer.slices_adder(self.of_stage(index), stage.shard_spans[shard])))
         return acts
 
 
@@ -217,10 +217,10 @@ def _first_additions(instructions: Sequence[Instruction], stages: Mapping[int, L
     additions = []
     for row, i in enumerate(instructions):
         if i.op in adding and i.kind not in (Kind.T, *EXCHANGED):
-            parts = (i.part,) if i.kind == Kind.DW else stages[i.stage].part_slices
-            new = [(i.stage, part) for part in parts if (i.stage, part) not in begun]
+            shards = (i.shard,) if i.kind == Kind.DW else stages[i.stage].shard_spans
+            new = [(i.stage, shard) for shard in shards if (i.stage, shard) not in begun]
             begun.update(new)
             additions += [(row, unit) for unit in new]
         elif i.op == Op.FREE and i.kind == Kind.DW:
-            begun.discard((i.stage, i.part))
+            begun.discard((i.stage, i.shard))
     return additions

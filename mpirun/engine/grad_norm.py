@@ -1,7 +1,7 @@
 """Gradient norms: of every parameter, whose pieces may be on several ranks, and of the whole gradient.
 
 With --canonical a norm has the same bits however the parameter is divided. Squares are added in float64 along a binary
-tree whose leaves are the parameter's 64-byte lines; no part boundary cuts a line. The owner of a piece contributes the
+tree whose leaves are the parameter's 64-byte lines; no shard boundary cuts a line. The owner of a piece contributes the
 sums of the largest subtrees that the piece covers, at most two of each height.
 """
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Piece, Unit, part_slices, pieces
+from mpirun.engine.weight_shards import Piece, Unit, pieces, shard_spans
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.weight_shards import LINE
@@ -113,20 +113,20 @@ class GradNorms:
         shards, contributed = header.weight_shards, Counter[int]()  # elements, by rank
         for stage, shape in enumerate(shapes):
             by_parameter: list[list[tuple[int, Piece]]] = [[] for _ in shape.parameter_names]
-            for part, span in part_slices(shape.weight_bytes, shards.parts(stage)).items():
+            for shard, span in shard_spans(shape.weight_bytes, shards.of(stage)).items():
                 for piece in pieces(shape.layout, span):
-                    by_parameter[piece.parameter].append((part, piece))
-            for parameter, part_pieces in enumerate(by_parameter):
-                begin, all_nodes, has_sums = self.length, list[Node](), canonical and len(part_pieces) > 1
-                for part, piece in part_pieces:
+                    by_parameter[piece.parameter].append((shard, piece))
+            for parameter, shard_pieces in enumerate(by_parameter):
+                begin, all_nodes, has_sums = self.length, list[Node](), canonical and len(shard_pieces) > 1
+                for shard, piece in shard_pieces:
                     nodes = _nodes(piece) if has_sums else []
                     positions = slice(self.length, self.length + (len(nodes) if has_sums else 1))
-                    owners = shards.holders(stage, part)
+                    owners = shards.holders(stage, shard)
                     contributor = min(owners, key=lambda owner: (contributed[owner], owner))
                     contributed[contributor] += piece.length
                     if rank in owners:
                         contribution = Contribution(contributor, parameter, piece, positions, has_sums)
-                        self.by_unit.setdefault((stage, part), []).append(contribution)
+                        self.by_unit.setdefault((stage, shard), []).append(contribution)
                     self.length, all_nodes = positions.stop, all_nodes + nodes
                 self.parameters.append((slice(begin, self.length), all_nodes))
         self.one_each = all(positions.stop - positions.start == 1 for positions, _ in self.parameters)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from mpirun.comm.progress_thread import MessageProgress
 from mpirun.engine.act import Act, in_order
-from mpirun.engine.allreduces import OwnerAllreduce, ShardAllreduce, tied_allreduce
+from mpirun.engine.allreduces import OwnerAllreduce, SliceAllreduce, tied_allreduce
 from mpirun.engine.context import Context
 from mpirun.engine.forward_backward import ForwardBackward
 from mpirun.engine.job_graphs import JobGraphs
@@ -49,7 +49,7 @@ class Interpreter:
         self.microbatches = self.forward_backward.microbatches
         messages = Transfers(context)
         self.owner_allreduce = OwnerAllreduce(context, messages.partial_sums)
-        self.shard_allreduce = ShardAllreduce(context)
+        self.slice_allreduce = SliceAllreduce(context)
         self.optimizer_step = OptimizerStep(
             context, self.versions, self.forward_backward.losses, self.forward_backward.metrics
         )
@@ -76,12 +76,12 @@ class Interpreter:
         self.execute_list: Callable[[], None] = self.execute  # --trace replaces it
 
     def allreduce(self, row: int, i: Instruction) -> Act:
-        """ALLREDUCE: of a dw over the owners of a stage, of a t over tied stages, of an x or g over shards."""
+        """ALLREDUCE: of a dw over the owners of a stage, of a t over tied stages, of an x or g over slices."""
         if i.kind == Kind.DW:
             return self.owner_allreduce.allreduce(row, i)
         if i.kind == Kind.T:
             return tied_allreduce(self.context, i)
-        return self.shard_allreduce.allreduce(row, i)
+        return self.slice_allreduce.allreduce(row, i)
 
     def use(self) -> None:
         """Let what looks for messages look for this interpreter's, after another was in use."""

@@ -21,25 +21,25 @@ class Transfers:
     """
 
     def __init__(self, context: Context) -> None:
-        """`partial_sums` will hold the buffer of every dw that is received, by stage, part and sender."""
+        """`partial_sums` will hold the buffer of every dw that is received, by stage, shard and sender."""
         self.context, self.buffers, self.transport = context, context.buffers, context.transport
         self.partial_sums: dict[tuple[int, int, int], LocalBuffer] = {}
         self.first_fetches = first_fetches(context.instructions)
 
     def fetch_w(self, row: int, i: Instruction) -> Act:
-        """FETCH_W: start receiving a part of the weights; a copy's first FETCH_W also copies in the rank's parts."""
+        """FETCH_W: start receiving a shard of the weights; a copy's first FETCH_W also copies in the rank's shards."""
         stage = self.context.stages[i.stage]
-        weights = stage.weights[stage.part_slices[i.part]]
-        act = self._receive(row, i, Kind.W, self.buffers.get(Kind.W, i.stage, via=i.part), weights, weights)
-        return in_order(stage.owned_parts_copier(), act) if row in self.first_fetches and stage.owned else act
+        weights = stage.weights[stage.shard_spans[i.shard]]
+        act = self._receive(row, i, Kind.W, self.buffers.get(Kind.W, i.stage, piece=i.shard), weights, weights)
+        return in_order(stage.owned_shards_copier(), act) if row in self.first_fetches and stage.owned else act
 
     def recv(self, row: int, i: Instruction) -> Act:
         """RECV: start receiving an x, a g or another rank's partial sum of a dw into its memory slot."""
         slots = self.context.slots
         if i.kind == Kind.DW:
-            buffer = self.partial_sums[i.stage, i.part, i.peer] = LocalBuffer()
-            gradient = self.context.grad_buffers.of_unit((i.stage, i.part))
-            size = len(slots.keys(i.peer, i.stage, i.part)), len(gradient.total)
+            buffer = self.partial_sums[i.stage, i.shard, i.source] = LocalBuffer()
+            gradient = self.context.grad_buffers.of_unit((i.stage, i.shard))
+            size = len(slots.keys(i.source, i.stage, i.shard)), len(gradient.total)
             memory = slots.received(i, size, torch.uint8)
             return self._receive(row, i, i.kind, buffer, memory, [gradient.as_numbers(sent) for sent in memory])
         buffer = self.buffers.named_by(i)
@@ -49,7 +49,7 @@ class Transfers:
 
     def _receive(self, row: int, i: Instruction, tag: int, buffer: LocalBuffer, memory: Tensor, value: Any) -> Act:
         """An act that starts receiving into `memory`; `value`: what becomes the buffer's value."""
-        start, done = self.transport.receive(memory, i.peer, tag)
+        start, done = self.transport.receive(memory, i.source, tag)
 
         def act() -> None:
             start()
@@ -59,18 +59,18 @@ class Transfers:
 
     def send(self, row: int, i: Instruction) -> Act:
         """SEND: start sending a buffer; if it is still being received, first wait until it has arrived."""
-        buffer, peer, kind = self.buffers.named_by(i), i.peer, i.kind
+        buffer, to, kind = self.buffers.named_by(i), i.to, i.kind
         prepare = None
         if kind == Kind.W:
             stage = self.context.stages[i.stage]
-            buffer.value = stage.owned[i.part] if i.part in stage.owned else stage.weights[stage.part_slices[i.part]]
+            buffer.value = stage.owned[i.shard] if i.shard in stage.owned else stage.weights[stage.shard_spans[i.shard]]
         elif kind == Kind.DW:
-            buffer.value, prepare = self.context.grad_buffers.of_unit((i.stage, i.part)).message()
+            buffer.value, prepare = self.context.grad_buffers.of_unit((i.stage, i.shard)).message()
         send, wait_value = self.transport.send, self.buffers.wait_value
 
         def act() -> None:
             value = buffer.value if buffer.arriving is None else wait_value(buffer)
-            buffer.sends.append((send(value, peer, kind), row))
+            buffer.sends.append((send(value, to, kind), row))
 
         return act if prepare is None else in_order(prepare, act)
 

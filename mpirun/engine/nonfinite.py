@@ -26,7 +26,7 @@ def find_nonfinite(
     for number, loss in enumerate(result.losses):
         if not math.isfinite(loss):
             for row, i in enumerate(instructions):
-                records = not header.graph.consumers[i.stage] and header.is_first_shard(i.stage)
+                records = not header.graph.consumers[i.stage] and header.is_first_slice(i.stage)
                 if i.op == Op.FWD and records and i.mb == number % header.microbatches:
                     return row, f"the loss is {loss}"
             return None

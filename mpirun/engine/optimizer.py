@@ -18,10 +18,10 @@ from schedgen.util.errors import UsageError, clip
 
 
 class Optimizer:
-    """One torch optimizer for every unit that a rank owns: a stage, or a part of its weights."""
+    """One torch optimizer for every unit that a rank owns: a stage, or a shard of its weights."""
 
     def __init__(self, recipe: Recipe, model: Model, stages: Mapping[int, LocalStage], seed: int = 0) -> None:
-        """`stages`: those of which the rank owns all weights or some parts. UsageError if the recipe fails.
+        """`stages`: those of which the rank owns all weights or some shards. UsageError if the recipe fails.
 
         `seed`: of the run.
         """
@@ -29,14 +29,14 @@ class Optimizer:
         # Parameters, or pieces of them, that only the optimizers hold: a STEP points them to a version's weights.
         # `data` hides the STEP from autograd, because graphs of other versions may be alive.
         self.parameters = {
-            (index, part): stage.new_parameters(part) for index, stage in stages.items() for part in stage.owned
+            (index, shard): stage.new_parameters(shard) for index, stage in stages.items() for shard in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
         # Parameters of modules, and the weights that their `data` are, except within a step.
         self.views: list[tuple[nn.Parameter, Tensor]] = [
             pair
             for stage in stages.values()
-            if not stage.owns_separate_parts
+            if not stage.owns_separate_shards
             for pair in zip(stage.parameters, stage.views(stage.weights), strict=True)
         ]
         for unit, parameters in self.parameters.items():
@@ -102,7 +102,7 @@ class Optimizer:
                         what = f"of shape {tuple(shape)}" if shape else f"a {type(value).__name__}"
                         raise UsageError(
                             f"the optimizer keeps {key!r} for {entry}, {what}: checkpoints have numbers and tensors "
-                            "(for a part of a parameter, of its shape), under names without . and @"
+                            "(for a shard of a parameter, of its shape), under names without . and @"
                         )
 
     def restore(self, unit: Unit, state: Sequence[dict[str, Any]]) -> None:
@@ -185,12 +185,16 @@ class Optimizer:
         if self.recipe.clip is not None:
             for total in gradient.numbers[0]:
                 total.mul_(clip_factor(norm, self.recipe.clip))
-        index, part = unit
+        index, shard = unit
         stage = self.stages[index] if version is None else version
         made, parameters = self.by_unit[unit], self.parameters[unit]
         if unit not in self.points_to or self.points_to[unit][0] is not stage:
-            weights = stage.weights if part < 0 else stage.owned[part]
-            self.points_to[unit] = stage, stage.views_of_part(part, weights), stage.views_of_part(part, gradient.total)
+            weights = stage.weights if shard < 0 else stage.owned[shard]
+            self.points_to[unit] = (
+                stage,
+                stage.views_of_shard(shard, weights),
+                stage.views_of_shard(shard, gradient.total),
+            )
             for parameter, view in zip(parameters, self.points_to[unit][1], strict=True):
                 parameter.data = view
         _, views, grads = self.points_to[unit]
@@ -204,19 +208,19 @@ class Optimizer:
                 parameter.data = view
 
 
-def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:
+def _named(model: Model, stage: LocalStage, shard: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:
     """A unit's parameters, or pieces of them, as a factory is given them."""
     names = [model.entry_name(stage.index, name) for name in stage.names]
-    shard = model.shard_of(stage.index)
-    dims = [stage.shape.sharded_dims.get(name) if shard.count > 1 else None for name in stage.names]
+    slice = model.slice_of(stage.index)
+    dims = [stage.shape.sliced_dims.get(name) if slice.count > 1 else None for name in stage.names]
     shapes = [
-        place.size if dim is None else torch.Size(dim.full_shape(place.size, shard))
+        place.size if dim is None else torch.Size(dim.full_shape(place.size, slice))
         for place, dim in zip(stage.layout, dims, strict=True)
     ]
-    if part < 0:
+    if shard < 0:
         whole = [dim is None for dim in dims]
         return [NamedParameter(*entry) for entry in zip(names, parameters, shapes, whole, strict=True)]
-    numbers = [piece.parameter for piece in pieces(stage.layout, stage.part_slices[part])]
+    numbers = [piece.parameter for piece in pieces(stage.layout, stage.shard_spans[shard])]
     return [
         NamedParameter(names[number], parameter, shapes[number], False)
         for number, parameter in zip(numbers, parameters, strict=True)

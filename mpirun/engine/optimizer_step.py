@@ -77,7 +77,7 @@ class OptimizerStep:
         stages = {unit: context.stages[unit[0]] for unit in owned}
         contributors = [
             self.grad_norms.contributor(
-                unit, stages[unit], stages[unit].views_of_part(unit[1], total), self.versions.unsound.get(unit[0])
+                unit, stages[unit], stages[unit].views_of_shard(unit[1], total), self.versions.unsound.get(unit[0])
             )
             for unit, total in totals.items()
         ]
@@ -132,8 +132,8 @@ class OptimizerStep:
         """STEP: step the weights of a unit that this rank owns."""
         if i.version >= 0:
             return self.versions.step(i)
-        unit, context, position = (i.stage, i.part), self.context, self.context.position
-        weights, gradient = context.buffers.get(Kind.W, i.stage, via=i.part), context.grad_buffers.of_unit(unit)
+        unit, context, position = (i.stage, i.shard), self.context, self.context.position
+        weights, gradient = context.buffers.get(Kind.W, i.stage, piece=i.shard), context.grad_buffers.of_unit(unit)
 
         def act() -> None:
             context.buffers.wait_sent(weights)

@@ -47,7 +47,7 @@ class MemorySlots:
         others                 blocks that are never in use at the same time, reused where they are large enough
         """
         self.device, self.shapes, self.rank = device, shapes, comm.rank
-        self.row_keys: dict[tuple[int, int, int], list[int]] | None = None  # by rank, stage and part
+        self.row_keys: dict[tuple[int, int, int], list[int]] | None = None  # by rank, stage and shard
         rows = np.ones(len(shapes), np.int64)
         if canonical and program.header.has_flush:  # without a flush a rank contributes one microbatch to an update
             self.row_keys = _row_keys(comm, instructions, program.header)
@@ -84,21 +84,21 @@ class MemorySlots:
         rows = np.ones(header.stages, np.int64)
         for (_, stage, _), keys in self.row_keys.items():
             rows[stage] = max(rows[stage], len(keys))
-        for stage in range(header.stages):  # rows of several parts may lie together
-            parts = header.parts_of(stage)
-            rows[stage] = max(rows[stage], len({key for part in parts for key in self.keys(self.rank, stage, part)}))
+        for stage in range(header.stages):  # rows of several shards may lie together
+            shards = header.shards_of(stage)
+            rows[stage] = max(rows[stage], len({key for shard in shards for key in self.keys(self.rank, stage, shard)}))
         return rows
 
     def row_key(self, mb: int) -> int:
         """The key of the row of dw that a microbatch's backward adds to."""
         return self.rank if self.row_keys is None else mb
 
-    def keys(self, rank: int, stage: int, part: int = -1) -> list[int]:
-        """The keys of a rank's rows of dw.stage, or of a part, once the rank has added all that it receives.
+    def keys(self, rank: int, stage: int, shard: int = -1) -> list[int]:
+        """The keys of a rank's rows of dw.stage, or of a shard, once the rank has added all that it receives.
 
         With --canonical they are microbatches. Otherwise there is one row, and its key is the rank.
         """
-        return [rank] if self.row_keys is None else self.row_keys[rank, stage, part]
+        return [rank] if self.row_keys is None else self.row_keys[rank, stage, shard]
 
     def received(self, i: Instruction, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The tensor that a RECV fills."""
@@ -116,10 +116,10 @@ class MemorySlots:
         return self.blocks[self.number[i]][: self.shapes[i.stage].weight_bytes] if i in self.number else None
 
     def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
-        """The keys of the rows of dw.s, ascending, and flat memory for them. Parts with separate rows add no keys."""
-        separate: Sequence[int] = tuple(stage.owned) if stage.owns_separate_parts else ()
-        parts = [part for part in stage.part_slices if part not in separate]
-        keys = sorted({key for part in parts for key in self.keys(self.rank, stage.index, part)}) or [-1]
+        """The keys of the rows of dw.s, ascending, and flat memory for them. Shards with separate rows add no keys."""
+        separate: Sequence[int] = tuple(stage.owned) if stage.owns_separate_shards else ()
+        shards = [shard for shard in stage.shard_spans if shard not in separate]
+        keys = sorted({key for shard in shards for key in self.keys(self.rank, stage.index, shard)}) or [-1]
         size = len(keys) * stage.size
         if stage.index not in self.foreign_dw:
             return keys, torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -129,12 +129,12 @@ class MemorySlots:
 def _row_keys(
     comm: MPI.Intracomm, instructions: Sequence[Instruction], header: Header
 ) -> dict[tuple[int, int, int], list[int]]:
-    """By rank, stage and part: the microbatches whose gradients a rank sums, computed or received. Collective."""
+    """By rank, stage and shard: the microbatches whose gradients a rank sums, computed or received. Collective."""
     computed: dict[int, list[int]] = {}
     for i in instructions:
         if i.op in (Op.BWD, Op.BWD_W):
             computed.setdefault(i.stage, []).append(i.mb)
-    added = [((i.stage, i.part), i.peer) for i in instructions if i.op == Op.ADD]
+    added = [((i.stage, i.shard), i.source) for i in instructions if i.op == Op.ADD]
     by_rank = comm.allgather((computed, added))
 
     def keys(rank: int, unit: Unit) -> list[int]:

@@ -1,7 +1,7 @@
 """What a step does with gradients: the optimizer, made by a factory, its learning rate by step, and clipping.
 
 A factory makes one torch optimizer for the parameters that it is given: on a rank those of one unit that the rank owns
-(a stage, or a part of its weights), in the single process of --verify those of the whole model.
+(a stage, or a shard of its weights), in the single process of --verify those of the whole model.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class NamedParameter(NamedTuple):
 
     name       in the whole model, as checkpoints call it
     parameter  what the optimizer steps: the whole parameter, a piece of it, shape (n,), or () if the parameter has no
-               dimensions, or a tensor shard's share of it
+               dimensions, or a tensor slice's share of it
     shape      of the whole parameter
-    whole      False: `parameter` is a piece, because several ranks own parts of the stage's weights, or the share of a
-               tensor shard, divided along one dimension
+    whole      False: `parameter` is a piece, because several ranks own shards of the stage's weights, or the share of a
+               tensor slice, divided along one dimension
     """
 
     name: str
@@ -73,10 +73,10 @@ class Recipe:
     settings: Mapping[str, Any] = field(default_factory=dict)
     elementwise: bool = False
 
-    def make(self, named: Sequence[NamedParameter], seed: int = 0, part: int = -1) -> SteppedOptimizer:
+    def make(self, named: Sequence[NamedParameter], seed: int = 0, shard: int = -1) -> SteppedOptimizer:
         """The optimizer of these parameters; UsageError if the factory does not make one for all of them.
 
-        `seed`: the run's, for optimizers that draw numbers; `part`: of the stage's weights; -1: they are not divided.
+        `seed`: the run's, for optimizers that draw numbers; `shard`: of the stage's weights; -1: they are not divided.
         """
         try:
             made = self.factory(named)
@@ -107,7 +107,7 @@ class Recipe:
             )
         if not all(entry.whole for entry in named):
             self._check_pieces(named, made)
-        return SteppedOptimizer(self, made, derived_seed(seed, part + 1, named[0].name))
+        return SteppedOptimizer(self, made, derived_seed(seed, shard + 1, named[0].name))
 
     def _check_pieces(self, named: Sequence[NamedParameter], made: torch.optim.Optimizer) -> None:
         """UsageError unless pieces of parameters are stepped element by element, and with the options of the whole."""

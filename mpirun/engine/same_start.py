@@ -26,7 +26,7 @@ class Values(NamedTuple):
     """
 
     stage: int  # of the model's
-    shard: int
+    slice: int
     what: str
 
 
@@ -34,7 +34,7 @@ def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> d
     """Digests of a stage's values. Only a rank that owns some part of its weights has trained parameters."""
 
     def values(stage: int, what: str) -> Values:
-        return Values(model.model_stage(stage), model.shard_of(stage).index, what)
+        return Values(model.model_stage(stage), model.slice_of(stage).index, what)
 
     tensors = own_tensors(module)
     others = {name: tensor for name, tensor in tensors.items() if not tensor.requires_grad}
@@ -61,7 +61,7 @@ def given_digests(model: Model, header: Header, rank: int) -> dict[Values, str]:
         owned = rank in header.owners[index]
         counts = owned or all(_GIVEN.get(module, True) for module in modules)
         _GIVEN.update(dict.fromkeys(modules, owned))
-        several = model.weights is None and model.is_first_shard(index) and len(header.owners[index]) < header.workers
+        several = model.weights is None and model.is_first_slice(index) and len(header.owners[index]) < header.workers
         if several and counts:
             named = [item for prefix, module in given_modules(entry) for item in module.named_parameters(prefix)]
             trained = {name: tensor for name, tensor in named if tensor.requires_grad and not tensor.is_meta}

@@ -15,7 +15,7 @@ from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0,
 from mpirun.comm.output import print_notes
 from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource, Shape
 from mpirun.data.text import training_text
-from mpirun.engine.expand_shards import check_shards, expanded_model
+from mpirun.engine.expand_slices import check_slices, expanded_model
 from mpirun.engine.host import Host, use_host
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.options import SetupOptions
@@ -47,8 +47,8 @@ class StepOptions:
 class Setup(StepOptions, Host):
     """The setup of a run, the same on all ranks except for the device and whether the host is crowded."""
 
-    model: Model  # with the shards of tensor parallelism
-    unsharded_model: Model
+    model: Model  # with the slices of tensor parallelism
+    unsliced_model: Model
     shapes: Sequence[StageShape]  # by stage
     dataflows: Sequence[Dataflow]  # by microbatch of a list; the first is the largest
     microbatches: MicrobatchSource
@@ -75,7 +75,7 @@ def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -
 def set_up(
     comm: MPI.Intracomm,
     header: Header,
-    unsharded_model: Model,
+    unsliced_model: Model,
     source: MicrobatchSource,
     options: StepOptions,
     host: Host,
@@ -84,20 +84,20 @@ def set_up(
 ) -> Setup:
     """The setup for a schedule. Collective; Stop if the model does not fit the schedule or the options.
 
-    `unsharded_model`: as its author gave it; `text`: what `source` makes microbatches from, if any; `prepare`: as for
+    `unsliced_model`: as its author gave it; `text`: what `source` makes microbatches from, if any; `prepare`: as for
     `Trial`.
     """
     if options.canonical:  # before the loss is tried on the device
         host.device.be_deterministic()
-    together(comm, lambda: _check_options(unsharded_model, options, header, host.device))
-    model = together(comm, lambda: expanded_model(unsharded_model, header))
+    together(comm, lambda: _check_options(unsliced_model, options, header, host.device))
+    model = together(comm, lambda: expanded_model(unsliced_model, header))
     reads = together(comm, lambda: _reads(model, header, source))
     dtype, device = options.autocast_dtype, host.device.torch
     trial = partial(Trial, model, reads, autocast_dtype=dtype, device=device, prepare=prepare)
     shapes_by_size = from_rank_0(
         comm, lambda: [trial(batch).shapes() for batch in _one_of_each_size(source, options.passes)]
     )
-    together(comm, lambda: check_shared_buffers(unsharded_model, shapes_by_size[0]))
+    together(comm, lambda: check_shared_buffers(unsliced_model, shapes_by_size[0]))
     counts = [len(shape.outputs) for shape in shapes_by_size[0]]
     outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
     distinct = [Dataflow(outputs_read, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
@@ -110,7 +110,7 @@ def set_up(
 
         on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, dtype, device, real))
     return Setup(
-        **vars(options), **vars(host), model=model, unsharded_model=unsharded_model, shapes=shapes_by_size[0],
+        **vars(options), **vars(host), model=model, unsliced_model=unsliced_model, shapes=shapes_by_size[0],
         dataflows=dataflows, microbatches=source, text=text,
         outputs_of_one_more=cache(lambda: from_rank_0(comm, trial(source.examples()[0]).outputs_of_one_more)),
     )  # fmt: skip
@@ -127,7 +127,7 @@ def _check_options(model: Model, options: StepOptions, header: Header, device: D
             raise UsageError(
                 "on_nan skip: this schedule updates stages before all losses are known, so no step can be skipped"
             )
-    check_shards(model, header)
+    check_slices(model, header)
     if model.loss_of == "minibatch":
         check_minibatch_loss(header, options.passes)
 

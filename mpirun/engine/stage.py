@@ -1,6 +1,6 @@
 """A stage on this rank: its module, its weights in one flat tensor, its forward and its backward.
 
-All parameters are views into `weights`, which are bytes, so that they travel as one message, or one message per part.
+All parameters are views into `weights`, which are bytes, so that they travel as one message, or one message per shard.
 Parameters of one type lie together. Every view begins at a multiple of `ALIGN` bytes: the same kernels run on it as on
 a tensor that torch allocates, and give the same bits.
 """
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from mpirun.comm.device import Device
 from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
-from mpirun.engine.weight_shards import part_slices, pieces, sections
+from mpirun.engine.weight_shards import pieces, sections, shard_spans
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.meta_values import like_parameter
@@ -58,8 +58,8 @@ class LocalStage:
         device: Device,
         memory: Tensor | None = None,
         autocast_dtype: torch.dtype | None = None,
-        parts: Sequence[int] = (-1,),
-        owned_parts: Collection[int] = (),
+        shards: Sequence[int] = (-1,),
+        owned_shards: Collection[int] = (),
         earlier: Iterable[LocalStage] = (),
         is_given: bool = False,
     ) -> None:
@@ -67,26 +67,26 @@ class LocalStage:
 
         memory          where weights fetched from other ranks will be, shape (bytes,); None: it fetches none
         autocast_dtype  the type that torch's autocast computes in; None: the parameters' own
-        parts           of the weights; (-1,) where they are not divided
-        owned_parts     the parts that the rank owns; if it does not own all, they lie outside of `weights`
+        shards           of the weights; (-1,) where they are not divided
+        owned_shards     the shards that the rank owns; if it does not own all, they lie outside of `weights`
         earlier         stages of this rank, whose parameters may be some of the module's: it gets others for these
         is_given        the module is a script's, which has its own values of what the rank fetches between two calls
         """
         self.module, self.index, self.shape, self.device = module, index, shape, device
         self.autocast_dtype = autocast_dtype
-        owns_all = len(owned_parts) == len(parts)
+        owns_all = len(owned_shards) == len(shards)
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in named]
         self.layout, self.size = flat_layout([parameter for _, parameter in named])
         self.sections = sections(self.layout)
         own = torch.zeros(self.size if owns_all else 0, dtype=torch.uint8, device=device.torch)
         self.weights = own if memory is None else memory
-        self.part_slices = part_slices(self.size, parts)
-        # By part, the weights that the rank owns.
-        self.owned = {part: self.weights[self.part_slices[part]] for part in parts} if owns_all else {
-            part: self._copy_of_part(part, named) for part in owned_parts
+        self.shard_spans = shard_spans(self.size, shards)
+        # By shard, the weights that the rank owns.
+        self.owned = {shard: self.weights[self.shard_spans[shard]] for shard in shards} if owns_all else {
+            shard: self._copy_of_shard(shard, named) for shard in owned_shards
         }  # fmt: skip
-        self.owns_separate_parts = not owns_all and bool(self.owned)
+        self.owns_separate_shards = not owns_all and bool(self.owned)
         # Parameters that the module gets before a job of this stage, since jobs of others give it their own.
         self.places: list[Place] = []
         # Of those that an earlier stage has, too: where the script has its own, and the weights that follow these.
@@ -100,7 +100,7 @@ class LocalStage:
                 if owns_all:
                     view.copy_(parameter.detach())
                 self.parameters.append(self._own(parameter, view, holders.get(id(parameter))))
-        elif self.owns_separate_parts and not is_given:  # it never computes the stage, so the module needs no values
+        elif self.owns_separate_shards and not is_given:  # it never computes the stage, so the module needs no values
             for _, parameter in named:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
         module.to(device.torch)
@@ -133,17 +133,17 @@ class LocalStage:
             parameters[name] = parameter
         self.layer_rng.at = ()
 
-    def _copy_of_part(self, part: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
-        """A part of the weights in memory of its own, flat."""
-        span = self.part_slices[part]
+    def _copy_of_shard(self, shard: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
+        """A shard of the weights in memory of its own, flat."""
+        span = self.shard_spans[shard]
         flat = torch.zeros(span.stop - span.start, dtype=torch.uint8, device=self.device.torch)
         for piece in pieces(self.layout, span):
-            piece.of_part(flat).copy_(piece.of_parameter(named[piece.parameter][1].detach()))
+            piece.of_shard(flat).copy_(piece.of_parameter(named[piece.parameter][1].detach()))
         return flat
 
-    def owned_parts_copier(self) -> Callable[[], None]:
-        """A function that copies the owned parts into `weights`, beside the fetched ones; autograd does not see it."""
-        pairs = [(self.weights.data[self.part_slices[part]], owned) for part, owned in self.owned.items()]
+    def owned_shards_copier(self) -> Callable[[], None]:
+        """A function that copies the owned shards into `weights`, beside the fetched ones; autograd does not see it."""
+        pairs = [(self.weights.data[self.shard_spans[shard]], owned) for shard, owned in self.owned.items()]
 
         def copy() -> None:
             for target, owned in pairs:
@@ -185,18 +185,18 @@ class LocalStage:
         """The parameters in a flat tensor laid out as `weights` is, in their shapes."""
         return [place.of(flat) for place in self.layout]
 
-    def views_of_part(self, part: int, flat: Tensor) -> list[Tensor]:
-        """The pieces of parameters in a flat tensor laid out as a part is; part -1: as `views`."""
-        if part < 0:
+    def views_of_shard(self, shard: int, flat: Tensor) -> list[Tensor]:
+        """The pieces of parameters in a flat tensor laid out as a shard is; shard -1: as `views`."""
+        if shard < 0:
             return self.views(flat)
-        return [piece.of_part(flat) for piece in pieces(self.layout, self.part_slices[part])]
+        return [piece.of_shard(flat) for piece in pieces(self.layout, self.shard_spans[shard])]
 
-    def new_parameters(self, part: int) -> list[nn.Parameter]:
-        """The parameters in an owned part, or pieces of them, as new ones with the attributes of the module's."""
+    def new_parameters(self, shard: int) -> list[nn.Parameter]:
+        """The parameters in an owned shard, or pieces of them, as new ones with the attributes of the module's."""
         own = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        of_part = own if part < 0 else [own[p.parameter] for p in pieces(self.layout, self.part_slices[part])]
-        views = self.views_of_part(part, self.owned[part])
-        return [like_parameter(parameter, view.data) for parameter, view in zip(of_part, views, strict=True)]
+        of_shard = own if shard < 0 else [own[p.parameter] for p in pieces(self.layout, self.shard_spans[shard])]
+        views = self.views_of_shard(shard, self.owned[shard])
+        return [like_parameter(parameter, view.data) for parameter, view in zip(of_shard, views, strict=True)]
 
     def forward(
         self,

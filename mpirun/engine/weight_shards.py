@@ -1,4 +1,4 @@
-"""Weight shards: the parts that a stage's flat weights are divided into, and the piece of each parameter in a part."""
+"""Weight shards: how a stage's flat weights are divided, and the piece of each parameter that lies in a shard."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from mpirun.comm.sections import Section
 from mpirun.model.stage_shape import Place
 from schedgen.ir.instructions import Instruction, Kind, Op
-from schedgen.ir.weight_shards import part_offsets
+from schedgen.ir.weight_shards import shard_offsets
 
-Unit = tuple[int, int]  # a stage and a part of its weights; part -1: they are not divided
+Unit = tuple[int, int]  # a stage and a shard of its weights; shard -1: they are not divided
 Layout = Sequence[Place]  # of a stage's parameters
 
 
 class Piece(NamedTuple):
-    """The piece of a parameter that lies in one part of its stage's weights."""
+    """The piece of a parameter that lies in one shard of its stage's weights."""
 
     parameter: int  # its number among the stage's parameters
     begin: int  # in the flat parameter, in elements
     length: int  # in elements
-    offset: int  # in the part, in bytes
+    offset: int  # in the shard, in bytes
     dtype: torch.dtype
     size: Sequence[int]  # (length,), or () if the parameter has no dimensions
 
@@ -31,9 +31,9 @@ class Piece(NamedTuple):
         """This piece of a tensor with the parameter's shape; its shape is `size`."""
         return parameter.reshape(-1)[self.begin : self.begin + self.length].view(self.size)
 
-    def of_part(self, part: Tensor) -> Tensor:
-        """This piece of a flat tensor that is laid out like the part; its shape is `size`."""
-        return part[self.offset : self.offset + self.length * self.dtype.itemsize].view(self.dtype).view(self.size)
+    def of_shard(self, shard: Tensor) -> Tensor:
+        """This piece of a flat tensor that is laid out like the shard; its shape is `size`."""
+        return shard[self.offset : self.offset + self.length * self.dtype.itemsize].view(self.dtype).view(self.size)
 
 
 def sections(layout: Layout) -> list[Section]:
@@ -45,14 +45,14 @@ def sections(layout: Layout) -> list[Section]:
     return list(found.values())
 
 
-def part_slices(size: int, parts: Sequence[int]) -> dict[int, slice]:
-    """By part, its slice of flat weights of `size` bytes; `parts`: (-1,) where they are not divided."""
-    ends = part_offsets(size, len(parts))
-    return {part: slice(*ends[number : number + 2]) for number, part in enumerate(parts)}
+def shard_spans(size: int, shards: Sequence[int]) -> dict[int, slice]:
+    """By shard, its slice of flat weights of `size` bytes; `shards`: (-1,) where they are not divided."""
+    ends = shard_offsets(size, len(shards))
+    return {shard: slice(*ends[number : number + 2]) for number, shard in enumerate(shards)}
 
 
 def pieces(layout: Layout, span: slice) -> Iterator[Piece]:
-    """The pieces in a part, in the order of the parameters; a parameter without elements has none."""
+    """The pieces in a shard, in the order of the parameters; a parameter without elements has none."""
     for parameter, place in enumerate(layout):
         begin, end, width = max(place.begin, span.start), min(place.end, span.stop), place.dtype.itemsize
         if begin < end:
@@ -62,15 +62,15 @@ def pieces(layout: Layout, span: slice) -> Iterator[Piece]:
 
 
 def first_fetches(instructions: Sequence[Instruction]) -> set[int]:
-    """The rows of the FETCH_Ws that begin a copy of a stage's weights: no other part of the copy is live then."""
-    live_parts: dict[int, set[int]] = {}  # by stage
+    """The rows of the FETCH_Ws that begin a copy of a stage's weights: no other shard of the copy is live then."""
+    live_shards: dict[int, set[int]] = {}  # by stage
     first = set()
     for row, i in enumerate(instructions):
-        parts = live_parts.setdefault(i.stage, set())
+        shards = live_shards.setdefault(i.stage, set())
         if i.op == Op.FETCH_W:
-            if not parts:
+            if not shards:
                 first.add(row)
-            parts.add(i.part)
+            shards.add(i.shard)
         elif i.op == Op.FREE and i.kind == Kind.W:
-            parts.discard(i.part)
+            shards.discard(i.shard)
     return first

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from mpirun import Model, split_layers
 from mpirun.model.parallel_layers import (
-    UNSHARDED,
+    UNSLICED,
     ColumnParallelLinear,
     HeadParallelAttention,
     RowParallelLinear,
-    Shard,
+    Slice,
     skip,
 )
 
@@ -44,34 +44,34 @@ class Embedding(nn.Module):
 
 
 class AttentionPart(nn.Module):
-    """The first half of a block, attention, as a layer that can be a stage with shards by itself; or a shard of it."""
+    """The first half of a block, attention, as a layer that can be a stage with slices by itself; or a slice of it."""
 
-    def __init__(self, width: int, heads: int, shard: Shard = UNSHARDED) -> None:
+    def __init__(self, width: int, heads: int, slice: Slice = UNSLICED) -> None:
         """`heads` are those of the whole layer."""
         super().__init__()
-        self.shard = shard
+        self.slice = slice
         self.norm = nn.LayerNorm(width)
-        self.attention = HeadParallelAttention(width, heads, shard)
+        self.attention = HeadParallelAttention(width, heads, slice)
 
     def forward(self, x: Tensor) -> Tensor:
         """x and the result: (sequences, length, width)."""
-        return skip(x, self.attention(self.norm(x)), self.shard)
+        return skip(x, self.attention(self.norm(x)), self.slice)
 
 
 class MLPPart(nn.Module):
-    """The second half of a block, the MLP, as a layer like `AttentionPart`; or a shard of it."""
+    """The second half of a block, the MLP, as a layer like `AttentionPart`; or a slice of it."""
 
-    def __init__(self, width: int, shard: Shard = UNSHARDED) -> None:
+    def __init__(self, width: int, slice: Slice = UNSLICED) -> None:
         """`width` is that of x; the whole MLP is 4 times as wide."""
         super().__init__()
-        self.shard = shard
+        self.slice = slice
         self.norm = nn.LayerNorm(width)
-        self.up = ColumnParallelLinear(width, 4 * width, shard)
-        self.down = RowParallelLinear(4 * width, width, shard)
+        self.up = ColumnParallelLinear(width, 4 * width, slice)
+        self.down = RowParallelLinear(4 * width, width, slice)
 
     def forward(self, x: Tensor) -> Tensor:
         """x and the result: (sequences, length, width)."""
-        return skip(x, self.down(nnf.gelu(self.up(self.norm(x)))), self.shard)
+        return skip(x, self.down(nnf.gelu(self.up(self.norm(x)))), self.slice)
 
 
 class Block(nn.Sequential):
@@ -109,7 +109,7 @@ def gpt(
     """A GPT of `blocks` blocks on microbatches of `sequences` pieces of text of `length` bytes.
 
     `tied`: embedding and head share the vectors of bytes. `halves`: attention and MLP of a block are separate layers,
-    and a stage that has only one such layer can have shards.
+    and a stage that has only one such layer can have slices.
     """
     scale = width**-0.5 if tied else 1.0
     layers: OrderedDict[str, Callable[..., nn.Module]] = OrderedDict(embedding=partial(Embedding, length, width, scale))
@@ -131,8 +131,8 @@ def gpt(
 
     ties = [[(0, "embedding.byte.weight"), (stages - 1, "head.score.weight")]] if tied else []
     entries = split_layers(layers, stages)
-    sharded = [stage for stage, entry in enumerate(entries) if len(entry) == 1 and half_blocks.keys() >= entry.keys()]
-    return Model(entries, loss, batch, length + 1, ties, sharded=sharded)
+    sliced = [stage for stage, entry in enumerate(entries) if len(entry) == 1 and half_blocks.keys() >= entry.keys()]
+    return Model(entries, loss, batch, length + 1, ties, sliced=sliced)
 
 
 def tiny(stages: int) -> Model:
@@ -146,7 +146,7 @@ def tied(stages: int) -> Model:
 
 
 def tensor(stages: int) -> Model:
-    """0.2 million parameters, 256 bytes a microbatch; 8 stages, of which 1 to 6 can have 2 or 4 shards.
+    """0.2 million parameters, 256 bytes a microbatch; 8 stages, of which 1 to 6 can have 2 or 4 slices.
 
     Compile with --tensor 2, the graph file of 8 stages and, for 4 ranks, --stages 2.
     """

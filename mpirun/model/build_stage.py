@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpirun.model.contract import Model
 from mpirun.model.meta_values import MetaModule, MetaStage, initial_values, like
 from mpirun.model.module_tensors import given_modules, kept, own_tensors, replace_tensors
-from mpirun.model.parallel_layers import Shard, ShardedDim, sharded_dims
+from mpirun.model.parallel_layers import Slice, SlicedDim, sliced_dims
 from mpirun.model.parameter_checks import check_parameters
 from mpirun.model.rng import derived_seed, seed_generators
 from mpirun.model.weight_names import lack, weight_names
@@ -129,9 +129,9 @@ def _given_apart(model: Model, stage: int, copied: bool) -> Iterator[None]:
         yield
 
 
-def whole_shape(tensor: Tensor, dim: ShardedDim | None, shard: Shard) -> tuple[int, ...]:
-    """The shape of a tensor in the weights; a tensor shard has a share of it along `dim`, or all of it if None."""
-    return tuple(tensor.shape) if dim is None or shard.count == 1 else dim.full_shape(tensor.shape, shard)
+def whole_shape(tensor: Tensor, dim: SlicedDim | None, slice: Slice) -> tuple[int, ...]:
+    """The shape of a tensor in the weights; a tensor slice has a share of it along `dim`, or all of it if None."""
+    return tuple(tensor.shape) if dim is None or slice.count == 1 else dim.full_shape(tensor.shape, slice)
 
 
 def _check_new(module: nn.Module) -> None:
@@ -171,7 +171,7 @@ class _Builder:
         if model.reads is None:
             _take_as_given(module)
         for tie in model.tied:
-            if any(place == stage for place, _ in tie) and not model.ties_shards(tie):  # shards of one stage are equal
+            if any(place == stage for place, _ in tie) and not model.ties_slices(tie):  # slices of one stage are equal
                 self._apply_tie(module, tie)
         if self.missing and not hasattr(model.weights, "names"):  # else check_weights has warned of it
             warnings.warn(lack(self.missing, f"weights of stage {stage}"), MpirunWarning, stacklevel=3)
@@ -314,16 +314,16 @@ class _Builder:
         return values
 
     def _fitted(self, weight: str, value: Tensor, name: str, module: nn.Module) -> Tensor:
-        """A weight converted for the module's parameter or buffer `name`: this shard's share, in the module's type."""
+        """A weight converted for the module's parameter or buffer `name`: this slice's share, in the module's type."""
         tensor = own_tensors(module)[name]
-        shard, dim = self.model.shard_of(self.stage), sharded_dims(module).get(name)
-        expected = whole_shape(tensor, dim, shard)
+        slice, dim = self.model.slice_of(self.stage), sliced_dims(module).get(name)
+        expected = whole_shape(tensor, dim, slice)
         if tuple(value.shape) != expected:
             raise UsageError(f"weights: {weight} has shape {tuple(value.shape)}, but {expected} in the model")
         if value.dtype.is_floating_point != tensor.dtype.is_floating_point:
             raise UsageError(f"weights: {weight} is {value.dtype}, but {tensor.dtype} in the model")
-        if dim is not None and shard.count > 1:
-            value = dim.share(value, shard)
+        if dim is not None and slice.count > 1:
+            value = dim.share(value, slice)
         copied = not (self.mapped and tensor.requires_grad)
         return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)
 

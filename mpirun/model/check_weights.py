@@ -10,7 +10,7 @@ import torch
 from mpirun.model.build_stage import fake_mode, stage_without_values, whole_shape
 from mpirun.model.contract import Model, Weights
 from mpirun.model.module_tensors import own_tensors
-from mpirun.model.parallel_layers import sharded_dims
+from mpirun.model.parallel_layers import sliced_dims
 from mpirun.model.weight_names import lack, weight_names
 from schedgen.util.errors import MpirunWarning, UsageError, listed
 
@@ -29,14 +29,14 @@ def check_weights(model: Model) -> None:
     for stage in range(len(model.stages)):
         with stage_without_values(model, stage, fake) as (module, _):
             tensors, known = own_tensors(module), weight_names(model, stage, module)
-            dims = sharded_dims(module)
+            dims = sliced_dims(module)
         for name, candidates in known.items():
             present = [candidate for candidate in candidates if candidate in names]
             found += bool(present)
             if present:
                 types.add((model.weights(present[:1])[present[0]].dtype, tensors[name].dtype))
             else:
-                shape = whole_shape(tensors[name], dims.get(name), model.shard_of(stage))
+                shape = whole_shape(tensors[name], dims.get(name), model.slice_of(stage))
                 missing[candidates[0]] = shape if tensors[name].requires_grad else None
             for candidate in candidates:
                 unused.pop(candidate, None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
 from mpirun.model.dataflow import Input, Reads, Value, model_graph
-from mpirun.model.parallel_layers import UNSHARDED, Shard
+from mpirun.model.parallel_layers import UNSLICED, Slice
 from schedgen.ir.graph_file import ModelGraph
 
 Layers = Mapping[str, Callable[[], nn.Module]]
@@ -80,15 +80,15 @@ class Model(NamedTuple):
     loss_of          "microbatch", or "minibatch": loss takes the outputs and targets of all microbatches, concatenated
                      along dimension 0. The schedule must then have all forwards of the last stage before its first
                      backward, as gpipe has.
-    sharded          stages that are sums over shards (see mpirun.model.parallel_layers), never the last. A function
-                     that builds such a stage or its layer is called with `shard` if it has a parameter of this name,
+    sliced          stages that are sums over slices (see mpirun.model.parallel_layers), never the last. A function
+                     that builds such a stage or its layer is called with `slice` if it has a parameter of this name,
                      and without it for the whole layer. Such stages have no parameter hooks and draw no random numbers.
     weights          names in the whole model -> values of those that it has, such as checkpoint.pretrained.Pretrained.
                      A stage asks for its own parameters and buffers; those without a value keep the one they are built
                      with, with a warning, or are refused if they have none.
     origin           set by `split` and `split_sequential`.
-    tensor_parallel  T, set by mpirun: stage s of the function becomes stages T s to T s + T - 1, which are shards if
-                     `sharded` has s, else replicas.
+    tensor_parallel  T, set by mpirun: stage s of the function becomes stages T s to T s + T - 1, which are slices if
+                     `sliced` has s, else replicas.
     """
 
     stages: Sequence[StageEntry]
@@ -98,7 +98,7 @@ class Model(NamedTuple):
     tied: Sequence[Sequence[tuple[int, str]]] = ()
     reads: Reads | None = None
     loss_of: str = "microbatch"
-    sharded: Collection[int] = ()
+    sliced: Collection[int] = ()
     weights: Weights | None = None
     origin: Origin = Origin()
     tensor_parallel: int = 1
@@ -116,27 +116,27 @@ class Model(NamedTuple):
     def graph(self) -> ModelGraph:
         """What a schedule must know of the stages, which are a chain if `reads` is None."""
         reads = self.resolved_reads([[stage - 1] if stage else [] for stage in range(len(self.stages))], 1)
-        return model_graph(reads, self.tied, self.sharded)
+        return model_graph(reads, self.tied, self.sliced)
 
     def model_stage(self, stage: int) -> int:
-        """The function's stage that a stage is a shard or a replica of; without shards the stage itself."""
+        """The function's stage that a stage is a slice or a replica of; without slices the stage itself."""
         return stage // self.tensor_parallel
 
-    def shard_of(self, stage: int) -> Shard:
-        """Which shard of the function's stage a stage is; UNSHARDED if that stage is not sharded."""
-        sharded = self.model_stage(stage) in self.sharded
-        return Shard(stage % self.tensor_parallel, self.tensor_parallel) if sharded else UNSHARDED
+    def slice_of(self, stage: int) -> Slice:
+        """Which slice of the function's stage a stage is; UNSLICED if that stage is not sliced."""
+        sliced = self.model_stage(stage) in self.sliced
+        return Slice(stage % self.tensor_parallel, self.tensor_parallel) if sliced else UNSLICED
 
-    def is_first_shard(self, stage: int) -> bool:
-        """Whether a stage is the first shard or replica of one of the function's stages, or that stage itself."""
+    def is_first_slice(self, stage: int) -> bool:
+        """Whether a stage is the first slice or replica of one of the function's stages, or that stage itself."""
         return stage % self.tensor_parallel == 0
 
     def is_replica(self, stage: int) -> bool:
         """Whether a stage computes the same as the stage before it, on another rank."""
-        return not self.is_first_shard(stage) and self.model_stage(stage) not in self.sharded
+        return not self.is_first_slice(stage) and self.model_stage(stage) not in self.sliced
 
-    def ties_shards(self, tie: Sequence[tuple[int, str]]) -> bool:
-        """Whether the copies that a tie joins are in the shards of one stage, each of which has the whole parameter."""
+    def ties_slices(self, tie: Sequence[tuple[int, str]]) -> bool:
+        """Whether the copies that a tie joins are in the slices of one stage, each of which has the whole parameter."""
         stages = {stage for stage, _ in tie}
         return len(stages) > len(set(map(self.model_stage, stages))) == 1
 

@@ -161,7 +161,7 @@ class Dataflow:
         """Bytes of all messages x.stage.b of a microbatch; 0 of the last stage."""
         if not self.graph.consumers[stage]:
             return 0
-        return sum(self.bundle(Kind.X, stage, via).spec.bytes for via in self.graph.output_consumers(stage))
+        return sum(self.bundle(Kind.X, stage, consumer).spec.bytes for consumer in self.graph.output_consumers(stage))
 
 
 class Arguments:
@@ -199,7 +199,7 @@ def all_outputs(sources: Sequence[Source], counts: Sequence[int]) -> list[Source
 def unread_outputs(reads: Reads, outputs: Sequence[Sequence[TensorSpec]], header: Header) -> list[Value]:
     """The outputs of the model's stages that no stage reads, without those of the last, which the loss gets."""
     read = {Value(header.model_stage(x.stage), x.output) for sources in reads for x in sources if isinstance(x, Value)}
-    given = [Value(s, k) for s, first in enumerate(header.first_shards[:-1]) for k in range(len(outputs[first]))]
+    given = [Value(s, k) for s, first in enumerate(header.first_slices[:-1]) for k in range(len(outputs[first]))]
     return [value for value in given if value not in read]
 
 
@@ -214,9 +214,9 @@ def outputs_read(reads: Reads) -> dict[tuple[int, int], tuple[int, ...]]:
 
 
 def model_graph(
-    reads: Reads, tied: Iterable[Iterable[tuple[int, str]]] = (), sharded: Collection[int] = ()
+    reads: Reads, tied: Iterable[Iterable[tuple[int, str]]] = (), sliced: Collection[int] = ()
 ) -> ModelGraph:
-    """What a schedule must know of a model; `reads`, `tied` and `sharded` as `Model`'s."""
+    """What a schedule must know of a model; `reads`, `tied` and `sliced` as `Model`'s."""
     edges = outputs_read(reads)
     by_producer: dict[int, set[tuple[int, ...]]] = {}
     for (producer, _), indices in edges.items():
@@ -228,7 +228,7 @@ def model_graph(
         edges=tuple(edges),
         per_consumer=per_consumer,
         tied=tuple(sorted(tie for tie in ties if len(tie) > 1)),
-        replicated=tuple(stage for stage in range(len(reads)) if sharded and stage not in sharded),
+        replicated=tuple(stage for stage in range(len(reads)) if sliced and stage not in sliced),
     )
 
 

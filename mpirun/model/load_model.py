@@ -83,7 +83,7 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
             stage_of.append(stage)
         stages.append(merged)
     return model._replace(
-        sharded=[stage_of[stage] for stage in model.sharded if layers[stage_of[stage]] == 1],
+        sliced=[stage_of[stage] for stage in model.sliced if layers[stage_of[stage]] == 1],
         stages=stages,
         tied=[[(stage_of[stage], name) for stage, name in tie] for tie in model.tied],
     )
@@ -102,11 +102,11 @@ def check_model(model: Model, stages: int) -> Model:
         raise UsageError(f"length should be a number of bytes, not {model.length!r}")
     if not isinstance(model.loss_of, str) or model.loss_of not in ("microbatch", "minibatch"):
         raise UsageError(f"loss_of should be microbatch or minibatch, not {model.loss_of!r}")
-    if not isinstance(model.sharded, Collection) or isinstance(model.sharded, str):
-        raise UsageError(f"sharded should be a list, not {type(model.sharded).__name__}")
-    for stage in model.sharded:
+    if not isinstance(model.sliced, Collection) or isinstance(model.sliced, str):
+        raise UsageError(f"sliced should be a list, not {type(model.sliced).__name__}")
+    for stage in model.sliced:
         if not isinstance(stage, Integral) or not 0 <= stage < stages - 1:
-            raise UsageError(f"the model shards stage {stage!r}, but only stages before the last can have shards")
+            raise UsageError(f"the model slices stage {stage!r}, but only stages before the last can have slices")
     tied = _checked_ties(model, stages)
     if model.reads is not None:
         _check_list("reads", model.reads)
@@ -115,7 +115,7 @@ def check_model(model: Model, stages: int) -> Model:
         check_reads(model.reads, stages)
     return model._replace(
         length=int(model.length),
-        sharded=sorted({int(stage) for stage in model.sharded}),
+        sliced=sorted({int(stage) for stage in model.sliced}),
         tied=tied,
         tensor_parallel=1,
     )

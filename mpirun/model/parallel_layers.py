@@ -1,10 +1,10 @@
-"""Tensor parallelism: layers of which each of T workers computes a shard, and how their parameters are divided.
+"""Tensor parallelism: layers of which each of T workers computes a slice, and how their parameters are divided.
 
-A stage with shards is a sum y = f_0(x) + ... + f_{T-1}(x): shard t computes f_t from all of x. The schedule sums the
-outputs, and the gradients of the inputs, over the shards, so that no layer here communicates. A linear layer divided
+A stage with slices is a sum y = f_0(x) + ... + f_{T-1}(x): slice t computes f_t from all of x. The schedule sums the
+outputs, and the gradients of the inputs, over the slices, so that no layer here communicates. A linear layer divided
 by its outputs, elementwise operations, and a linear layer divided by its inputs make such a stage [Shoeybi et al.
 2019, "Megatron-LM", section 3]; so does attention divided by its heads. What occurs in the sum once, a skip
-connection or the last bias, belongs to shard 0.
+connection or the last bias, belongs to slice 0.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from schedgen.util.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Shard `index` of `count` of a layer."""
+class Slice:
+    """Slice `index` of `count` of a layer."""
 
     index: int = 0
     count: int = 1
 
     def share(self, size: int, what: str) -> int:
-        """How many of `size` a shard has; UsageError, which names them by `what`, if they do not divide evenly."""
+        """How many of `size` a slice has; UsageError, which names them by `what`, if they do not divide evenly."""
         if size % self.count:
-            raise UsageError(f"{size} {what} do not divide into {self.count} shards")
+            raise UsageError(f"{size} {what} do not divide into {self.count} slices")
         return size // self.count
 
 
-UNSHARDED = Shard()
+UNSLICED = Slice()
 
 
-class ShardedDim(NamedTuple):
-    """The dimension along which a parameter is divided into shards, as a whole or in each of `blocks` equal blocks."""
+class SlicedDim(NamedTuple):
+    """The dimension along which a parameter is divided into slices, as a whole or in each of `blocks` equal blocks."""
 
     dim: int
     blocks: int = 1
 
-    def share(self, parameter: Tensor, shard: Shard) -> Tensor:
-        """A shard's share of a parameter, contiguous."""
-        split = parameter.unflatten(self.dim, (self.blocks, shard.count, -1)).select(self.dim + 1, shard.index)
+    def share(self, parameter: Tensor, slice: Slice) -> Tensor:
+        """A slice's share of a parameter, contiguous."""
+        split = parameter.unflatten(self.dim, (self.blocks, slice.count, -1)).select(self.dim + 1, slice.index)
         return split.flatten(self.dim, self.dim + 1).contiguous()
 
-    def full_shape(self, share: Sequence[int], shard: Shard) -> tuple[int, ...]:
+    def full_shape(self, share: Sequence[int], slice: Slice) -> tuple[int, ...]:
         """The shape of the parameter of which a share has the shape `share`."""
-        return tuple(size * shard.count if dim == self.dim else size for dim, size in enumerate(share))
+        return tuple(size * slice.count if dim == self.dim else size for dim, size in enumerate(share))
 
     def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """The parameter, from the shares of all shards in their order."""
+        """The parameter, from the shares of all slices in their order."""
         split = [share.unflatten(self.dim, (self.blocks, -1)) for share in shares]
         return torch.stack(split, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
-def sharded_dims(module: nn.Module) -> dict[str, ShardedDim]:
-    """The parameters and buffers that are divided, as the submodules that own them declare in `sharded_dims`."""
-    dims: dict[str, ShardedDim] = {}
+def sliced_dims(module: nn.Module) -> dict[str, SlicedDim]:
+    """The parameters and buffers that are divided, as the submodules that own them declare in `sliced_dims`."""
+    dims: dict[str, SlicedDim] = {}
     for prefix, part in module.named_modules():
-        own: Mapping[str, ShardedDim] = getattr(part, "sharded_dims", {})
+        own: Mapping[str, SlicedDim] = getattr(part, "sliced_dims", {})
         dims |= {f"{prefix}.{name}" if prefix else name: dim for name, dim in own.items()}
     return dims
 
@@ -70,31 +70,31 @@ def sharded_dims(module: nn.Module) -> dict[str, ShardedDim]:
 class ColumnParallelLinear(nn.Linear):
     """A share of the outputs, or of each of `blocks` blocks of outputs: (..., inputs) -> (..., outputs / T)."""
 
-    def __init__(self, inputs: int, outputs: int, shard: Shard = UNSHARDED, bias: bool = True, blocks: int = 1) -> None:
+    def __init__(self, inputs: int, outputs: int, slice: Slice = UNSLICED, bias: bool = True, blocks: int = 1) -> None:
         """`inputs` and `outputs` are those of the whole layer."""
-        super().__init__(inputs, blocks * shard.share(outputs // blocks, "outputs of a linear layer"), bias)
+        super().__init__(inputs, blocks * slice.share(outputs // blocks, "outputs of a linear layer"), bias)
         names = ["weight", "bias"] if bias else ["weight"]
-        self.sharded_dims = dict.fromkeys(names, ShardedDim(0, blocks))
+        self.sliced_dims = dict.fromkeys(names, SlicedDim(0, blocks))
 
 
 class RowParallelLinear(nn.Linear):
-    """A term of the sum, from a share of the inputs: (..., inputs / T) -> (..., outputs). Shard 0 has the bias."""
+    """A term of the sum, from a share of the inputs: (..., inputs / T) -> (..., outputs). Slice 0 has the bias."""
 
-    def __init__(self, inputs: int, outputs: int, shard: Shard = UNSHARDED, bias: bool = True) -> None:
+    def __init__(self, inputs: int, outputs: int, slice: Slice = UNSLICED, bias: bool = True) -> None:
         """`inputs` and `outputs` are those of the whole layer."""
-        super().__init__(shard.share(inputs, "inputs of a linear layer"), outputs, bias and shard.index == 0)
-        self.sharded_dims = {"weight": ShardedDim(1)}
+        super().__init__(slice.share(inputs, "inputs of a linear layer"), outputs, bias and slice.index == 0)
+        self.sliced_dims = {"weight": SlicedDim(1)}
 
 
 class HeadParallelAttention(nn.Module):
     """Causal attention with a share of the heads, a term of the sum: (sequences, length, width) -> the same shape."""
 
-    def __init__(self, width: int, heads: int, shard: Shard = UNSHARDED) -> None:
+    def __init__(self, width: int, heads: int, slice: Slice = UNSLICED) -> None:
         """`heads` are those of the whole layer."""
         super().__init__()
-        self.heads = shard.share(heads, "heads")
-        self.qkv = ColumnParallelLinear(width, 3 * width, shard, bias=False, blocks=3)
-        self.out = RowParallelLinear(width, width, shard, bias=False)
+        self.heads = slice.share(heads, "heads")
+        self.qkv = ColumnParallelLinear(width, 3 * width, slice, bias=False, blocks=3)
+        self.out = RowParallelLinear(width, width, slice, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (sequences, length, width)."""
@@ -102,6 +102,6 @@ class HeadParallelAttention(nn.Module):
         return self.out(nnf.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-def skip(x: Tensor, y: Tensor, shard: Shard) -> Tensor:
-    """x + y, where y is a term of the sum: x is added in shard 0 only. All shards return the same type."""
-    return x + y if shard.index == 0 else y.to(torch.promote_types(x.dtype, y.dtype))
+def skip(x: Tensor, y: Tensor, slice: Slice) -> Tensor:
+    """x + y, where y is a term of the sum: x is added in slice 0 only. All slices return the same type."""
+    return x + y if slice.index == 0 else y.to(torch.promote_types(x.dtype, y.dtype))

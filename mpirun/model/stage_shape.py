@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpirun.model.dataflow import ALIGN, TensorSpec
-from mpirun.model.parallel_layers import ShardedDim
+from mpirun.model.parallel_layers import SlicedDim
 
 
 class Place(NamedTuple):
@@ -51,8 +51,8 @@ class StageShape(NamedTuple):
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might in other microbatches
     loss: LossFacts | None = None  # None: not the last stage, or the loss is of the whole minibatch
     layout: tuple[Place, ...] = ()  # of the trained parameters in the flat weights
-    sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters and buffers that are divided among shards
-    model_stage: int = 0  # its index; of a shard or replica, that of the model function's stage
+    sliced_dims: Mapping[str, SlicedDim] = {}  # the parameters and buffers that are divided among slices
+    model_stage: int = 0  # its index; of a slice or replica, that of the model function's stage
 
 
 def flat_layout(parameters: Sequence[Tensor]) -> tuple[list[Place], int]:

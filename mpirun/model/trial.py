@@ -30,7 +30,7 @@ from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
 from mpirun.model.forward_watch import ForwardWatch, leaves_of_graph, memory
 from mpirun.model.loss import check_real, loss_and_metrics, loss_input, try_loss
-from mpirun.model.parallel_layers import sharded_dims
+from mpirun.model.parallel_layers import sliced_dims
 from mpirun.model.rng import generator_states
 from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout
 from schedgen.util.errors import MpirunWarning, UsageError, raised
@@ -111,8 +111,8 @@ class Trial:
                 made = [self.fake.from_tensor(x) for x in made]
             outputs.append(made)
             shapes.append(shape)
-            if (shard := self.model.shard_of(stage)).count > 1:
-                _check_shard(shard.index, shapes)
+            if (slice := self.model.slice_of(stage)).count > 1:
+                _check_slice(slice.index, shapes)
         return shapes
 
     def outputs_of_one_more(self) -> Sequence[TensorSpec] | None:
@@ -215,8 +215,8 @@ class Trial:
                 f"stage {stage}: its forward replaces {lost[0]} or its data, and the new tensor would not be trained: "
                 "change the parameter in place, under torch.no_grad()"
             )
-        is_whole, last = model.shard_of(stage).count == 1, model.model_stage(len(model.stages) - 1)
-        keeps_strides = is_whole and model.model_stage(stage) < last  # shards are summed, the loss takes its own
+        is_whole, last = model.slice_of(stage).count == 1, model.model_stage(len(model.stages) - 1)
+        keeps_strides = is_whole and model.model_stage(stage) < last  # slices are summed, the loss takes its own
         return [x.detach() for x in made], parameters._replace(
             outputs=tuple(spec_of(x) if keeps_strides else TensorSpec(tuple(x.shape), x.dtype) for x in made),
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
@@ -312,22 +312,22 @@ def _parameter_shape(module: nn.Module) -> StageShape:
     """The `StageShape` of a module with the fields of its parameters only."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     layout, size = flat_layout(list(trained.values()))
-    return StageShape((), tuple(trained), size, layout=tuple(layout), sharded_dims=sharded_dims(module))
+    return StageShape((), tuple(trained), size, layout=tuple(layout), sliced_dims=sliced_dims(module))
 
 
-def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:
-    """UsageError if the last of `shapes`, shard `index` of its stage, cannot be a term of a sum over the shards."""
+def _check_slice(index: int, shapes: Sequence[StageShape]) -> None:
+    """UsageError if the last of `shapes`, slice `index` of its stage, cannot be a term of a sum over the slices."""
     shape = shapes[-1]
     name = f"stage {shape.model_stage} of the model"
     if shape.random_layers:
         raise UsageError(
-            f"{name} has shards, but draws random numbers, as dropout does: put this layer into a whole stage"
+            f"{name} has slices, but draws random numbers, as dropout does: put this layer into a whole stage"
         )
     if len(shape.outputs) > 1:
-        raise UsageError(f"{name} has shards: it should return one tensor")
+        raise UsageError(f"{name} has slices: it should return one tensor")
     if index and shape.outputs != shapes[-2].outputs:
         (before,), (output,) = shapes[-2].outputs, shape.outputs
         raise UsageError(
-            f"shards of {name} are parts of a sum, but one gives "
+            f"slices of {name} are parts of a sum, but one gives "
             f"{before.dtype} of shape {before.size}, another {output.dtype} of shape {output.size}"
         )

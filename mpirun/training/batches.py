@@ -120,7 +120,7 @@ def _weighted(microbatch: Microbatch, divisor: float) -> Microbatch:
 
 
 def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, passes: int) -> list[int]:
-    """The microbatches of a step that a rank reads, in the order of its list; `model`: with tensor shards.
+    """The microbatches of a step that a rank reads, in the order of its list; `model`: with tensor slices.
 
     Inputs are read by stages with an `Input`, targets by the last stage.
     """

@@ -31,7 +31,7 @@ from mpirun.comm.run_comm import RunComm
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.numbered_loader import FunctionLoader, NumberedLoader
 from mpirun.data.stream_loader import StreamLoader, loader_class
-from mpirun.engine.expand_shards import expanded_model
+from mpirun.engine.expand_slices import expanded_model
 from mpirun.engine.host import threads_kept, use_host
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
 from mpirun.engine.setup import StepOptions

@@ -54,7 +54,7 @@ class Evaluator:
         comm, count = session.comm, session.header.microbatches * options.passes
         program = on_rank_0(comm, lambda: _forwards(session))
         fetched = set[int]() if program is None else set(program.rows.stage[program.rows_of(Op.FETCH_W)].tolist())
-        follow_eval = from_rank_0(comm, session.setup.unsharded_model.origin.check_eval)  # the same on every rank
+        follow_eval = from_rank_0(comm, session.setup.unsliced_model.origin.check_eval)  # the same on every rank
         if follow_eval is not None:
             stages = session.interpreter.stages.values()
             together(comm, lambda: [follow_eval(stage.module) for stage in stages])
@@ -73,7 +73,7 @@ class Evaluator:
 
         forwards = share_program(comm, program).program
         self.batches = StepBatches(example, count)
-        model = session.setup.unsharded_model
+        model = session.setup.unsliced_model
         self.setup = set_up(comm, forwards.header, model, self.batches, options, host, prepare=in_eval)
         run = session.interpreter.context
         self.list = ForwardList(comm, forwards, self.setup, run)

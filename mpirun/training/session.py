@@ -103,7 +103,7 @@ class Session:
         """
         self.setup = setup
         given = given_digests(setup.model, self.header, self.comm.rank)
-        start = first_values(setup.unsharded_model, setup.seed) if verify and self.comm.rank == 0 else {}
+        start = first_values(setup.unsliced_model, setup.seed) if verify and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: Interpreter = build_interpreter(

@@ -2,7 +2,7 @@
 
 The autograd graph is cut between stages, so that gradients which several stages return for one value are added in the
 order of these stages. For an uncut graph autograd would add in another order: the same sum with other bits. The outputs
-of a stage's tensor shards are added in the order of the shards.
+of a stage's tensor slices are added in the order of the slices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]],
     """Compute all stages on microbatch `number` of a step; `modules`: by stage."""
     batch = to_device(setup.microbatches(step, number), setup.device.torch)
     outputs: dict[Value, Tensor] = {}
-    read: dict[Value, Tensor] = {}  # what consumers read: the sum over shards if a stage is split
+    read: dict[Value, Tensor] = {}  # what consumers read: the sum over slices if a stage is sliced
     leaves: list[dict[Value, Tensor]] = []
     dataflow = setup.dataflows[number % len(setup.dataflows)]
     for stage, (module, sources) in enumerate(zip(modules, dataflow.reads, strict=True)):
@@ -62,7 +62,7 @@ def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]],
         made = {Value(stage, index): x for index, x in enumerate(tensors)}
         outputs |= made
         read |= made
-        summed = [Value(shard, 0) for shard in header.summed_stages(stage)]
+        summed = [Value(slice, 0) for slice in header.summed_stages(stage)]
         if len(summed) > 1 and stage == summed[-1].stage:
             read |= dict.fromkeys(summed, sum_in_order([outputs[value] for value in summed]))
     return ForwardPass(batch, outputs, leaves)
@@ -81,7 +81,7 @@ def forward_backward(
     The gradients are those of the loss divided by `divisor`; None: by the microbatch's own `loss_divisor`.
     """
     done = forward(setup, header, modules, step, number)
-    end = header.first_shards[-1]  # shards of the last stage have the same loss
+    end = header.first_slices[-1]  # slices of the last stage have the same loss
     losses = []
     with autocast(setup.device.kind, setup.autocast_dtype):
         for s in range(end, len(modules)):
@@ -113,24 +113,24 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tensor | None]) -> None:
-    """Run the backward of all stages; `gradients`: of the outputs of the last stage, or of its shards."""
+    """Run the backward of all stages; `gradients`: of the outputs of the last stage, or of its slices."""
     summands: dict[Value, list[Tensor]] = {value: [] for value in done.outputs}  # last consumer first
     for value, gradient in gradients.items():
         if gradient is not None:
             summands[value].append(gradient)
-    for first in reversed(header.first_shards):
-        shards = header.shards_of(first)
-        for stage in shards:
+    for first in reversed(header.first_slices):
+        slices = header.slices_of(first)
+        for stage in slices:
             _backward_of_stage(stage, done.outputs, summands)
-        of_shards = [
+        of_slices = [
             {value: gradient_of(leaf) for value, leaf in done.leaves[stage].items() if leaf.is_floating_point()}
-            for stage in shards
+            for stage in slices
         ]
         if len(header.summed_stages(first)) > 1:
-            sums = [sum_in_order(parts) for parts in zip(*(of_shard.values() for of_shard in of_shards), strict=True)]
-            of_shards = [dict(zip(of_shard, sums, strict=True)) for of_shard in of_shards]
-        for of_shard in of_shards:
-            for value, gradient in of_shard.items():
+            sums = [sum_in_order(parts) for parts in zip(*(of_slice.values() for of_slice in of_slices), strict=True)]
+            of_slices = [dict(zip(of_slice, sums, strict=True)) for of_slice in of_slices]
+        for of_slice in of_slices:
+            for value, gradient in of_slice.items():
                 summands[value].append(gradient)
 
 

@@ -45,13 +45,13 @@ def on_host(tensors: Mapping[tuple[int, str], Tensor]) -> Parameters:
     return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
 
-def copy_pieces(stage: LocalStage, part: int, flat: Tensor) -> Pieces:
-    """Copies of the parameters' pieces in a part of a stage's weights; `flat`: laid out as that part is."""
-    if part < 0:
+def copy_pieces(stage: LocalStage, shard: int, flat: Tensor) -> Pieces:
+    """Copies of the parameters' pieces in a shard of a stage's weights; `flat`: laid out as that shard is."""
+    if shard < 0:
         return {(stage.index, name, 0): view.clone() for name, view in zip(stage.names, stage.views(flat), strict=True)}
     return {
-        (stage.index, stage.names[piece.parameter], piece.begin): piece.of_part(flat).clone()
-        for piece in pieces(stage.layout, stage.part_slices[part])
+        (stage.index, stage.names[piece.parameter], piece.begin): piece.of_shard(flat).clone()
+        for piece in pieces(stage.layout, stage.shard_spans[shard])
     }
 
 
@@ -66,7 +66,7 @@ def gather_record(
     of_first_owner = {
         key: value
         for key, value in record.parameters.items()
-        if header.is_divided(key[0]) or header.owners[key[0]][0] == comm.rank
+        if header.is_sharded(key[0]) or header.owners[key[0]][0] == comm.rank
     }
     packed_gradients = [_packed(gradients) for gradients in record.gradients]
     of_ranks = comm.gather((hashes, packed_gradients, _packed(of_first_owner), record.buffers))

@@ -33,14 +33,14 @@ class ReferenceStage:
     """A stage's module with all its weights, and its trained parameters by name."""
 
     def __init__(self, setup: Setup, index: int, earlier: Iterable[ReferenceStage], start: Start) -> None:
-        """`setup`: the run's, or that of the model without shards; `earlier`: stages that were built before."""
+        """`setup`: the run's, or that of the model without slices; `earlier`: stages that were built before."""
         self.index, shape, model = index, setup.shapes[index], setup.model
         if (values := start.get(model.model_stage(index))) is None:
             self.module = build_stage(model, index, setup.seed)
         else:
             self.module = stage_with(model, index, values)
         before = [stage.local for stage in earlier]
-        self.local: LocalStage = LocalStage(self.module, index, shape, setup.device, owned_parts=(-1,), earlier=before)
+        self.local: LocalStage = LocalStage(self.module, index, shape, setup.device, owned_shards=(-1,), earlier=before)
         # All layers: trials of other shapes may have found more that draw than that of the first.
         entry, self.layer_rng = model.stages[index], self.local.layer_rng
         layers = layers_of(self.module, list(entry) if isinstance(entry, Mapping) else [])

@@ -20,7 +20,7 @@ from mpirun.verify.one_process import run_in_one_process
 from mpirun.verify.record import Parameters, RankRecord, Record, copy_pieces, gather_record
 from mpirun.verify.reference_stage import Start
 from mpirun.verify.statistics import Statistics, gather_statistics, own_buffers
-from mpirun.verify.tensor_shards import without_shards
+from mpirun.verify.tensor_slices import without_slices
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError, clip, one_line
 
@@ -36,7 +36,7 @@ class Verification:
     def __init__(
         self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter, start: Start
     ) -> None:
-        """`program`: this rank's rows; `start`: on rank 0, `first_values` of the model without shards."""
+        """`program`: this rank's rows; `start`: on rank 0, `first_values` of the model without slices."""
         self.start = start
         self.comm, self.program, self.header, self.setup = comm, program, program.header, setup
         self.interpreter = interpreter
@@ -54,9 +54,9 @@ class Verification:
     def _add_gradients(self, totals: dict[Unit, Tensor]) -> None:
         """Record the gradients of the units of which this rank is the first owner."""
         self.record.gradients.append({})
-        for (stage, part), total in totals.items():
-            if self.header.first_owner(stage, part) == self.comm.rank:
-                self.record.gradients[-1].update(copy_pieces(self.interpreter.stages[stage], part, total))
+        for (stage, shard), total in totals.items():
+            if self.header.first_owner(stage, shard) == self.comm.rank:
+                self.record.gradients[-1].update(copy_pieces(self.interpreter.stages[stage], shard, total))
 
     def _divides_by_gradients(self) -> bool:
         """Whether the optimizer makes full steps even from tiny gradients, which is assumed of all but SGD."""
@@ -70,14 +70,14 @@ class Verification:
         tolerance  the relative difference that is allowed; None: the default for the types
         """
         for stage in self.interpreter.optimizer.stages.values():
-            for part, flat in stage.owned.items():
-                self.record.parameters.update(copy_pieces(stage, part, flat))
+            for shard, flat in stage.owned.items():
+                self.record.parameters.update(copy_pieces(stage, shard, flat))
         self.record.buffers.update(self._buffers())
         ours = gather_record(self.comm, self.header, self.setup.shapes, self.record)
         setup, header = self.setup, self.header
         statistics = gather_statistics(self.comm, self.program, setup, self.record.buffers, self.resumed_buffers)
         if isinstance(ours, Record):
-            setup, header, ours, statistics = without_shards(setup, header, ours, statistics)
+            setup, header, ours, statistics = without_slices(setup, header, ours, statistics)
         used = used_versions(self.comm, self.program)
         code = 0
         if isinstance(ours, str):

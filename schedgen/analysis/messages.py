@@ -44,12 +44,12 @@ def match_messages(program: Program) -> Messages:
         channel = (source[rows].astype(np.int64) * workers + to[rows]) * len(Kind) + table.kind[rows]
         return rows[stable_order(channel)]
 
-    sends = by_channel(program.rows_of(*SENDERS), table.rank, table.peer)
-    receives = by_channel(program.rows_of(*RECEIVERS), table.peer, table.rank)
+    sends = by_channel(program.rows_of(*SENDERS), table.rank, table.operand)
+    receives = by_channel(program.rows_of(*RECEIVERS), table.operand, table.rank)
     length = min(len(sends), len(receives))
     a, b = sends[:length], receives[:length]
-    same = (table.rank[a] == table.peer[b]) & (table.peer[a] == table.rank[b])
-    for column in (table.kind, table.stage, table.mb, table.via):
+    same = (table.rank[a] == table.operand[b]) & (table.operand[a] == table.rank[b])
+    for column in (table.kind, table.stage, table.mb, table.piece):
         same &= column[a] == column[b]
     return Messages(sends, receives, length if same.all() else int(np.argmin(same)))
 
@@ -57,8 +57,8 @@ def match_messages(program: Program) -> Messages:
 def entries(program: Program) -> list[tuple[int, Numbers]]:
     """For every group with collectives: its index, and the rows that enter them, ascending and so sorted by rank."""
     rows = program.rows_of(*COLLECTIVES)
-    rows = rows[np.argsort(program.rows.peer[rows], kind="stable")]
-    groups, begin = np.unique(program.rows.peer[rows], return_index=True)
+    rows = rows[np.argsort(program.rows.group[rows], kind="stable")]
+    groups, begin = np.unique(program.rows.group[rows], return_index=True)
     return list(zip(groups.tolist(), np.split(rows, begin[1:]), strict=False))
 
 

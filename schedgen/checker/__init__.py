@@ -12,7 +12,7 @@ deadlock.py         rule 4
 gradient_sums.py    rule 5
 collectives.py      rule 6
 weight_versions.py  rule 9, and rule 5 where weights have versions
-tensor_shards.py    rules 10 and 11
+tensor_slices.py    rules 10 and 11
 files.py            reads and checks schedule files by name
 """
 
@@ -25,7 +25,7 @@ from schedgen.checker.gradient_sums import rule_5, ties_entered_once
 from schedgen.checker.jobs import rule_1
 from schedgen.checker.messages import rule_3, rule_6
 from schedgen.checker.proof import RULES, Proof
-from schedgen.checker.tensor_shards import check_copies, rule_10, rule_11
+from schedgen.checker.tensor_slices import check_copies, rule_10, rule_11
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile, UsageError
@@ -55,7 +55,7 @@ def check_compiled(program: Program) -> None:
 
     * Where weights have versions, the sums among a stage's owners are in the middle of the list, where sums of
       different stages may wait for one another. Every other pass keeps the global order executable.
-    * A w that places each shard itself may make the shards of a whole stage add up gradients in different groups.
+    * A w that places each slice itself may make the slices of a replicated stage add up gradients in different groups.
     * A memory limit does not delay a backward that runs on a worker other than its forward's.
     """
     header = program.header

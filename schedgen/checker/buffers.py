@@ -54,17 +54,17 @@ def _refuse(proof: Proof, rule: int, words: dict[int, str]) -> None:
 def _name(proof: Proof, fault: Fault) -> str:
     """The name of the buffer in a refusal."""
     header, buffer = proof.header, fault.buffer
-    stage, mb, via = (int(column[0]) for column in operands(header, np.array([buffer]), np.array([fault.number])))
+    stage, mb, piece = (int(column[0]) for column in operands(header, np.array([buffer]), np.array([fault.number])))
     rest = fault.number % int(numbers_per_size(header)[buffer])  # version of weights, sender of a partial
     if fault.code == NOTHING:
-        stage, mb, via = (int(column[fault.row]) for column in (proof.stage, proof.mb, proof.via))
+        stage, mb, piece = (int(column[fault.row]) for column in (proof.stage, proof.mb, proof.piece))
     match buffer:
         case Buffer.SAVED:
             return f"what the forward of stage {stage}, microbatch {mb} saves"
         case Buffer.HALF:
             return f"what BWD_I of stage {stage}, microbatch {mb} keeps for BWD_W"
         case Buffer.PARTIAL:
-            return f"{buffer_name(Kind.DW, stage, via=via)} from rank {rest}"
+            return f"{buffer_name(Kind.DW, stage, piece=piece)} from rank {rest}"
         case Buffer.W if not header.has_flush and fault.code != NOTHING:
             return buffer_name(Kind.W, stage, version=rest)
-    return buffer_name(Kind[buffer.name], stage, mb, via)
+    return buffer_name(Kind[buffer.name], stage, mb, piece)

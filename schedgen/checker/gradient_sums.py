@@ -48,7 +48,7 @@ def rule_5(proof: Proof) -> None:
         (sends, sends.rows < of(last_send, sends), "this sum is sent twice"),
         (sends, sends.rows < of(last_part, sends), "this sum is not complete here"),
         (sums, ~several[sums.number], "this stage has one owner, so there is nothing to sum"),
-        (sums, proof.peer[sums.rows] != group_of[sums.number], "this is not the group of the stage's owners"),
+        (sums, proof.group[sums.rows] != group_of[sums.number], "this is not the group of the stage's owners"),
         (sums, sums.rows < of(last_sum, sums), "this sum is reduced twice"),
         (sums, sums.rows < of(last_part, sums), "this sum is not complete here"),
         (steps, ~owner[steps.rank, steps.number], "this rank does not own the stage"),
@@ -84,7 +84,7 @@ def norms(proof: Proof, last_sum: Ints, last_step: Ints) -> Numbers:
     right = [ranks == everyone for ranks in proof.header.groups]
     norm = np.full(len(everyone), -1, np.int64)
     for row in proof.rows_of(Op.NORM).tolist():
-        if norm[proof.rank[row]] >= 0 or not right[proof.peer[row]]:
+        if norm[proof.rank[row]] >= 0 or not right[proof.group[row]]:
             proof.refuse(5, row, "every rank must enter exactly one NORM, of all ranks")
         norm[proof.rank[row]] = row
     for rank in np.flatnonzero(norm < 0)[:1]:
@@ -108,12 +108,12 @@ def _sums_of_ties(proof: Proof, last_sum: Ints, norm: Numbers) -> None:
     for k, stages in enumerate(header.tied):
         at, sharers, entered = list(stages), header.sharers(k), set[int]()
         of_tie = rows[bounds[k] : bounds[k + 1]]
-        right = {group: header.groups[group] == sharers for group in np.unique(proof.peer[of_tie]).tolist()}
+        right = {group: header.groups[group] == sharers for group in np.unique(proof.group[of_tie]).tolist()}
         for row in of_tie.tolist():
             rank = int(proof.rank[row])
             complete = last_sum[rank, at][header.is_owner[rank, at]].max(initial=-1)
             for wrong, words in (
-                (not right[int(proof.peer[row])], "this is not the group of the tie's owners"),
+                (not right[int(proof.group[row])], "this is not the group of the tie's owners"),
                 (row < complete, "the sums of the tie's stages are not complete here"),
                 (row > norm[rank], f"this adds to t.{k} after NORM"),
             ):

@@ -37,8 +37,8 @@ def rule_1(proof: Proof) -> None:
 
 
 def _last_stage_alone_is_unread(proof: Proof) -> None:
-    """Prove that some stage reads every stage before the last, or before its shards."""
-    forwards, last = proof.rows_of(Op.FWD), proof.header.first_shards[-1]
+    """Prove that some stage reads every stage before the last, or before its slices."""
+    forwards, last = proof.rows_of(Op.FWD), proof.header.first_slices[-1]
     for stage in [stage for stage, readers in enumerate(proof.header.graph.consumers[:last]) if not readers]:
         proof.refuse_any(1, forwards[proof.stage[forwards] == stage], unread(stage, last))
 

@@ -14,22 +14,22 @@ from schedgen.util.errors import clip
 
 def rule_3(proof: Proof) -> None:
     """Refuse a message to the sender itself, and the first SEND or receive of a channel that has no match."""
-    rank, peer, kind = proof.rank, proof.peer, proof.kind
+    rank, other_end, kind = proof.rank, proof.operand, proof.kind
     for rows in (proof.rows_of(*SENDERS), proof.rows_of(*RECEIVERS)):
-        proof.refuse_any(3, rows[peer[rows] == rank[rows]], "a rank does not send to itself")
+        proof.refuse_any(3, rows[other_end[rows] == rank[rows]], "a rank does not send to itself")
     messages = proof.analysis.messages
     if messages.complete:
         return
     send, receive = (rows[messages.matched : messages.matched + 1].tolist() for rows in messages[:2])
-    sent = [(rank[row], peer[row], kind[row]) for row in send]  # the channel; empty if all are matched
-    received = [(peer[row], rank[row], kind[row]) for row in receive]
+    sent = [(rank[row], other_end[row], kind[row]) for row in send]  # the channel; empty if all are matched
+    received = [(other_end[row], rank[row], kind[row]) for row in receive]
     if sent == received:
         words = f"the next message of this kind from rank {rank[send[0]]} is sent by line {proof.where(send[0])}"
         proof.refuse(3, receive[0], words)
     # Channels are sorted: the smaller of these two has no partner left for its message.
     if not received or (sent and sent < received):
-        proof.refuse(3, send[0], f"rank {peer[send[0]]} never receives this")
-    proof.refuse(3, receive[0], f"rank {peer[receive[0]]} never sends this")
+        proof.refuse(3, send[0], f"rank {other_end[send[0]]} never receives this")
+    proof.refuse(3, receive[0], f"rank {other_end[receive[0]]} never sends this")
 
 
 def rule_6(proof: Proof) -> None:
@@ -57,7 +57,7 @@ def rule_6(proof: Proof) -> None:
 
 
 def _names_in_collectives(proof: Proof, rows: Numbers) -> Numbers:
-    """What the members of a collective must agree on, shape (5, rows): shards enter a sum under their own stage."""
-    of_shards, stages = np.isin(proof.kind[rows], EXCHANGED), (proof.stage[rows], proof.via[rows])
-    stage, via = (np.where(of_shards, proof.header.model_stage(each), each) for each in stages)
-    return np.stack([proof.op[rows], proof.kind[rows], stage, proof.mb[rows], via])
+    """What the members of a collective must agree on, shape (5, rows): slices enter a sum under their own stage."""
+    of_slices, stages = np.isin(proof.kind[rows], EXCHANGED), (proof.stage[rows], proof.piece[rows])
+    stage, piece = (np.where(of_slices, proof.header.model_stage(each), each) for each in stages)
+    return np.stack([proof.op[rows], proof.kind[rows], stage, proof.mb[rows], piece])

@@ -24,8 +24,8 @@ RULES = {
     7: "everything defined is freed once, nothing is used after that",
     8: "the peak memory is what the list says, and within the header's limit",
     9: "every job uses the version of its weights that the schedule's updates say",
-    10: "every output and gradient of a split stage is summed over its shards once, before it is used",
-    11: "all shards of a whole stage add up its gradient in one order and grouping",
+    10: "every output and gradient of a sliced stage is summed over its slices once, before it is used",
+    11: "all slices of a replicated stage add up its gradient in one order and grouping",
 }
 
 
@@ -54,7 +54,8 @@ class Proof:
         """`name` begins every refusal."""
         self.program, self.header, self.name = program, program.header, name
         self.analysis = analyse(program)
-        self.rank, self.op, self.kind, self.stage, self.mb, self.via, self.peer = program.rows
+        self.rank, self.op, self.kind, self.stage, self.mb, self.piece, self.operand = program.rows
+        self.group = self.version = self.operand  # by the opcode: `Operands`
 
     def rows_of(self, *ops: Op) -> Numbers:
         """The rows with one of these opcodes, ascending."""

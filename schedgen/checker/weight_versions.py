@@ -35,7 +35,7 @@ class Steps:
         self.length = len(proof.program)
         proof.refuse_any(5, rows[self.pairs(proof, rows) < 0], "this rank does not own the stage")
         rows, pair, place = self.in_turn(proof, rows)
-        for i in np.flatnonzero(proof.peer[rows] != place + 1)[:1]:
+        for i in np.flatnonzero(proof.version[rows] != place + 1)[:1]:
             proof.refuse(5, int(rows[i]), f"the next step of this stage here makes version {place[i] + 1}")
         proof.refuse_any(5, rows[place >= self.counts[pair]], "no gradient is left for this step")
         for missing in np.flatnonzero(np.bincount(pair, minlength=len(self.counts)) < self.counts)[:1]:
@@ -93,7 +93,7 @@ def _rounds(proof: Proof, steps: Steps) -> None:
     proof.refuse_any(5, sums[steps.pairs(proof, sums) < 0], "this rank does not own the stage")
     proof.refuse_any(5, sums[~several[proof.stage[sums]]], "this stage has one owner, so there is nothing to sum")
     for row in sums.tolist():
-        if proof.header.groups[proof.peer[row]] != proof.header.owners[proof.stage[row]]:
+        if proof.header.groups[proof.group[row]] != proof.header.owners[proof.stage[row]]:
             proof.refuse(5, row, "this is not the group of the stage's owners")
     sums, pair, place = steps.in_turn(proof, sums)
     wrong = (steps.before(pair, sums) != place) | (place >= steps.counts[pair])
@@ -120,7 +120,7 @@ def _freed(proof: Proof, steps: Steps, adds: Numbers) -> None:
     frees = proof.rows_of(Op.FREE)
     weights, frees = (frees[proof.kind[frees] == kind] for kind in (Kind.W, Kind.DW))
     pair = steps.pairs(proof, weights)
-    newest = (pair >= 0) & (proof.peer[weights] == steps.counts[pair])
+    newest = (pair >= 0) & (proof.version[weights] == steps.counts[pair])
     proof.refuse_any(7, weights[newest], "these are the newest weights, which are never freed")
     frees = frees[steps.pairs(proof, frees) >= 0]
     frees, pair, place = steps.in_turn(proof, frees)
@@ -150,5 +150,5 @@ def _versions(proof: Proof, steps: Steps) -> None:
     others = proof.rows_of(*(op for op in COMPUTE if op != Op.FWD))
     for rows, words in ((forwards, "version {} is " + which), (others, "its forward uses version {}")):
         version = right[proof.stage[rows], proof.mb[rows]]
-        for i in np.flatnonzero(proof.peer[rows] != version)[:1]:
+        for i in np.flatnonzero(proof.version[rows] != version)[:1]:
             proof.refuse(9, int(rows[i]), words.format(version[i]))

@@ -122,7 +122,7 @@ class CompileOptions:
         "--shards K", "parts of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
         types.counts,
     )  # fmt: skip
-    tensor: int = option("--tensor T", "shards of every stage, each on a worker; default: 1", types.count, 1)
+    tensor: int = option("--tensor T", "slices of every stage, each on a worker; default: 1", types.count, 1)
     mode: str | None = option("--mode", "what n means; default: the scheme's own", choices=("greedy", "strict"))
     n: str | None = option("--n", "which job goes first; default: the scheme's own order", choices=tuple(ORDERS))
     cost: Mapping[str, float] | None = option(

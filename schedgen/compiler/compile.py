@@ -1,7 +1,7 @@
 """`compile`: a scheme and sizes in, the instruction list of every rank out.
 
 place   evaluates w and n on every job of the scheme's stages
-refine  divides each stage of the scheme into stages of the program: substages, and shards of substages
+refine  divides each stage of the scheme into stages of the program: substages, and slices of substages
 forward drops everything but the forwards, with `options.forward`
 order   decides when every job starts, on one time axis for all workers
 lower   turns the jobs in that order into instructions, adds messages, sums, STEPs and FREEs, and splits by rank

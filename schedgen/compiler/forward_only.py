@@ -47,7 +47,7 @@ def forward_list(program: Program) -> Program:
     """The forwards of a checked, projected program as a program of their own; a program of forwards is returned as is.
 
     Every rank computes the same forwards in the same order as in `program`, and owns the same weights. Messages, copies
-    of weights and sums over shards are inserted anew for the forwards, by the `lowering` of the header.
+    of weights and sums over slices are inserted anew for the forwards, by the `lowering` of the header.
     """
     if program.header.is_forward:
         return program
@@ -71,7 +71,7 @@ def _placed(program: Program) -> PlacedScheme:
         compute=header.compute,
         n=program.job_rows(Op.FWD)[None],
         graph=header.graph,
-        part_owners=header.part_owners,
+        shard_owners=header.shard_owners,
         caps=None,
         unsplit_backward=nowhere,
         delayed_send=nowhere,

@@ -35,9 +35,9 @@ def lower(placed: PlacedScheme, start: Times, dump: Dump = lambda name, program:
     program = program.project()  # a separate statement: it frees the global program, a third of the memory
     program = free(program)
     dump("free", program)
-    if program.header.part_uses() > MOST_USES * len(program):
-        parts = sum(map(len, placed.part_owners))
-        raise UsageError(f"--shards: {parts} parts are too many for so few workers and microbatches")
+    if program.header.shard_uses() > MOST_USES * len(program):
+        shards = sum(map(len, placed.shard_owners))
+        raise UsageError(f"--shards: {shards} shards are too many for so few workers and microbatches")
     return program
 
 
@@ -53,12 +53,12 @@ def header_of(placed: PlacedScheme) -> Header:
     """The header of the program, with a group for every set of ranks that a collective needs."""
     scheme, options = placed.scheme, placed.options
     _, stages, microbatches = placed.compute.shape
-    counts = [len(owners) for owners in placed.part_owners]
+    counts = [len(owners) for owners in placed.shard_owners]
     header = Header(
         scheme={
             "name": scheme.name, "workers": placed.workers, "stages": stages, "microbatches": microbatches,
             **({"shards": counts[0] if len(set(counts)) == 1 else counts} if counts else {}), **scheme.parameters,
-            **({} if options.substages == 1 else {"parts": options.substages}),
+            **({} if options.substages == 1 else {"substages": options.substages}),
         },
         mode=scheme.mode,
         n=scheme.order,
@@ -78,10 +78,10 @@ def header_of(placed: PlacedScheme) -> Header:
         compute=placed.compute,
         weights=placed.weights,
         generator=f"schedgen {__version__}",
-        part_owners=placed.part_owners,
+        shard_owners=placed.shard_owners,
         tensor_parallel=placed.tensor_parallel,
     )  # fmt: skip
-    groups = _shard_groups(placed)
+    groups = _slice_groups(placed)
     if not header.is_forward:
         groups |= {ranks for ranks, several in zip(header.owners, header.several_owners, strict=True) if several}
         groups |= {header.sharers(tie) for tie in range(len(header.tied))}
@@ -89,12 +89,12 @@ def header_of(placed: PlacedScheme) -> Header:
     return replace(header, groups=tuple(sorted(groups, key=lambda group: (-len(group), group))))
 
 
-def _shard_groups(placed: PlacedScheme) -> set[tuple[int, ...]]:
-    """The groups of ranks, ascending, that sum the outputs and gradients of the shards of a split stage."""
-    T, split = placed.tensor_parallel.degree, placed.tensor_parallel.split
+def _slice_groups(placed: PlacedScheme) -> set[tuple[int, ...]]:
+    """The groups of ranks, ascending, that sum the outputs and gradients of the slices of a sliced stage."""
+    T, split = placed.tensor_parallel.degree, placed.tensor_parallel.sliced
     if T == 1:
         return set()
     directions, stages, microbatches = placed.compute.shape
-    by_shard = placed.compute.reshape(directions, stages // T, T, microbatches)[:2, split[::T]]
-    ranks: Ints = np.sort(np.moveaxis(by_shard, 2, 3).reshape(-1, T), axis=1)
+    by_slice = placed.compute.reshape(directions, stages // T, T, microbatches)[:2, split[::T]]
+    ranks: Ints = np.sort(np.moveaxis(by_slice, 2, 3).reshape(-1, T), axis=1)
     return {tuple(group) for group in np.unique(ranks, axis=0).tolist()}

@@ -33,13 +33,13 @@ class Options:
     tied: Collection[Sequence[int]] = ()  # lists of stages that share parameters
     updates: str | None = None  # when weights change, one of UPDATES; None: the scheme's own
     substages: int = 1  # stages of the model in each stage of the scheme, one after another
-    tensor: int = 1  # shards of each stage of the model
-    replicated_stages: Collection[int] = ()  # stages that all shards compute alike; the last always is
+    tensor: int = 1  # slices of each stage of the model
+    replicated_stages: Collection[int] = ()  # stages that all slices compute alike; the last always is
     forward: bool = False  # forwards alone, for evaluation and prediction, on the workers of training
 
 
-def part_counts(sizes: Sizes, options: Options) -> list[int]:
-    """By stage of the model, into how many parts its weights are divided; UsageError if `sizes.shards` does not fit."""
+def shard_counts(sizes: Sizes, options: Options) -> list[int]:
+    """By stage of the model, how many shards its weights have; UsageError if `sizes.shards` does not fit."""
     stages, counts = sizes.stages * options.substages, list(sizes.shards or (1,))
     if len(counts) not in (1, stages):
         raise UsageError(f"--shards has {number_of(len(counts), 'number')}, but there are {stages} stages")
@@ -75,12 +75,12 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         _check_forward(options)
     stages = sizes.stages * options.substages
     check_jobs(stages * options.tensor, sizes.microbatches, 3 if scheme.split else 2)
-    if max(part_counts(sizes, options)) > 1:
+    if max(shard_counts(sizes, options)) > 1:
         _check_divided_weights(scheme, options, updates)
     if options.replicated_stages and options.tensor == 1:
-        raise UsageError("replicated_stages are those that all shards compute alike: give tensor, too")
+        raise UsageError("replicated_stages are those that all slices compute alike: give tensor, too")
     if options.tensor > 1 and updates != FLUSH:
-        raise UsageError(f"--updates {updates}: weights that have versions have no shards: leave --tensor out")
+        raise UsageError(f"--updates {updates}: weights that have versions have no slices: leave --tensor out")
     is_word = isinstance(options.recompute, str) and options.recompute in ("all", "except-last")
     listed: Collection[Any] = () if is_word else options.recompute
     redone = [each if isinstance(each, tuple) else (each, 0) for each in listed]
@@ -118,12 +118,12 @@ def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> No
             f"--shards: each stage of the scheme is {options.substages} stages of the model, whose weights are not "
             "divided: give as many --stages as the model has, or leave --shards out"
         )
-    if scheme.by_shard:
-        raise UsageError("--shards: w takes the tensor shard t of a stage, not the part k of its weights")
+    if scheme.by_slice:
+        raise UsageError("--shards: w takes the tensor slice t of a stage, not the shard k of its weights")
     if options.tied or updates != FLUSH or options.tensor > 1:
         what = f"--updates {updates}: an owner steps the weights of a stage"
         what = "ties: stages that share parameters have their weights" if options.tied else what
-        what = "--tensor: each shard of a stage has its weights" if options.tensor > 1 else what
+        what = "--tensor: each slice of a stage has its weights" if options.tensor > 1 else what
         raise UsageError(f"--shards does not go with {what} as a whole")
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.options import Options, apply_options, part_counts
+from schedgen.compiler.options import Options, apply_options, shard_counts
 from schedgen.compiler.user_functions import at_job, evaluate, evaluate_marks
 from schedgen.ir.cost import own_costs, whole_numbers
 from schedgen.ir.instructions import B, F, W
@@ -34,11 +34,13 @@ class PlacedScheme:
     options: Options
     cost: dict[str, float]  # duration of each direction; compilation computes with `exact_cost`
     workers: int
-    weights: Ints  # (D, S, B): the worker a job gets its weights from; of divided weights the owner of part 0
-    compute: Ints  # (D, S, B): the worker a job runs on; both have a last axis of T shards until they are refined
+    weights: Ints  # (D, S, B): the worker a job gets its weights from; of divided weights the owner of shard 0
+    compute: Ints  # (D, S, B): the worker a job runs on; both have a last axis of T slices until they are refined
     n: NDArray[Any]  # (D, S, B)
     graph: StageGraph
-    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none are divided
+    shard_owners: tuple[
+        tuple[int, ...], ...
+    ]  # by stage, the owner of each shard of its weights; empty: none are divided
     caps: Numbers | None  # by stage, the most microbatches in flight on a worker
     unsplit_backward: Flags  # (S, B): whether the backward is unsplit: I and W are one job
     delayed_send: Flags  # (S, B): whether x.s.b leaves only after the worker's next job
@@ -69,7 +71,7 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
     scheme, stages, batches = apply_options(scheme, sizes, options), sizes.stages, sizes.microbatches
     directions = 3 if scheme.split else 2
     limits = caps(scheme, stages)
-    counts = part_counts(sizes, options)[:: options.substages]
+    counts = shard_counts(sizes, options)[:: options.substages]
     placement = place_jobs(scheme, stages, batches, directions, counts, options.tensor)
     check_workers(placement.workers, stages * options.substages * options.tensor)
     edges = chain(stages) if scheme.edges is None else check_edges(scheme.edges, stages)
@@ -82,7 +84,7 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
         compute=placement.compute,
         n=priorities(scheme, stages, batches, directions),
         graph=StageGraph(stages, edges, scheme.per_consumer),
-        part_owners=placement.part_owners,
+        shard_owners=placement.shard_owners,
         caps=limits,
         unsplit_backward=evaluate_marks("unsplit_backward", scheme.unsplit_backward, stages, batches),
         delayed_send=evaluate_marks("delayed_send", scheme.delayed_send, stages, batches),
@@ -95,66 +97,68 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
 class Placement(NamedTuple):
     """w evaluated on every job."""
 
-    weights: Ints  # (D, S, B, T) for T shards; of divided weights, the owner of part 0
+    weights: Ints  # (D, S, B, T) for T slices; of divided weights, the owner of shard 0
     compute: Ints  # (D, S, B, T)
     workers: int
-    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none are divided
+    shard_owners: tuple[
+        tuple[int, ...], ...
+    ]  # by stage, the owner of each shard of its weights; empty: none are divided
 
 
 def place_jobs(
     scheme: Scheme, stages: int, microbatches: int, directions: int, counts: Sequence[int] = (1,), tensor: int = 1
 ) -> Placement:
-    """Evaluate w on every job; `counts`: parts of each stage's weights, `tensor`: shards of each stage."""
-    divided, takes_part = max(counts) > 1, fourth_argument(scheme.w) == "k"
-    fourth_axis = [tensor] if scheme.by_shard else [max(counts)] if takes_part else []
-    shards = 1 if scheme.by_shard else tensor  # how many shards each job that w places stands for
+    """Evaluate w on every job; `counts`: shards of each stage's weights, `tensor`: slices of each stage."""
+    divided, takes_shard = max(counts) > 1, fourth_argument(scheme.w) == "k"
+    fourth_axis = [tensor] if scheme.by_slice else [max(counts)] if takes_shard else []
+    slices = 1 if scheme.by_slice else tensor  # how many slices each job that w places stands for
     shape = (stages, microbatches, directions, *fourth_axis)
-    check_jobs(stages, microbatches, directions * shards * (fourth_axis or [1])[0])
+    check_jobs(stages, microbatches, directions * slices * (fourth_axis or [1])[0])
     weights, compute = evaluate("w", scheme.w, shape, values=2)
     for array in (weights, compute):
         if array.dtype.kind == "f":
             wrong = f"{array.dtype} ({at_job(array, 0)})"
             raise UsageError(f"w must return whole numbers, not {wrong}: use // instead of /")
     weights, compute = weights.astype(np.int64), compute.astype(np.int64)
-    if takes_part:
+    if takes_shard:
         for job in np.flatnonzero(compute != compute[..., :1])[:1]:
             raise UsageError(
-                f"w must compute a job on one worker, whatever the part k of the weights: {at_job(compute, job)}"
+                f"w must compute a job on one worker, whatever the shard k of the weights: {at_job(compute, job)}"
             )
         compute = compute[..., 0]
     named = max(int(weights.max()), int(compute.max())) + 1 if scheme.workers is None else scheme.workers
-    workers = named * shards
+    workers = named * slices
     check_workers(workers, stages * tensor)
-    check_workers(workers, sum(counts), "parts of weights")
+    check_workers(workers, sum(counts), "shards of weights")
     for name, array in (("weights", weights), ("compute", compute)):
         for job in np.flatnonzero((array < 0) | (array >= named))[:1]:
             raise UsageError(f"w puts {name} on a worker outside 0..{named - 1}: {at_job(array, job)}")
     if directions == 3:
         for s, b, *_ in np.argwhere(compute[:, :, B] != compute[:, :, W])[:1].tolist():
             raise UsageError(f"w puts I({s}, {b}) and W({s}, {b}) on different workers: W needs what I leaves there")
-    owners = _part_owners(weights, counts, takes_part, named) if divided else ()
-    if takes_part:
+    owners = _shard_owners(weights, counts, takes_shard, named) if divided else ()
+    if takes_shard:
         weights = weights[..., 0]
 
-    def by_shard(array: NDArray[Any]) -> Ints:
+    def by_slice(array: NDArray[Any]) -> Ints:
         turned = np.moveaxis(array, 2, 0)
-        if not scheme.by_shard:
+        if not scheme.by_slice:
             turned = turned[..., None] * tensor + np.arange(tensor)
         return np.ascontiguousarray(turned, np.int32)
 
-    return Placement(by_shard(weights), by_shard(compute), workers, owners)
+    return Placement(by_slice(weights), by_slice(compute), workers, owners)
 
 
-def _part_owners(weights: Ints, counts: Sequence[int], takes_part: bool, workers: int) -> tuple[tuple[int, ...], ...]:
-    """By stage, the owner of each part of its weights; `weights`: (S, B, D), and by part if w takes one."""
+def _shard_owners(weights: Ints, counts: Sequence[int], takes_shard: bool, workers: int) -> tuple[tuple[int, ...], ...]:
+    """By stage, the owner of each shard of its weights; `weights`: (S, B, D), and by shard if w takes one."""
     owners = []
     for s, count in enumerate(counts):
         if (weights[s] != weights[s, :1, :1]).any():
             raise UsageError(
-                f"--shards: w names several owners of the weights of stage {s}; each part needs one owner, as in fsdp"
+                f"--shards: w names several owners of the weights of stage {s}; each shard needs one owner, as in fsdp"
             )
         first = weights[s, 0, 0]
-        owners.append(tuple(first[:count].tolist() if takes_part else ((first + np.arange(count)) % workers).tolist()))
+        owners.append(tuple(first[:count].tolist() if takes_shard else ((first + np.arange(count)) % workers).tolist()))
     return tuple(owners)
 
 

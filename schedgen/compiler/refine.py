@@ -1,6 +1,6 @@
-"""Refine: divide each stage of a placed scheme into stages of the program: P substages, and T shards of each.
+"""Refine: divide each stage of a placed scheme into stages of the program: P substages, and T slices of each.
 
-Substage p of stage s is stage m = s P + p of the model, and shard t of that is stage m T + t of the program. Later
+Substage p of stage s is stage m = s P + p of the model, and slice t of that is stage m T + t of the program. Later
 steps, ordering and lowering, only know stages of the program.
 """
 
@@ -14,15 +14,15 @@ import numpy as np
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import F
 from schedgen.ir.limits import MOST_TIES
-from schedgen.ir.stage_graph import StageGraph, expand_shards
-from schedgen.ir.tensor_parallel import TensorParallel, check_shards_apart
+from schedgen.ir.stage_graph import StageGraph, expand_slices
+from schedgen.ir.tensor_parallel import TensorParallel, check_slices_apart
 from schedgen.util.arrays import Ints
 from schedgen.util.errors import UsageError
 
 
 def refine(placed: PlacedScheme) -> PlacedScheme:
-    """The placed scheme with the program's stages; UsageError if its shards or ties do not fit."""
-    return _shards(_substages(placed))
+    """The placed scheme with the program's stages; UsageError if its slices or ties do not fit."""
+    return _slices(_substages(placed))
 
 
 def _substages(placed: PlacedScheme) -> PlacedScheme:
@@ -56,8 +56,8 @@ def _substages(placed: PlacedScheme) -> PlacedScheme:
     )
 
 
-def _shards(placed: PlacedScheme) -> PlacedScheme:
-    """The placed scheme with the program's stages. Shards of a split stage are tied: they share uncut parameters."""
+def _slices(placed: PlacedScheme) -> PlacedScheme:
+    """The placed scheme with the program's stages. Slices of a sliced stage are tied: they share uncut parameters."""
     T, stages = placed.options.tensor, placed.graph.stages
     split = ~np.isin(np.arange(stages), [*placed.options.replicated_stages, stages - 1]) & (T > 1)
     for stage in placed.graph.per_consumer:
@@ -68,17 +68,17 @@ def _shards(placed: PlacedScheme) -> PlacedScheme:
             )
     ties = [tuple(stage * T + t for stage in tie) for tie in placed.tied for t in range(T)]
     ties += [tuple(stage * T + t for t in range(T)) for stage in np.flatnonzero(split).tolist()]
-    compute = _by_shard(placed.compute)
+    compute = _by_slice(placed.compute)
     if T > 1:
-        check_shards_apart(compute, T, tuple(placed.cost))
+        check_slices_apart(compute, T, tuple(placed.cost))
     return replace(
         placed,
-        weights=_by_shard(placed.weights),
+        weights=_by_slice(placed.weights),
         compute=compute,
         n=np.repeat(placed.n, T, axis=1),
         graph=StageGraph(
             stages * T,
-            expand_shards(placed.graph.edges, T),
+            expand_slices(placed.graph.edges, T),
             tuple(stage * T + t for stage in placed.graph.per_consumer for t in range(T)),
         ),
         caps=None if placed.caps is None else np.repeat(placed.caps, T),
@@ -90,7 +90,7 @@ def _shards(placed: PlacedScheme) -> PlacedScheme:
     )
 
 
-def _by_shard(workers: Ints) -> Ints:
+def _by_slice(workers: Ints) -> Ints:
     """Workers (D, S, B, T) by stage of the model as workers (D, S T, B) by stage of the program."""
     directions, stages, microbatches, T = workers.shape
     return np.ascontiguousarray(np.moveaxis(workers, 3, 2).reshape(directions, stages * T, microbatches))

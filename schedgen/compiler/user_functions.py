@@ -124,7 +124,7 @@ def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     except ValueError:
         raise UsageError(
             f"{name} returned an array of shape {np.shape(value)}, "
-            f"which does not fit (stages, microbatches, directions{', shards' if len(shape) > 3 else ''}) = {shape}"
+            f"which does not fit (stages, microbatches, directions{', slices' if len(shape) > 3 else ''}) = {shape}"
         ) from None
 
 
@@ -147,8 +147,8 @@ def _job_by_job(name: str, function: Function, shape: tuple[int, ...], values: i
 
 def _job_words(job: Sequence[Any], shape: tuple[int, ...]) -> str:
     direction = f", d={DIRECTIONS[shape[2]][job[2]]}" if len(job) > 2 else ""
-    shard = f", shard {job[3]}" if len(job) > 3 else ""
-    return f"(s={job[0]}, b={job[1]}{direction}{shard})"
+    slice = f", slice {job[3]}" if len(job) > 3 else ""
+    return f"(s={job[0]}, b={job[1]}{direction}{slice})"
 
 
 def _brief(value: Any) -> str:

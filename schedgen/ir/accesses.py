@@ -80,20 +80,20 @@ def slots(numbers: Numbers) -> Slots:
 
 
 def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, Ints, Ints]:
-    """Stage, microbatch and consumer or part of buffers, as instructions name them; -1 where a name has none."""
-    stage, mb, via = np.full((3, len(number)), -1, np.int32)
+    """Stage, microbatch and consumer or shard of buffers, as instructions name them; -1 where a name has none."""
+    stage, mb, piece = np.full((3, len(number)), -1, np.int32)
     edges, units = np.array(header.graph.edges).reshape(-1, 2), np.array(header.weight_shards.units)
     for thing, count in zip(Buffer, numbers_per_size(header).tolist(), strict=True):
         at = np.flatnonzero(buffer == thing)
         column = number[at] // count
         rest = number[at] - column * count
         if thing in (Buffer.W, Buffer.DW, Buffer.PARTIAL):
-            stage[at], via[at] = units[column].T
+            stage[at], piece[at] = units[column].T
             continue
         stage[at], mb[at] = column, rest
         of_edge = column >= header.stages
-        stage[at[of_edge]], via[at[of_edge]] = edges[column[of_edge] - header.stages].T
-    return stage, mb, via
+        stage[at[of_edge]], piece[at[of_edge]] = edges[column[of_edge] - header.stages].T
+    return stage, mb, piece
 
 
 def accesses(program: Program, buffers: Collection[Buffer] = tuple(Buffer)) -> Accesses:
@@ -119,7 +119,7 @@ def _most(program: Program, names: _Names, table: Numbers, begin: Numbers) -> in
     several = {  # how many buffers, by stage or by tie
         Which.INPUTS: np.diff(names.first_in),
         Which.OUTPUTS: np.diff(names.first_out),
-        Which.PARTS: np.diff(names.first_unit),
+        Which.SHARDS: np.diff(names.first_unit),
         Which.TIED: np.diff(names.first_of_tie),
     }
     for e in np.flatnonzero(np.isin(table[:, 2], list(several))).tolist():
@@ -188,9 +188,9 @@ def _freed_later(program: Program) -> Flags:
         steps = program.rows_of(Op.STEP)
         frees = np.flatnonzero((table.op == Op.FREE) & (table.kind == Kind.W))
         weights = table.rank.astype(np.int64) * program.header.stages + table.stage
-        freed = weights[frees] * versions + table.peer[frees]
-        stays[steps] = np.isin(weights[steps] * versions + table.peer[steps] - 1, freed)
-        stays[steps[table.peer[steps] == 0]] = False
+        freed = weights[frees] * versions + table.version[frees]
+        stays[steps] = np.isin(weights[steps] * versions + table.version[steps] - 1, freed)
+        stays[steps[table.version[steps] == 0]] = False
     return stays
 
 
@@ -204,8 +204,8 @@ def entered_again(program: Program) -> Numbers:
 
 @kernel
 def _expand(
-    rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, table: Numbers, begin: Numbers,
-    names: _Names, of_row: Ints, effect: Small, buffer: Small, number: Ints,
+    rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, piece: Ints, operand: Ints, table: Numbers,
+    begin: Numbers, names: _Names, of_row: Ints, effect: Small, buffer: Small, number: Ints,
 ) -> int:  # fmt: skip
     """Write the accesses of every row into the arrays; return how many there are."""
     first_in, first_out, first_unit = names.first_in, names.first_out, names.first_unit
@@ -243,7 +243,7 @@ def _expand(
                         number[count] = unit
                         count += 1
             elif thing == Buffer.X or thing == Buffer.G:
-                number[count] = max(_edge_named(names, thing, s, via[row]) * batches + b, -1)
+                number[count] = max(_edge_named(names, thing, s, piece[row]) * batches + b, -1)
                 count += 1
             elif (
                 (which == Which.BEFORE and names.versions == 1)
@@ -253,17 +253,17 @@ def _expand(
                 continue
             else:
                 low, high = first_unit[s], first_unit[s + 1]
-                if which != Which.PARTS:
-                    low += max(via[row], 0)
+                if which != Which.SHARDS:
+                    low += max(piece[row], 0)
                     high = low + 1
-                version = peer[row] - (which == Which.BEFORE) if thing == Buffer.W and names.versions > 1 else 0
+                version = operand[row] - (which == Which.BEFORE) if thing == Buffer.W and names.versions > 1 else 0
                 for unit in range(low, high):
                     if unit >= first_unit[s + 1] or not 0 <= version < names.versions:
                         number[count] = -1
                     elif thing == Buffer.W:
                         number[count] = unit * names.versions + version
                     elif thing == Buffer.PARTIAL:
-                        number[count] = unit * names.workers + peer[row]
+                        number[count] = unit * names.workers + operand[row]
                     else:
                         number[count] = unit
                     count += 1

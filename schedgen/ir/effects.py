@@ -45,7 +45,7 @@ class Which(IntEnum):
     UNREDONE = 2  # the one of this job; none if its forward saves nothing, as where a RECOMPUTE redoes it
     INPUTS = 3  # for each producer p of s: x.p.b as s reads it, or g.p.b as s gives it
     OUTPUTS = 4  # for each consumer of s: x.s.b as s gives it (only one x if all read the same), or g.s.b as s reads it
-    PARTS = 5  # for each part of the weights of s
+    SHARDS = 5  # for each shard of the weights of s
     TIED = 6  # for each stage of tie k that this rank owns
     BEFORE = 7  # version v - 1 of the weights named; none where weights have no versions
     IN_PLACE = 8  # the weights named, unless version v - 1 has a FREE: v overwrites it

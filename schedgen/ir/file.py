@@ -26,13 +26,14 @@ from schedgen.ir.line_codec import CLOSE, LAST, State, read_lines, write_lines
 from schedgen.ir.program import Program, Rows, rows
 from schedgen.ir.validate_header import Wrong, read_header, read_limits
 from schedgen.ir.validate_instruction import instruction
+from schedgen.ir.version_1 import from_version_1
 from schedgen.util.arrays import Ints
 from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.files import BLOCK
 from schedgen.util.parse_json import read_json
 from schedgen.util.progress import counted
 
-VERSION = 1
+VERSION = 2
 CHUNK = 2**16  # rows written at a time
 MOST_LINE = 2**27  # bytes of a line of the header
 MOST_SHOWN = 256  # bytes of a wrong line that are read as an instruction: twice as many as the longest has
@@ -82,12 +83,12 @@ def header_entries(header: Header) -> dict[str, Any]:
         "order": {"mode": header.mode, "n": header.n, "cost": dict(header.cost)},
         "lowering": dict(header.lowering),
         "edges": graph.edges,
-        **({"apart": graph.per_consumer} if graph.per_consumer else {}),
+        **({"per_consumer": graph.per_consumer} if graph.per_consumer else {}),
         "tied": header.tied,
         "owners": header.owners,
         "groups": header.groups,
-        **({"shards": header.part_owners} if header.part_owners else {}),
-        **({"tensor": {"degree": tensor.degree, "whole": tensor.replicated}} if tensor else {}),
+        **({"shards": header.shard_owners} if header.shard_owners else {}),
+        **({"tensor": {"degree": tensor.degree, "replicated": tensor.replicated}} if tensor else {}),
     }
 
 
@@ -152,15 +153,15 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
 
 
 def _header_text(lines: _Lines) -> list[str]:
-    """The header's lines, with the one that begins the lists; the format version in the first is checked."""
+    """The header's lines, with the one that begins the lists, in the words of today's version; the first is checked."""
     first = next(lines)
     version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
     if version is None:
         reason = "its lines end in CR LF, not LF" if first.endswith("\r") else "its first line is wrong"
-        raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": 1,')
+        raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": {VERSION},')
     if int(version[1]) > VERSION:
         raise lines.refuse(f"format version {version[1]} is newer than this schedgen reads ({VERSION})")
-    if int(version[1]) < VERSION:
+    if int(version[1]) < 1:
         raise lines.refuse(f"there is no format version {version[1]}")
     header_text, room = [first], MOST_HEADER
     while header_text[-1] != _PROGRAMS:
@@ -168,7 +169,7 @@ def _header_text(lines: _Lines) -> list[str]:
         room -= len(header_text[-1]) + 64
         if room < 0:
             raise lines.refuse("the header is too long")
-    return header_text
+    return from_version_1("\n".join(header_text)).split("\n") if int(version[1]) == 1 else header_text
 
 
 def stored_hash(source: BinaryIO) -> str:
@@ -180,6 +181,8 @@ def stored_hash(source: BinaryIO) -> str:
 def parse(content: str, name: str) -> Program:
     """The program in the text of file `name`, which may be edited by hand: any JSON layout, any or no hash."""
     raw = read_json(content, name)
+    if isinstance(raw, dict) and raw.get("schedgen") == 1:
+        raw = read_json(from_version_1(content), name)
     if not isinstance(raw, dict) or raw.get("schedgen") != VERSION:
         raise RefusedFile(f'{name}: not a schedule file of format version {VERSION} ("schedgen": {VERSION})')
     try:
@@ -200,8 +203,8 @@ def parse(content: str, name: str) -> Program:
     except Wrong as wrong:
         raise RefusedFile(f"{name}: {wrong}") from None
     ranks = np.repeat(np.arange(limits.workers), [len(listed) for listed in programs])
-    op, kind, stage, mb, via, peer = np.array(instructions, np.int32).reshape(-1, 6).T
-    return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, via=via, peer=peer))
+    op, kind, stage, mb, piece, operand = np.array(instructions, np.int32).reshape(-1, 6).T
+    return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, piece=piece, operand=operand))
 
 
 class _Lines:

@@ -11,6 +11,7 @@ from typing import Any
 
 from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
+from schedgen.ir.version_1 import from_version_1
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
 from schedgen.util.files import display_name, read_text
 from schedgen.util.parse_json import read_json
@@ -22,16 +23,16 @@ class ModelGraph:
 
     stages: int
     edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer), ascending
-    per_consumer: tuple[int, ...] = ()  # the file's `apart`
+    per_consumer: tuple[int, ...] = ()
     tied: tuple[tuple[int, ...], ...] = ()
-    replicated: tuple[int, ...] = ()  # the file's `whole`
+    replicated: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()  # one number a stage, or none
 
     def text(self) -> str:
         """The text of the file, a key a line."""
         values = {
-            "stages": self.stages, "edges": self.edges, "apart": self.per_consumer, "tied": self.tied,
-            "whole": self.replicated, "layers": self.layers,
+            "stages": self.stages, "edges": self.edges, "per_consumer": self.per_consumer, "tied": self.tied,
+            "replicated": self.replicated, "layers": self.layers,
         }  # fmt: skip
         lines = (f' "{key}": {json.dumps(value)}' for key, value in values.items() if value not in (None, ()))
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -47,8 +48,8 @@ def read_graph(text: str, name: str) -> ModelGraph:
 
     `name`: what error messages call the file.
     """
-    values = read_json(text, name)
-    optional = ("edges", "apart", "tied", "whole", "layers")
+    values = read_json(from_version_1(text), name)
+    optional = ("edges", "per_consumer", "tied", "replicated", "layers")
     if not isinstance(values, dict) or not {"stages"} <= values.keys() <= {"stages", *optional}:
         raise RefusedFile(f"{name}: should be an object with stages, and perhaps {', '.join(optional)}")
     stages = values["stages"]
@@ -57,7 +58,9 @@ def read_graph(text: str, name: str) -> ModelGraph:
     edges, per_consumer, tied, replicated, layers = (values.get(key, []) for key in optional)
     lists = [*_lists(edges), *_lists(tied), per_consumer, replicated]
     if not all(isinstance(entry, list) and all(type(stage) is int for stage in entry) for entry in lists):
-        raise UsageError(f"{name}: edges and tied should be lists of lists of stages, apart and whole lists of stages")
+        raise UsageError(
+            f"{name}: edges and tied should be lists of lists of stages, per_consumer and replicated lists of stages"
+        )
     if unknown := [stage for entry in lists for stage in entry if not 0 <= stage < stages]:
         raise UsageError(f"{name}: it names stage {clip(str(unknown[0]))}, which is not in 0..{stages - 1}")
     if not isinstance(layers, list) or not all(type(count) is int and 1 <= count < MOST_LAYERS for count in layers):

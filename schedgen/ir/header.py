@@ -51,7 +51,7 @@ class Header:
     weights: Ints
     generator: str
     tied: tuple[tuple[int, ...], ...] = ()  # stages that share parameters: each tie has 2 or more, ascending
-    part_owners: tuple[tuple[int, ...], ...] = ()  # by stage, the owner of each part of its weights; empty: no parts
+    shard_owners: tuple[tuple[int, ...], ...] = ()  # by stage, the owner of each shard of its weights; empty: no shards
     tensor_parallel: TensorParallel = TensorParallel(1, (), 0)  # noqa: RUF009  frozen
 
     @property
@@ -81,32 +81,32 @@ class Header:
 
     @property
     def model_stages(self) -> int:
-        """The number of stages of the model: `stages` divided by the shards of each."""
+        """The number of stages of the model: `stages` divided by the slices of each."""
         return self.stages // self.tensor_parallel.degree
 
     def model_stage(self, stage: _Stage) -> _Stage:
-        """The model's stage that `stage` is, or is a shard of; elementwise for an array."""
+        """The model's stage that `stage` is, or is a slice of; elementwise for an array."""
         return stage // self.tensor_parallel.degree
 
     @property
-    def first_shards(self) -> range:
-        """By stage of the model, the stage that is its first shard, or the whole of it."""
+    def first_slices(self) -> range:
+        """By stage of the model, the stage that is its first slice, or the whole of it."""
         return range(0, self.stages, self.tensor_parallel.degree)
 
-    def is_first_shard(self, stage: int) -> bool:
-        """Whether a stage is the first shard of the model's, or the whole of it."""
-        return stage in self.first_shards
+    def is_first_slice(self, stage: int) -> bool:
+        """Whether a stage is the first slice of the model's, or the whole of it."""
+        return stage in self.first_slices
 
-    def shards_of(self, stage: int) -> range:
-        """All shards of the model's stage that `stage` belongs to; `stage` alone if stages have no shards."""
-        return self.tensor_parallel.shards_of(stage)
+    def slices_of(self, stage: int) -> range:
+        """All slices of the model's stage that `stage` belongs to; `stage` alone if stages have no slices."""
+        return self.tensor_parallel.slices_of(stage)
 
     def summed_stages(self, stage: int) -> range:
-        """The stages whose jobs add up to x.s and to the gradients of s's inputs: all shards if s is split, else s."""
+        """The stages whose jobs add up to x.s and to the gradients of s's inputs: all slices if s is split, else s."""
         return self.tensor_parallel.summed_stages(stage)
 
     @cached_property
-    def unsharded_graph(self) -> StageGraph:
+    def model_graph(self) -> StageGraph:
         """The stage graph of the model."""
         edges = {(self.model_stage(producer), self.model_stage(consumer)) for producer, consumer in self.graph.edges}
         per_consumer = {self.model_stage(stage) for stage in self.graph.per_consumer}
@@ -117,21 +117,21 @@ class Header:
         return tuple(sorted({rank for stage in self.tied[tie] for rank in self.owners[stage]}))
 
     @property
-    def unsharded_ties(self) -> tuple[tuple[int, ...], ...]:
-        """The ties between stages of the model, in the form of `tied`; ties of one stage's shards are left out."""
+    def model_ties(self) -> tuple[tuple[int, ...], ...]:
+        """The ties between stages of the model, in the form of `tied`; ties of one stage's slices are left out."""
         ties = {tuple(sorted({self.model_stage(stage) for stage in tie})) for tie in self.tied}
         return tuple(sorted(tie for tie in ties if len(tie) > 1))
 
-    def ties_shards(self, tie: int) -> bool:
-        """Whether a tie joins the shards of one stage, which share the parameters that are not cut."""
+    def ties_slices(self, tie: int) -> bool:
+        """Whether a tie joins the slices of one stage, which share the parameters that are not cut."""
         stages = self.tied[tie]
-        return bool(self.tensor_parallel) and stages == tuple(self.shards_of(stages[0]))
+        return bool(self.tensor_parallel) and stages == tuple(self.slices_of(stages[0]))
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:
-        """By stage, every worker that w_weights names, ascending; for a divided stage, the owners of its parts."""
-        if self.part_owners:
-            return tuple(tuple(sorted(set(ranks))) for ranks in self.part_owners)
+        """By stage, every worker that w_weights names, ascending; for a divided stage, the owners of its shards."""
+        if self.shard_owners:
+            return tuple(tuple(sorted(set(ranks))) for ranks in self.shard_owners)
         return owners_of(self.weights)
 
     @cached_property
@@ -142,33 +142,33 @@ class Header:
     @cached_property
     def several_owners(self) -> tuple[bool, ...]:
         """By stage, whether several ranks own all of its weights, and so sum its gradients among themselves."""
-        return tuple(not self.part_owners and len(ranks) > 1 for ranks in self.owners)
+        return tuple(not self.shard_owners and len(ranks) > 1 for ranks in self.owners)
 
     @cached_property
     def weight_shards(self) -> WeightShards:
-        """The parts that weights are divided into, and who owns each."""
-        return WeightShards(self.part_owners, self.owners)
+        """The shards that weights are divided into, and who owns each."""
+        return WeightShards(self.shard_owners, self.owners)
 
     @cached_property
     def is_owner(self) -> Flags:
-        """Whether a rank owns a unit (a stage, or one part of its weights); shape (workers, units)."""
+        """Whether a rank owns a unit (a stage, or one shard of its weights); shape (workers, units)."""
         return self.weight_shards.is_owner(self.workers)
 
     def units_of(self, rank: int) -> list[tuple[int, int]]:
-        """The units that a rank owns, each as its stage and its part: -1 where the stage is not divided."""
+        """The units that a rank owns, each as its stage and its shard: -1 where the stage is not divided."""
         return [unit for unit, owns in zip(self.weight_shards.units, self.is_owner[rank], strict=True) if owns]
 
-    def is_divided(self, stage: int) -> bool:
-        """Whether the weights of a stage are divided into parts."""
+    def is_sharded(self, stage: int) -> bool:
+        """Whether the weights of a stage are divided into shards."""
         return bool(self.weight_shards.counts[stage] > 1)
 
-    def parts_of(self, stage: int) -> tuple[int, ...]:
-        """The `part` operands of w.stage and dw.stage: (-1,) where the weights of a stage are not divided."""
-        return self.weight_shards.parts(stage)
+    def shards_of(self, stage: int) -> tuple[int, ...]:
+        """The `shard` operands of w.stage and dw.stage: (-1,) where the weights of a stage are not divided."""
+        return self.weight_shards.of(stage)
 
-    def first_owner(self, stage: int, part: int = 0) -> int:
-        """The first owner of a part of a stage's weights, or of all of them where they are not divided."""
-        return self.part_owners[stage][part] if self.is_divided(stage) else self.owners[stage][0]
+    def first_owner(self, stage: int, shard: int = 0) -> int:
+        """The first owner of a shard of a stage's weights, or of all of them where they are not divided."""
+        return self.shard_owners[stage][shard] if self.is_sharded(stage) else self.owners[stage][0]
 
     @cached_property
     def weight_versions(self) -> WeightVersions:
@@ -185,7 +185,7 @@ class Header:
     @property
     def stepped_together(self) -> str | None:
         """The stages, in words, that must step together, so that weights have no versions; None: there are none."""
-        return "tied stages" if self.tied else "shards of stages" if self.tensor_parallel else None
+        return "tied stages" if self.tied else "slices of stages" if self.tensor_parallel else None
 
     @property
     def memory_limit(self) -> int | None:
@@ -193,6 +193,6 @@ class Header:
         limit = self.lowering.get("memory_limit")
         return limit if isinstance(limit, int) else None
 
-    def part_uses(self) -> int:
-        """How many times all jobs together use a part of weights; 0 if no weights are divided."""
-        return len(self.weight_shards.units) * self.microbatches * len(self.compute) if self.part_owners else 0
+    def shard_uses(self) -> int:
+        """How many times all jobs together use a shard of weights; 0 if no weights are divided."""
+        return len(self.weight_shards.units) * self.microbatches * len(self.compute) if self.shard_owners else 0

@@ -7,7 +7,7 @@ This is the only place that defines an opcode and its operands. What an instruct
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 # Directions, the third argument of w and n. Where the backward is not split
 # there are two, F and B; where it is, three: F, I (gradient of the input) and
@@ -20,7 +20,7 @@ DIRECTIONS = {2: ("F", "B"), 3: ("F", "I", "W"), 1: ("F",)}
 class Op(IntEnum):
     """Opcodes. Semantics in one line each; `schedgen/README.md` has the long form."""
 
-    FETCH_W = 0  # start receiving w.stage, or one part of it; the sender has a matching SEND
+    FETCH_W = 0  # start receiving w.stage, or one shard of it; the sender has a matching SEND
     RECV = 1  # start receiving buf
     SEND = 2  # start sending buf
     FWD = 3  # x.stage.mb = stage(x.producer.mb, w.stage)
@@ -29,9 +29,9 @@ class Op(IntEnum):
     BWD_W = 6  # the part of BWD that adds to dw.stage
     RECOMPUTE = 7  # redo FWD for a later backward, output thrown away
     ADD = 8  # buf += the partial received from rank `from`
-    ALLREDUCE = 9  # buf = sum of the group's buf (for x and g: of the shards' buf); a missing dw counts as zero
+    ALLREDUCE = 9  # buf = sum of the group's buf (for x and g: of the slices' buf); a missing dw counts as zero
     NORM = 10  # all ranks learn the losses and the norm of the whole gradient
-    STEP = 11  # optimizer step on this rank's w.stage, or one part of it, which becomes its next version
+    STEP = 11  # optimizer step on this rank's w.stage, or one shard of it, which becomes its next version
     FREE = 12  # forget buf after its last use; waits for its sends still in flight
 
 
@@ -41,7 +41,7 @@ class Kind(IntEnum):
     NONE = 0
     X = 1  # x.s.b    output activation of stage s; x.s.b.c its output for consumer c alone
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
-    W = 3  # w.s      weights; w.s@v version v of them, w.s/k part k of divided weights
+    W = 3  # w.s      weights; w.s@v version v of them, w.s/k shard k of divided weights
     DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where the weights are divided
     T = 5  # t.k      in the dw of tie k's stages, the gradients of the shared parameters; only ALLREDUCE names it
 
@@ -75,22 +75,81 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
     Op.ALLREDUCE: (Kind.DW, Kind.T, Kind.X, Kind.G),
     Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW),
 }
-EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between shards
+EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between slices
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
 LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}  # of its direction; of a whole backward B
 FORWARD_OPS = (Op.FETCH_W, Op.RECV, Op.SEND, Op.FWD, Op.ALLREDUCE, Op.FREE)  # the opcodes of a list of forwards
 FORWARD_KINDS = (Kind.NONE, Kind.X, Kind.W)  # the kinds of buffer that they name there
 
+_Value = TypeVar("_Value", covariant=True)  # an int, or a column of many instructions
 
-class Instruction(NamedTuple):
-    """One row of `Rows` without its rank."""
+
+class _Packed(Protocol[_Value]):
+    @property
+    def piece(self) -> _Value: ...
+    @property
+    def operand(self) -> _Value: ...
+
+
+class Operands:
+    """The operands that share a field, by their names; each is -1, or means nothing, where an instruction has none.
+
+    `piece` is which piece of a stage's buffer is meant: the consumer of an x or g, the shard of a w or dw. `operand`
+    is the one that is written last: `from`, `to`, `group` or `version`.
+    """
+
+    __slots__ = ()
+    FIELD: ClassVar[dict[str, str]] = {
+        "shard": "piece", "consumer": "piece", "tie": "stage",
+        "source": "operand", "to": "operand", "group": "operand", "version": "operand",
+    }  # fmt: skip
+
+    @property
+    def shard(self: _Packed[_Value]) -> _Value:
+        """For weights, their gradients and STEP: the shard k of the stage; -1 where it is not divided."""
+        return self.piece
+
+    @property
+    def consumer(self: _Packed[_Value]) -> _Value:
+        """For x: the stage that reads it; for g: the stage that gives it; -1 where the name has no consumer."""
+        return self.piece
+
+    @property
+    def source(self: _Packed[_Value]) -> _Value:
+        """For RECV, FETCH_W and ADD: the operand `from`, a rank."""
+        return self.operand
+
+    @property
+    def to(self: _Packed[_Value]) -> _Value:
+        """For SEND: a rank."""
+        return self.operand
+
+    @property
+    def group(self: _Packed[_Value]) -> _Value:
+        """For collectives: the index in the header's `groups` of the ranks that enter it."""
+        return self.operand
+
+    @property
+    def version(self: _Packed[_Value]) -> _Value:
+        """For compute, STEP and FREE of weights: the version of the weights; -1 where they have none."""
+        return self.operand
+
+
+class Fields(NamedTuple):
+    """An instruction's fields; -1 where one does not apply. See `Operands` for the last two."""
 
     op: int
     kind: int
     stage: int
     mb: int
-    via: int
-    peer: int
+    piece: int
+    operand: int
+
+
+class Instruction(Fields, Operands):
+    """One instruction of a rank."""
+
+    __slots__ = ()
 
     def __str__(self) -> str:
         """The instruction as its line in a file."""
@@ -101,22 +160,12 @@ class Instruction(NamedTuple):
             elif name in ("stage", "mb"):
                 fields.append(f'"{name}": {self.stage if name == "stage" else self.mb}')
             elif name == "shard":
-                fields += [f'"shard": {self.via}'] * (self.via >= 0)
+                fields += [f'"shard": {self.shard}'] * (self.shard >= 0)
             elif name == "version":
-                fields += [f'"version": {self.peer}'] * (self.peer >= 0)
+                fields += [f'"version": {self.version}'] * (self.version >= 0)
             else:
-                fields.append(f'"{name}": {self.peer}')
+                fields.append(f'"{name}": {self.operand}')
         return "{" + ", ".join(fields) + "}"
-
-    @property
-    def part(self) -> int:
-        """For weights and their gradients: the part k of the stage; -1 where they are not divided."""
-        return self.via
-
-    @property
-    def consumer(self) -> int:
-        """For x: the stage that reads it; for g: the stage that gives it; -1 where the name has no consumer."""
-        return self.via
 
     @property
     def tie(self) -> int:
@@ -124,26 +173,15 @@ class Instruction(NamedTuple):
         return self.stage
 
     @property
-    def group(self) -> int:
-        """For collectives: the index in the header's `groups` of the ranks that enter it."""
-        return self.peer
-
-    @property
-    def version(self) -> int:
-        """For compute, STEP and FREE of weights: the version of the weights; -1 where they have none."""
-        return self.peer
-
-    @property
     def buffer(self) -> str:
         """The name of the buffer that the instruction names."""
-        version = self.peer if self.op == Op.FREE else -1
-        return buffer_name(self.kind, self.stage, self.mb, self.via, version)
+        version = self.version if self.op == Op.FREE else -1
+        return buffer_name(self.kind, self.stage, self.mb, self.piece, version)
 
 
-def buffer_name(kind: int, stage: int, mb: int = -1, via: int = -1, version: int = -1) -> str:
+def buffer_name(kind: int, stage: int, mb: int = -1, piece: int = -1, version: int = -1) -> str:
     """The name of a buffer: x.s.b, x.s.b.c, g.s.b, g.s.b.c, w.s, w.s/k, w.s@v, dw.s, dw.s/k or t.k."""
-    if kind in (Kind.W, Kind.DW) and via >= 0:
-        return f"{KIND_NAME[Kind(kind)]}.{stage}/{via}"
-    parts = [KIND_NAME[Kind(kind)], str(stage)]
-    parts += [str(part) for part in (mb, via) if part >= 0]
-    return ".".join(parts) + (f"@{version}" if version >= 0 else "")
+    if kind in (Kind.W, Kind.DW) and piece >= 0:
+        return f"{KIND_NAME[Kind(kind)]}.{stage}/{piece}"
+    numbers = [str(number) for number in (stage, mb, piece) if number >= 0]
+    return ".".join([KIND_NAME[Kind(kind)], *numbers]) + (f"@{version}" if version >= 0 else "")

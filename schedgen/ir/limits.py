@@ -16,7 +16,7 @@ MOST_LAYERS = 2**31  # of one of its stages
 MOST_ROWS = 2**30  # instructions of a file
 MOST_PAIRS = 2**25  # pairs of a worker and a stage: tables have an entry for each
 MOST_TIES = 16  # of one stage
-MOST_USES = 64  # per instruction: of parts of weights or, in a list of forwards, of inputs
+MOST_USES = 64  # per instruction: of shards of weights or, in a list of forwards, of inputs
 MOST_RATIO = 1e6  # of the longest job's duration to the shortest's
 
 
@@ -29,11 +29,11 @@ class Limits(NamedTuple):
     groups: int
     ties: int
     versions: int  # 0: weights have none
-    parts: tuple[int, ...] = ()  # of the weights of each stage; empty: none are divided
+    shards: tuple[int, ...] = ()  # of the weights of each stage; empty: none are divided
 
-    def divided(self, stage: object) -> bool:
-        """Whether the weights of a stage have parts; False for anything that is not a stage."""
-        return isinstance(stage, int) and 0 <= stage < len(self.parts) and self.parts[stage] > 1
+    def is_sharded(self, stage: object) -> bool:
+        """Whether the weights of a stage have shards; False for anything that is not a stage."""
+        return isinstance(stage, int) and 0 <= stage < len(self.shards) and self.shards[stage] > 1
 
 
 def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:

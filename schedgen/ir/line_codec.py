@@ -29,23 +29,23 @@ _FOLLOWS[[CLOSE, OPEN, OPEN, OPEN, COMMA, COMMA, LAST], [OPEN, CLOSE, COMMA, LAS
 
 
 def _instructions() -> Iterator[Instruction]:
-    """One instruction of every form, whose numbers are the columns where they belong: 0 stage, 1 mb, 2 via, 3 peer."""
+    """One instruction of every form; its numbers are their columns: 0 stage, 1 mb, 2 piece, 3 operand."""
     for op, operands in OPERANDS.items():
         for kind in KINDS.get(op, (Kind.NONE,)):
             stage = 0 if {"stage", "buf"} & set(operands) else -1
             mb = 1 if kind in (Kind.X, Kind.G) or "mb" in operands else -1
-            vias = (2, -1) if kind not in (Kind.NONE, Kind.T) or "shard" in operands else (-1,)
-            for via in vias:
-                one, has_peer = Instruction(op, kind, stage, mb, via, -1), {"from", "to", "group"} & set(operands)
-                if not has_peer:
+            pieces = (2, -1) if kind not in (Kind.NONE, Kind.T) or "shard" in operands else (-1,)
+            for piece in pieces:
+                one, has_operand = Instruction(op, kind, stage, mb, piece, -1), {"from", "to", "group"} & set(operands)
+                if not has_operand:
                     yield one
-                if has_peer or _has_version(one):
-                    yield one._replace(peer=3)
+                if has_operand or _has_version(one):
+                    yield one._replace(operand=3)
 
 
 def _has_version(one: Instruction) -> bool:
-    """Whether its `peer` is a version; FREE of a part of weights has none."""
-    return "version" in OPERANDS[Op(one.op)] or (one.op == Op.FREE and one.kind == Kind.W and one.via < 0)
+    """Whether its `operand` is a version; FREE of a shard of weights has none."""
+    return "version" in OPERANDS[Op(one.op)] or (one.op == Op.FREE and one.kind == Kind.W and one.shard < 0)
 
 
 class _Forms(NamedTuple):
@@ -54,9 +54,9 @@ class _Forms(NamedTuple):
     number: dict[bytes, int]  # by the form's text
     texts: list[str]  # with %d for each number, and a line feed
     line: NDArray[np.int8]  # CLOSE, OPEN, COMMA or LAST
-    fixed: NDArray[np.int8]  # (forms, 3): op, kind, and the index in Limits of the bound of `peer`
+    fixed: NDArray[np.int8]  # (forms, 3): op, kind, and the index in Limits of the bound of `operand`
     column: Numbers  # (forms, 4): where the first, second, ... number belongs; 4: there is none
-    of: Numbers  # (ops, kinds, 2, 2): the form with a comma, by op, kind, whether there is a via, and a peer
+    of: Numbers  # (ops, kinds, 2, 2): the form with a comma, by op, kind, whether there is a piece, and an `operand`
 
 
 def _forms() -> _Forms:
@@ -67,7 +67,7 @@ def _forms() -> _Forms:
         column = [int(letter) for letter in text if letter.isdigit()]
         kind = Kind.W if one.op == Op.FETCH_W else one.kind
         bound = "groups" if "group" in text else "versions" if _has_version(one) else "workers"
-        of[one.op, kind, int(one.via >= 0), int(one.peer >= 0)] = len(texts)
+        of[one.op, kind, int(one.piece >= 0), int(one.operand >= 0)] = len(texts)
         for line, end in ((COMMA, ","), (LAST, "")):
             texts.append("".join("0" if letter.isdigit() else letter for letter in text) + end)
             lines.append(line)
@@ -83,9 +83,9 @@ _FORMS = _forms()
 
 def write_lines(table: Rows, last: bool) -> bytes:
     """The lines of all rows; `last`: the last line has no comma."""
-    form = _FORMS.of[table.op, table.kind, (table.via >= 0).astype(int), (table.peer >= 0).astype(int)]
+    form = _FORMS.of[table.op, table.kind, (table.piece >= 0).astype(int), (table.operand >= 0).astype(int)]
     form[-1:] += last
-    numbers = np.stack([table.stage, table.mb, table.via, table.peer, table.peer], axis=1)
+    numbers = np.stack([table.stage, table.mb, table.piece, table.operand, table.operand], axis=1)
     column = _FORMS.column[form]
     written = np.take_along_axis(numbers, column, axis=1)[column < 4].tolist()
     text = "".join(map(_FORMS.texts.__getitem__, form.tolist())) % tuple(written)
@@ -134,28 +134,29 @@ def read_lines(data: bytes, state: State, limits: Limits) -> Taken | None:
     if (numbers < 0).any() or not _within(form, table, limits):
         return None
     op, kind, _ = _FORMS.fixed[form].T
-    taken = rows(op, closed[item], **dict(zip(("kind", "stage", "mb", "via", "peer"), (kind, *table.T), strict=False)))
+    stage, mb, piece, operand, _ = table.T
+    taken = rows(op, closed[item], kind=kind, stage=stage, mb=mb, piece=piece, operand=operand)
     return Taken(taken, len(line), State(int(closed[-1]), int(line[-1])) if len(line) else state)
 
 
 def _within(form: Numbers, table: Numbers, limits: Limits) -> bool:
-    """Whether all numbers are below their bounds, and parts and versions are named exactly where the header has them.
+    """Whether all numbers are below their bounds, and shards and versions are named exactly where the header has them.
 
-    `table`: (instructions, 5): stage, mb, via, peer and a column that does not count.
+    `table`: (instructions, 5): stage, mb, piece, operand and a column that does not count.
     """
-    stage, mb, via, peer, _ = table.T
-    op, kind, peer_bound = _FORMS.fixed[form].T
+    stage, mb, piece, operand, _ = table.T
+    op, kind, bound = _FORMS.fixed[form].T
     if (stage >= np.where(kind == Kind.T, limits.ties, limits.stages)).any():
         return False
     weights = (kind == Kind.W) | (kind == Kind.DW) | (op == Op.STEP)
-    parts = np.array(limits.parts or [1])[np.where(weights, stage, 0) if limits.parts else np.zeros_like(stage)]
-    has_version = peer_bound == Limits._fields.index("versions")
+    shards = np.array(limits.shards or [1])[np.where(weights, stage, 0) if limits.shards else np.zeros_like(stage)]
+    has_version = bound == Limits._fields.index("versions")
     wrong = (
         (mb >= limits.microbatches)
-        | (peer >= np.array(limits[:6])[peer_bound])
-        | (via >= np.where(weights, parts, limits.stages))
-        | (weights & ((via >= 0) != (parts > 1)))
-        | (has_version & ((peer >= 0) != (limits.versions > 0)))
+        | (operand >= np.array(limits[:6])[bound])
+        | (piece >= np.where(weights, shards, limits.stages))
+        | (weights & ((piece >= 0) != (shards > 1)))
+        | (has_version & ((operand >= 0) != (limits.versions > 0)))
         | ((op == Op.SEND) & (kind == Kind.W) & (limits.versions > 0))  # weights that have versions are never sent
     )
     return not wrong.any()

@@ -17,19 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
+from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op, Operands
 from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers, Small, Times
 from schedgen.util.sort import stable_order
 
 
-class Rows(NamedTuple):
-    """Instructions as columns of equal length; -1 where a field does not apply.
+class Columns(NamedTuple):
+    """The fields of instructions, and their ranks, as columns of equal length; -1 where a field does not apply.
 
-    `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
-    x.s.b.c and g.s.b.c, the part k of w.s/k and dw.s/k; for t.k, `stage` is
-    k). For compute `stage` and `mb` are the job, for STEP `stage` and `via`
-    are the stage and the shard. `peer` is the operand `from`, `to`, `group`
-    or `version`, and for w.s@v it is v.
+    `kind`, `stage`, `mb`, `piece` name the buffer; for t.k, `stage` is k. For compute `stage` and `mb` are the job.
     """
 
     rank: Ints
@@ -37,8 +33,14 @@ class Rows(NamedTuple):
     kind: Small
     stage: Ints
     mb: Ints
-    via: Ints
-    peer: Ints
+    piece: Ints
+    operand: Ints
+
+
+class Rows(Columns, Operands):
+    """Instructions as columns, whose last two `Operands` names."""
+
+    __slots__ = ()
 
     def take(self, index: Numbers | slice) -> Rows:
         """The rows at these indices."""
@@ -49,13 +51,10 @@ class Rows(NamedTuple):
         return list(self)
 
 
-_COLUMN = {"part": "via", "consumer": "via", "tie": "stage", "group": "peer", "version": "peer"}  # by operand
-
-
 def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
-    """`Rows` as long as `rank`; scalars are broadcast. `fields`: columns or keys of `_COLUMN`; default -1 (kind: 0)."""
+    """`Rows` as long as `rank`; scalars are broadcast. `fields`: columns or operands; default -1 (kind: 0)."""
     length = len(rank)
-    fields = {_COLUMN.get(name, name): value for name, value in fields.items()}
+    fields = {Rows.FIELD.get(name, name): value for name, value in fields.items()}
 
     def column(value: int | AnyInts, dtype: type) -> NDArray[Any]:
         return np.broadcast_to(np.asarray(value, dtype), (length,))
@@ -64,7 +63,7 @@ def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
         np.asarray(rank, np.int32),
         column(op, np.int8),
         column(fields.get("kind", Kind.NONE), np.int8),
-        *(column(fields.get(name, -1), np.int32) for name in ("stage", "mb", "via", "peer")),
+        *(column(fields.get(name, -1), np.int32) for name in ("stage", "mb", "piece", "operand")),
     )
 
 
@@ -143,7 +142,7 @@ class Program:
         return len(self.header.directions) == 3 and len(self.rows_of(Op.BWD)) > 0
 
     def exchanges(self) -> Numbers:
-        """The rows of sums over shards: every member's ALLREDUCE of an x or a g."""
+        """The rows of sums over slices: every member's ALLREDUCE of an x or a g."""
         sums = self.rows_of(Op.ALLREDUCE)
         return sums[np.isin(self.rows.kind[sums], EXCHANGED)]
 

@@ -104,11 +104,11 @@ class ReferenceMachine:
                 raise CannotExecute(f"stage {s} uses version {version} for microbatch {b}, not {right}")
 
     def check_copies(self) -> None:
-        """Check that all owners of all shards of a stage that is not split stepped with the same bits."""
-        for first in self.header.first_shards:
+        """Check that all owners of all slices of a stage that is not sliced stepped with the same bits."""
+        for first in self.header.first_slices:
             if len(self.header.summed_stages(first)) > 1:
                 continue
-            copies = {buffer_name(Kind.DW, stage) for stage in self.header.shards_of(first)}
+            copies = {buffer_name(Kind.DW, stage) for stage in self.header.slices_of(first)}
             given = {value.shape() for rank in self.ranks for name, value in rank.gradients.items() if name in copies}
             if len(given) > 1:
                 raise CannotExecute(f"the gradients of {', '.join(sorted(copies))} are not added up alike")
@@ -116,12 +116,12 @@ class ReferenceMachine:
     # What jobs read and compute.
 
     def read_weights(self, rank: Rank, i: Instruction) -> None:
-        """Read all parts of w.s, on the rank that `compute` names, in the one version that all jobs of (s, b) use."""
+        """Read all shards of w.s, on the rank that `compute` names, in the one version that all jobs of (s, b) use."""
         d = {Op.FWD: F, Op.BWD_W: W}.get(Op(i.op), B)
         here = d < len(self.header.compute) and self.header.compute[d, i.stage, i.mb] == rank.rank
         rank.need(bool(here), "this job is none of this rank")
-        for part in self.header.parts_of(i.stage):
-            rank.read(rank.weights(i.stage, part, i.version))
+        for shard in self.header.shards_of(i.stage):
+            rank.read(rank.weights(i.stage, shard, i.version))
         rank.need(self.uses.setdefault((i.stage, i.mb), i.version) == i.version, "its other jobs use another version")
 
     def inputs(self, i: Instruction) -> list[str]:
@@ -137,7 +137,7 @@ class ReferenceMachine:
         ]
 
     def result(self, stage: int) -> Value:
-        """The value that a job of this stage computes: the index of its shard's term in a sum, or WHOLE."""
+        """The value that a job of this stage computes: the index of its slice's term in a sum, or WHOLE."""
         summed = self.header.summed_stages(stage)
         return summed.index(stage) if len(summed) > 1 else WHOLE
 
@@ -145,23 +145,23 @@ class ReferenceMachine:
 
     def receive(self, rank: Rank, i: Instruction) -> None:
         """FETCH_W, RECV: post a receive of buf, the next message of this kind from `from`. A dw becomes a partial."""
-        name = i.buffer if i.kind != Kind.DW else f"partial.{i.buffer} from {i.peer}"
+        name = i.buffer if i.kind != Kind.DW else f"partial.{i.buffer} from {i.source}"
         rank.define(name, UNDER_WAY)
-        self.posted[i.peer, rank.rank, i.kind].append((i.buffer, name))
+        self.posted[i.source, rank.rank, i.kind].append((i.buffer, name))
 
     def send(self, rank: Rank, i: Instruction) -> None:
         """SEND: once rank `to` has posted its receive, the buffer there gets the value of buf."""
         value = rank.read(i.buffer)
-        if not self.posted[rank.rank, i.peer, i.kind]:
+        if not self.posted[rank.rank, i.to, i.kind]:
             raise MustWait
-        expected, name = self.posted[rank.rank, i.peer, i.kind].popleft()
-        rank.need(expected == i.buffer, f"rank {i.peer} receives {expected}")
-        self.ranks[i.peer].held[name] = value
+        expected, name = self.posted[rank.rank, i.to, i.kind].popleft()
+        rank.need(expected == i.buffer, f"rank {i.to} receives {expected}")
+        self.ranks[i.to].held[name] = value
 
     def forward(self, rank: Rank, i: Instruction) -> None:
         """FWD: x.s.b, and what the backward needs if there is one and no RECOMPUTE, from every x.p.b and w.s."""
         rank.need((i.stage, i.mb) not in rank.redone, "it has been redone before")
-        is_read = self.header.graph.consumers[i.stage] or i.stage >= self.header.first_shards[-1]
+        is_read = self.header.graph.consumers[i.stage] or i.stage >= self.header.first_slices[-1]
         rank.need(bool(is_read), "no stage reads this one, and the loss reads the last alone")
         self.use_inputs(rank, i, (i.stage, i.mb) not in self.keep_nothing)
         self.forwards[i.stage, i.mb] += 1
@@ -199,15 +199,15 @@ class ReferenceMachine:
         if i.op == Op.BWD_I:
             rank.define(half, WHOLE)
             return
-        for part in self.header.parts_of(i.stage):
-            rank.add(buffer_name(Kind.DW, i.stage, via=part), i.mb)
+        for shard in self.header.shards_of(i.stage):
+            rank.add(buffer_name(Kind.DW, i.stage, piece=shard), i.mb)
         rank.end(saved)
         if i.op == Op.BWD_W:
             rank.end(half)
 
     def add(self, rank: Rank, i: Instruction) -> None:
         """ADD: buf += the partial of buf from rank `from`; the partial ends."""
-        name = f"partial.{i.buffer} from {i.peer}"
+        name = f"partial.{i.buffer} from {i.source}"
         more = rank.read(name)
         assert isinstance(more, Sum)
         rank.add(i.buffer, more)
@@ -237,16 +237,16 @@ class ReferenceMachine:
             member.at += member is not rank
 
     def of_model(self, i: Instruction) -> Instruction:
-        """The instruction, in a sum over shards with the model's stage in place of the shard that the member names."""
+        """The instruction, in a sum over slices with the model's stage in place of the slice that the member names."""
         model_stage = self.header.model_stage
-        return i._replace(stage=model_stage(i.stage), via=model_stage(i.via)) if i.kind in EXCHANGED else i
+        return i._replace(stage=model_stage(i.stage), piece=model_stage(i.consumer)) if i.kind in EXCHANGED else i
 
     def sum_terms(self, rank: Rank, entered: list[tuple[Rank, Instruction]]) -> None:
-        """ALLREDUCE of x or g: each shard's term is replaced by the sum of all terms."""
-        shards = self.header.shards_of(entered[0][1].stage)
+        """ALLREDUCE of x or g: each slice's term is replaced by the sum of all terms."""
+        slices = self.header.slices_of(entered[0][1].stage)
         terms = [member.read(i.buffer, term=True) for member, i in entered]
-        numbers = [shards.index(i.stage) for _, i in entered]
-        rank.need(terms == numbers and len(set(terms)) == len(shards), "not all terms once")
+        numbers = [slices.index(i.stage) for _, i in entered]
+        rank.need(terms == numbers and len(set(terms)) == len(slices), "not all terms once")
         for member, i in entered:
             member.held[i.buffer] = WHOLE
 
@@ -262,7 +262,7 @@ class ReferenceMachine:
     def norm(self, rank: Rank, members: list[Rank]) -> None:
         """NORM: needs all losses and the whole gradient or, without a flush, every STEP."""
         rank.need(len(members) == len(self.ranks), "it is not of all ranks")
-        last = self.header.first_shards[-1]
+        last = self.header.first_slices[-1]
         losses = sum(count for (stage, _), count in self.forwards.items() if stage >= last)
         rank.need(losses == (self.header.stages - last) * self.header.microbatches, "not all losses are there")
         for member in members:
@@ -271,20 +271,20 @@ class ReferenceMachine:
             if member.versions:
                 rank.need(member.stepped >= {member.weights(*unit) for unit in member.owned}, "a STEP is to come")
                 continue
-            for stage, part in member.owned:
-                gradient = member.sum(buffer_name(Kind.DW, stage, via=part))
+            for stage, shard in member.owned:
+                gradient = member.sum(buffer_name(Kind.DW, stage, piece=shard))
                 rank.need(gradient.is_of(range(self.header.microbatches)), f"dw.{stage} is not complete")
             ties = [k for k, stages in enumerate(self.header.tied) if member.newest.keys() & set(stages)]
             rank.need(sorted(member.ties) == ties, "not all ties are summed up")
 
     def step(self, rank: Rank, i: Instruction) -> None:
         """STEP: w.s = optimizer(w.s, dw.s), where dw.s is the sum over all microbatches, after NORM."""
-        gradient = buffer_name(Kind.DW, i.stage, via=i.part)
+        gradient = buffer_name(Kind.DW, i.stage, piece=i.shard)
         if rank.versions:
             self.step_version(rank, i, gradient)
             return
-        weights = rank.weights(i.stage, i.part)
-        rank.need((i.stage, i.part) in rank.owned, "the rank does not own these weights")
+        weights = rank.weights(i.stage, i.shard)
+        rank.need((i.stage, i.shard) in rank.owned, "the rank does not own these weights")
         rank.read(weights)
         rank.need(rank.normed, "NORM is still to come")
         rank.read(gradient)
@@ -315,7 +315,7 @@ class ReferenceMachine:
     def free(self, rank: Rank, i: Instruction) -> None:
         """FREE: buf ends. An owner keeps the newest of its weights."""
         value = rank.read(i.buffer, term=True)
-        own = i.kind == Kind.W and (i.stage, i.part) in rank.owned
+        own = i.kind == Kind.W and (i.stage, i.shard) in rank.owned
         rank.need(not own or i.version < rank.newest[i.stage], "the rank keeps these weights")
         if i.kind == Kind.DW and rank.versions:
             rank.need(value is STEPPED, "no STEP has used it")

@@ -1,6 +1,6 @@
 """One rank of the reference machine: its list, its buffers by name, and their values.
 
-x, g                WHOLE, or t where it is the term of shard t in a sum of a split stage
+x, g                WHOLE, or t where it is the term of slice t in a sum of a sliced stage
 dw, partial         a Sum, the tree of microbatches' gradients: in which order and groups they were added
 w, saved, half      WHOLE
 any                 UNDER_WAY, from RECV or FETCH_W until the message has arrived
@@ -60,7 +60,7 @@ class Rank:
         self.list = program.instructions(rank)
         self.freed = {i.buffer for i in self.list if i.op == Op.FREE and i.kind == Kind.W}
         self.at = 0  # the index in its list of the next instruction
-        self.owned = set(program.header.units_of(rank))  # (stage, part)
+        self.owned = set(program.header.units_of(rank))  # (stage, shard)
         self.newest = {stage: 0 if self.versions else -1 for stage, _ in self.owned}  # version, by stage
         self.held: dict[str, Value] = {self.weights(*unit): WHOLE for unit in self.owned}
         self.stepped: set[str] = set()  # the names of the weights that have had their last STEP
@@ -71,10 +71,10 @@ class Rank:
         self.alive: Counter[str] = Counter()  # live buffers by kind; of its own weights, all versions but one
         self.most: Counter[str] = Counter()  # the peaks of `alive`
 
-    def weights(self, stage: int, part: int, version: int | None = None) -> str:
+    def weights(self, stage: int, shard: int, version: int | None = None) -> str:
         """The name of weights; if they have versions, `version` defaults to the newest."""
         if not self.versions:
-            return buffer_name(Kind.W, stage, via=part)
+            return buffer_name(Kind.W, stage, piece=shard)
         return buffer_name(Kind.W, stage, version=self.newest.get(stage, 0) if version is None else version)
 
     def refuse(self, reason: str) -> CannotExecute:
@@ -87,12 +87,12 @@ class Rank:
             raise self.refuse(reason)
 
     def read(self, name: str, term: bool = False) -> Value:
-        """The value of a buffer: it must exist and, unless `term`, not be a shard's term. MustWait if in flight."""
+        """The value of a buffer: it must exist and, unless `term`, not be a slice's term. MustWait if in flight."""
         self.need(name in self.held, f"{name} is not there")
         value = self.held[name]
         if value is UNDER_WAY:
             raise MustWait
-        self.need(term or not isinstance(value, int), f"{name} is only a shard's term")
+        self.need(term or not isinstance(value, int), f"{name} is only a slice's term")
         self.need(self.versions or name not in self.stepped, f"{name} has stepped: it is the next step's")
         return value
 

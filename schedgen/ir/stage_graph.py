@@ -34,7 +34,7 @@ class StageGraph:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that read each stage's output; empty: the last stage or a shard of it."""
+        """The stages that read each stage's output; empty: the last stage or a slice of it."""
         return self._ends(at=0, give=1)
 
     def _ends(self, at: int, give: int) -> tuple[tuple[int, ...], ...]:
@@ -72,15 +72,15 @@ def chain(stages: int) -> tuple[tuple[int, int], ...]:
     return tuple((s, s + 1) for s in range(stages - 1))
 
 
-def expand_shards(edges: tuple[tuple[int, int], ...], tensor: int) -> tuple[tuple[int, int], ...]:
-    """The edges if every stage has `tensor` shards: each goes from a shard to the same shard of the consumer."""
+def expand_slices(edges: tuple[tuple[int, int], ...], tensor: int) -> tuple[tuple[int, int], ...]:
+    """The edges if every stage has `tensor` slices: each goes from a slice to the same slice of the consumer."""
     return tuple(sorted((p * tensor + t, c * tensor + t) for p, c in edges for t in range(tensor)))
 
 
 def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int, int], ...]:
     """The user's edges, sorted; UsageError unless they are a DAG whose one end is the last stage.
 
-    `tensor`: how many shards each stage has; the shards have edges of their own.
+    `tensor`: how many slices each stage has; the slices have edges of their own.
     """
     try:
         pairs = sorted({(index(p), index(c)) for p, c in edges})  # type: ignore[attr-defined]
@@ -93,8 +93,8 @@ def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int,
             )
     if tensor > 1:
         found = check_edges([(p // tensor, c // tensor) for p, c in pairs], stages // tensor)
-        if list(expand_shards(found, tensor)) != pairs:
-            raise UsageError("each shard of a stage must read the same shard of each producer, and no other")
+        if list(expand_slices(found, tensor)) != pairs:
+            raise UsageError("each slice of a stage must read the same slice of each producer, and no other")
         return tuple(pairs)
     for stage in sorted(set(range(stages - 1)) - {producer for producer, _ in pairs})[:1]:
         raise UsageError(unread(stage, stages - 1))
@@ -115,6 +115,6 @@ def check_per_consumer(stages: Sequence[object], edges: tuple[tuple[int, int], .
         with suppress(TypeError):  # not a whole number
             number = index(stage)  # type: ignore[arg-type]
         if number is None or consumers[number] < 2:
-            raise UsageError(f"apart: the output of stage {clip(repr(stage))} is not read by several stages")
+            raise UsageError(f"per_consumer: the output of stage {clip(repr(stage))} is not read by several stages")
         checked.add(number)
     return tuple(sorted(checked))

@@ -17,14 +17,14 @@ from schedgen.ir.header import Header, owners_of
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES, Limits
 from schedgen.ir.stage_graph import StageGraph, check_edges
-from schedgen.ir.tensor_parallel import TensorParallel, check_shards_apart
+from schedgen.ir.tensor_parallel import TensorParallel, check_slices_apart
 from schedgen.ir.weight_versions import STASH, TWO_BUFFERS, VERTICAL
 from schedgen.util.arrays import Ints
 from schedgen.util.errors import UsageError, clip
 
 LARGEST = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
-OPTIONAL_KEYS = ("apart", "shards", "tensor")
+OPTIONAL_KEYS = ("per_consumer", "shards", "tensor")
 
 # The least value of each number of the lowering.
 _LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}
@@ -63,18 +63,18 @@ def read_limits(raw: Mapping[str, Any]) -> Limits:
     if not isinstance(tied, list):
         raise Wrong("tied", "tied must be a list of lists of stages")
     versions = microbatches + 1 if isinstance(lowering, dict) and "updates" in lowering else 0
-    parts = _parts(raw["shards"], workers, stages) if "shards" in raw else ()
-    return Limits(workers, stages, microbatches, len(groups), len(tied), versions, parts)
+    shards = _shards(raw["shards"], workers, stages) if "shards" in raw else ()
+    return Limits(workers, stages, microbatches, len(groups), len(tied), versions, shards)
 
 
 def _stage_counts(raw: Mapping[str, Any], length: int) -> tuple[int, ...]:
     """The numbers of stages for which a list of `length` has an entry a stage of the scheme, or of the model."""
-    parts = raw["scheme"].get("parts", 1)
-    return tuple(length * _degree(raw) * p for p in (1, parts) if _is_whole(p, 1, LARGEST))
+    substages = raw["scheme"].get("substages", 1)
+    return tuple(length * _degree(raw) * p for p in (1, substages) if _is_whole(p, 1, LARGEST))
 
 
 def _degree(raw: Mapping[str, Any]) -> int:
-    """The shards of each stage that a header claims, not checked yet; 0 if the claim is not a number."""
+    """The slices of each stage that a header claims, not checked yet; 0 if the claim is not a number."""
     degree = raw["tensor"].get("degree") if isinstance(raw.get("tensor"), dict) else 1
     return degree if type(degree) is int else 0
 
@@ -86,12 +86,12 @@ def _check_layers(raw: Mapping[str, Any], stages: int) -> None:
         raise Wrong("scheme", "scheme: layers must be a list of a number for each stage of the model")
 
 
-def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:
-    """By stage, the number of parts of its weights."""
+def _shards(value: object, workers: int, stages: int) -> tuple[int, ...]:
+    """By stage, the number of shards of its weights."""
     if not isinstance(value, list) or len(value) != stages or not all(isinstance(ranks, list) for ranks in value):
         raise Wrong("shards", f"shards must be a list of {stages} lists of ranks")
     if not all(ranks and all(_is_whole(rank, 0, workers - 1) for rank in ranks) for ranks in value):
-        raise Wrong("shards", f"shards must name an owner in 0..{workers - 1} of every part of every stage")
+        raise Wrong("shards", f"shards must name an owner in 0..{workers - 1} of every shard of every stage")
     counts = tuple(len(ranks) for ranks in value)
     if max(counts) == 1:
         raise Wrong("shards", "shards must divide a stage, or be left out")
@@ -121,7 +121,7 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
         compute=_placement(raw, "compute", shape, limits),
         weights=_placement(raw, "weights", _weights_shape(raw, shape), limits),
         generator=raw["generator"],
-        part_owners=tuple(map(tuple, raw.get("shards", ()))),
+        shard_owners=tuple(map(tuple, raw.get("shards", ()))),
         tensor_parallel=tensor_parallel,
     )
     _check_shards(header, jobs)
@@ -156,7 +156,7 @@ def _order(value: object) -> dict[str, Any]:
 
 
 def _room(jobs: int, shape: tuple[int, int, int]) -> int:
-    """The most edges x microbatches, or parts, for `jobs` instructions: as many, times MOST_USES in forwards alone."""
+    """The most edges x microbatches, or shards, for `jobs` instructions: as many, times MOST_USES in forwards alone."""
     return jobs * MOST_USES if shape[0] == 1 else jobs
 
 
@@ -166,37 +166,37 @@ def _check_sizes(shape: tuple[int, int, int], limits: Limits, jobs: int) -> None
         least = max(least, limits.workers)
     if least > jobs or limits.workers * limits.stages > MOST_PAIRS:
         raise Wrong("scheme", f"the sizes ask for more jobs or workers than {jobs} instructions can serve")
-    parts = sum(limits.parts)
-    if limits.workers * parts > MOST_PAIRS or parts > _room(jobs, shape):  # every part has a STEP
-        raise Wrong("shards", f"shards ask for more parts than {jobs} instructions can serve")
+    shards = sum(limits.shards)
+    if limits.workers * shards > MOST_PAIRS or shards > _room(jobs, shape):  # every shard has a STEP
+        raise Wrong("shards", f"shards ask for more shards than {jobs} instructions can serve")
 
 
 def _tensor_parallel(raw: Mapping[str, Any], limits: Limits) -> TensorParallel:
     if "tensor" not in raw:
         return TensorParallel(1, (), limits.stages)
     value = raw["tensor"]
-    if not isinstance(value, dict) or set(value) != {"degree", "whole"}:
-        raise Wrong("tensor", "tensor must have degree and whole")
+    if not isinstance(value, dict) or set(value) != {"degree", "replicated"}:
+        raise Wrong("tensor", "tensor must have degree and replicated")
     degree = value["degree"]
     if not _is_whole(degree, 2, limits.stages) or limits.stages % degree:
         raise Wrong("tensor", f"tensor: degree must be at least 2 and divide the {limits.stages} stages")
-    (replicated,) = _lists("tensor", [value["whole"]], "stages", limits.stages // degree)
+    (replicated,) = _lists("tensor", [value["replicated"]], "stages", limits.stages // degree)
     if replicated[-1] != limits.stages // degree - 1:
-        raise Wrong("tensor", "tensor: the last stage, which ends in the loss, must be whole")
+        raise Wrong("tensor", "tensor: the last stage, which ends in the loss, must be replicated")
     if limits.versions:
-        raise Wrong("tensor", "tensor: weights that have versions have no shards")
+        raise Wrong("tensor", "tensor: weights that have versions have no slices")
     return TensorParallel(degree, replicated, limits.stages)
 
 
 def _check_shards(header: Header, jobs: int) -> None:
     """Check `shards` against the other entries."""
-    for stage, ranks in enumerate(header.part_owners):
+    for stage, ranks in enumerate(header.shard_owners):
         if (header.weights[:, stage] != ranks[0]).any():
             raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
-    if header.part_uses() > MOST_USES * jobs:
-        raise Wrong("shards", f"shards ask for more parts of weights than {jobs} instructions can use")
-    if header.part_owners and (header.stepped_together or not header.has_flush):
-        raise Wrong("shards", "shards: weights that are tied, have versions or belong to tensor shards are not divided")
+    if header.shard_uses() > MOST_USES * jobs:
+        raise Wrong("shards", f"shards ask for more shards of weights than {jobs} instructions can use")
+    if header.shard_owners and (header.stepped_together or not header.has_flush):
+        raise Wrong("shards", "shards: weights that are tied, have versions or belong to tensor slices are not divided")
 
 
 def _check_forward(header: Header) -> None:
@@ -213,11 +213,11 @@ def _check_forward(header: Header) -> None:
 
 def _check_tensor_parallel(header: Header) -> None:
     try:
-        check_shards_apart(header.compute, header.tensor_parallel.degree, header.directions)
+        check_slices_apart(header.compute, header.tensor_parallel.degree, header.directions)
     except UsageError as error:
         raise Wrong("compute", str(error)) from None
-    if header.tensor_parallel.split[list(header.graph.per_consumer)].any():
-        raise Wrong("apart", "apart: the output of a split stage is one sum, the same for all consumers")
+    if header.tensor_parallel.sliced[list(header.graph.per_consumer)].any():
+        raise Wrong("per_consumer", "per_consumer: the output of a sliced stage is one sum, the same for all consumers")
 
 
 def _lowering(value: object, limits: Limits) -> dict[str, Any]:
@@ -255,12 +255,12 @@ def _edges(value: object, limits: Limits, degree: int) -> tuple[tuple[int, int],
 
 
 def _per_consumer(raw: Mapping[str, Any], edges: tuple[tuple[int, int], ...], limits: Limits) -> tuple[int, ...]:
-    if "apart" not in raw:
+    if "per_consumer" not in raw:
         return ()
-    (stages,) = _lists("apart", [raw["apart"]], "stages", limits.stages)
+    (stages,) = _lists("per_consumer", [raw["per_consumer"]], "stages", limits.stages)
     consumers = Counter(producer for producer, _ in edges)
     if not all(consumers[stage] > 1 for stage in stages):
-        raise Wrong("apart", "apart must name stages that several stages read")
+        raise Wrong("per_consumer", "per_consumer must name stages that several stages read")
     return stages
 
 

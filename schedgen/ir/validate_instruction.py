@@ -21,26 +21,26 @@ def instruction(item: object, limits: Limits) -> Instruction:
     if not isinstance(item, dict) or not isinstance(item.get("op"), str) or item["op"] not in Op.__members__:
         raise ValueError("no such instruction")
     op = Op[item["op"]]
-    there = {"shard": limits.divided(item.get("stage")), "version": limits.versions > 0}
+    there = {"shard": limits.is_sharded(item.get("stage")), "version": limits.versions > 0}
     operands = [name for name in OPERANDS[op] if there.get(name, True)]
     if set(item) != {"op", *operands}:
         raise ValueError(f"{op.name} takes {', '.join(operands)}")
-    kind, stage, mb, via, peer = int(Kind.W if op == Op.FETCH_W else Kind.NONE), -1, -1, -1, -1
-    for operand in operands:
-        value = item[operand]
-        if operand == "buf":
-            kind, stage, mb, via, peer = _buffer(op, value, limits)
-        elif operand == "stage":
-            stage = _number(value, operand, limits.stages)
-        elif operand == "shard":
-            via = _number(value, operand, limits.parts[stage])
-        elif operand == "mb":
-            mb = _number(value, operand, limits.microbatches)
-        elif operand == "version":
-            peer = _number(value, operand, limits.versions)
+    kind, stage, mb, piece, operand = int(Kind.W if op == Op.FETCH_W else Kind.NONE), -1, -1, -1, -1
+    for name in operands:
+        value = item[name]
+        if name == "buf":
+            kind, stage, mb, piece, operand = _buffer(op, value, limits)
+        elif name == "stage":
+            stage = _number(value, name, limits.stages)
+        elif name == "shard":
+            piece = _number(value, name, limits.shards[stage])
+        elif name == "mb":
+            mb = _number(value, name, limits.microbatches)
+        elif name == "version":
+            operand = _number(value, name, limits.versions)
         else:
-            peer = _number(value, operand, limits.groups if operand == "group" else limits.workers)
-    return Instruction(int(op), kind, stage, mb, via, peer)
+            operand = _number(value, name, limits.groups if name == "group" else limits.workers)
+    return Instruction(int(op), kind, stage, mb, piece, operand)
 
 
 def _number(value: object, what: str, limit: int) -> int:
@@ -50,7 +50,7 @@ def _number(value: object, what: str, limit: int) -> int:
 
 
 def _buffer(op: Op, value: object, limits: Limits) -> tuple[int, int, int, int, int]:
-    """Kind, stage, microbatch, consumer or part, and version of a buffer by its name; -1 for what it lacks."""
+    """Kind, stage, microbatch, consumer or shard, and version of a buffer by its name; -1 for what it lacks."""
     match = _BUFFER.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"no buffer is called {_quoted(value)}")
@@ -72,15 +72,15 @@ def _buffer(op: Op, value: object, limits: Limits) -> tuple[int, int, int, int, 
     ):
         if number >= limit:
             raise ValueError(f"{value}: {what} {number} is not in 0..{limit - 1}")
-    stage, mb, via = [*numbers, -1, -1][:3]
-    divided = kind in (Kind.W, Kind.DW) and limits.divided(stage)
+    stage, mb, piece = [*numbers, -1, -1][:3]
+    divided = kind in (Kind.W, Kind.DW) and limits.is_sharded(stage)
     if (match[4] is not None) != divided:
         raise ValueError(
-            f"{value}: {'the weights of this stage are divided: name a part' if divided else 'it has no parts'}"
+            f"{value}: {'the weights of this stage are divided: name a shard' if divided else 'it has no shards'}"
         )
     if match[4] is not None:
-        via = _number(int(match[4]), f"{value}: shard", limits.parts[stage])
-    return int(kind), stage, mb, via, version
+        piece = _number(int(match[4]), f"{value}: shard", limits.shards[stage])
+    return int(kind), stage, mb, piece, version
 
 
 def _quoted(value: object) -> str:

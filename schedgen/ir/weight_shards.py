@@ -1,7 +1,7 @@
-"""Weight shards: the weights of a stage divided into parts, each with an owner of its own [ZeRO, FSDP].
+"""Weight shards: the weights of a stage divided into shards, each with an owner of its own [ZeRO, FSDP].
 
-A *unit* of weights has one dw, one STEP and one set of owners: it is an undivided stage or one part of a divided
-stage. Units are numbered by stage and then by part.
+A *unit* of weights has one dw, one STEP and one set of owners: it is an undivided stage or one shard of a divided
+stage. Units are numbered by stage and then by shard.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ import numpy as np
 
 from schedgen.util.arrays import Flags, Numbers
 
-LINE = 64  # bytes: parts of weights, and slices of a sum, begin at multiples of it
+LINE = 64  # bytes: shards of weights, and slices of a sum, begin at multiples of it
 
 
-def part_offsets(size: int, parts: int) -> list[int]:
-    """The offsets in bytes where the parts begin, and the end; non-empty parts but the last are equally long.
+def shard_offsets(size: int, shards: int) -> list[int]:
+    """The offsets in bytes where the shards begin, and the end; non-empty shards but the last are equally long.
 
-    Non-empty parts begin at multiples of 64 bytes.
+    Non-empty shards begin at multiples of 64 bytes.
     """
-    part = -(-size // (parts * LINE)) * LINE
-    return [min(k * part, size) for k in range(parts + 1)]
+    shard = -(-size // (shards * LINE)) * LINE
+    return [min(k * shard, size) for k in range(shards + 1)]
 
 
 @dataclass(frozen=True)
 class WeightShards:
     """The units of a schedule and who owns each; true if a stage is divided."""
 
-    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part; empty: no stage is divided
+    shard_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each shard; empty: no stage is divided
     owners: tuple[tuple[int, ...], ...]  # by stage
 
     def __bool__(self) -> bool:
         """Whether the weights of some stage are divided."""
-        return bool(self.part_owners)
+        return bool(self.shard_owners)
 
     @cached_property
     def counts(self) -> Numbers:
         """How many units each stage has."""
-        return np.array([len(ranks) for ranks in self.part_owners] or [1] * len(self.owners), np.int64)
+        return np.array([len(ranks) for ranks in self.shard_owners] or [1] * len(self.owners), np.int64)
 
-    def parts(self, stage: int) -> tuple[int, ...]:
-        """The `part` operands of w.stage and dw.stage: (-1,) where they are not divided."""
+    def of(self, stage: int) -> tuple[int, ...]:
+        """The `shard` operands of w.stage and dw.stage: (-1,) where they are not divided."""
         count = int(self.counts[stage])
         return tuple(range(count)) if count > 1 else (-1,)
 
@@ -58,23 +58,23 @@ class WeightShards:
 
     @cached_property
     def units(self) -> list[tuple[int, int]]:
-        """(stage, part) of every unit."""
-        return [(stage, part) for stage in range(len(self.counts)) for part in self.parts(stage)]
+        """(stage, shard) of every unit."""
+        return [(stage, shard) for stage in range(len(self.counts)) for shard in self.of(stage)]
 
-    def holders(self, stage: int, part: int) -> tuple[int, ...]:
+    def holders(self, stage: int, shard: int) -> tuple[int, ...]:
         """The owners of a unit, ascending."""
-        return self.owners[stage] if part < 0 else (self.part_owners[stage][part],)
+        return self.owners[stage] if shard < 0 else (self.shard_owners[stage][shard],)
 
     def is_owner(self, workers: int) -> Flags:
         """Whether a rank owns a unit, shape (workers, units)."""
         owner = np.zeros((workers, len(self.units)), bool)
-        for unit, (stage, part) in enumerate(self.units):
-            owner[list(self.holders(stage, part)), unit] = True
+        for unit, (stage, shard) in enumerate(self.units):
+            owner[list(self.holders(stage, shard)), unit] = True
         return owner
 
     def sizes(self, by_stage: Numbers) -> Numbers:
         """Bytes of every unit; `by_stage`: bytes of all weights of each stage."""
         if not self:
             return by_stage
-        ends = [part_offsets(int(size), int(count)) for size, count in zip(by_stage, self.counts, strict=True)]
+        ends = [shard_offsets(int(size), int(count)) for size, count in zip(by_stage, self.counts, strict=True)]
         return np.concatenate([np.diff(np.array(offsets, np.int64)) for offsets in ends])

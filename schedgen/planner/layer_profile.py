@@ -29,6 +29,7 @@ from schedgen.ir.cost import REDO, by_stage
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import chain
+from schedgen.ir.version_1 import from_version_1
 from schedgen.simulator.machine import Machine, by_direction, read_profile
 from schedgen.util.arrays import Floats
 from schedgen.util.errors import RefusedFile, UsageError, clip
@@ -107,17 +108,19 @@ def read_layers(name: str, graph: ModelGraph | None = None) -> Layers:
 def listed(values: object) -> int:
     """How many layers a profile, which was JSON, has numbers for: those in its first list; 1 if it has none."""
     given = values.items() if isinstance(values, dict) else ()
-    return next((len(value) for key, value in given if isinstance(value, list) and key not in ("apart", "tied")), 1)
+    return next(
+        (len(value) for key, value in given if isinstance(value, list) and key not in ("per_consumer", "tied")), 1
+    )
 
 
 def parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
     """The layers in the JSON of a profile; as `read_layers`."""
-    values = read_json(text, name)
+    values = read_json(from_version_1(text), name)
     count = listed(values)
     if not 1 <= count <= MOST_PROFILED:
         raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_PROFILED}")
-    if graph is None and isinstance(values, dict) and "apart" in values:
-        raise RefusedFile(f"{name}: it has apart, sizes of outputs per consumer: give the stages' --graph, too")
+    if graph is None and isinstance(values, dict) and "per_consumer" in values:
+        raise RefusedFile(f"{name}: it has per_consumer, sizes of outputs per consumer: give the stages' --graph, too")
     if graph is not None:
         _check_graph(graph, count, name)
     edges = chain(count) if graph is None or graph.edges is None else graph.edges

@@ -90,7 +90,7 @@ def chakra_traces(run: Simulation, unit: float = 1.0) -> Iterator[tuple[str, byt
     begin, length = (np.rint(unit * times).astype(np.int64) for times in (run.start, run.end - run.start))
     sends, receives, _ = analyse(program).messages
     size, tag = run.message_bytes.copy(), np.zeros(len(program), np.int64)
-    pair = table.rank[sends].astype(np.int64) * program.header.workers + table.peer[sends]
+    pair = table.rank[sends].astype(np.int64) * program.header.workers + table.to[sends]
     order = np.lexsort((sends, pair))
     tag[sends[order]] = places_in_runs(pair[order])
     size[receives], tag[receives] = size[sends], tag[sends]
@@ -163,13 +163,13 @@ def _node(
     kind = COMP_NODE
     if i.op in SENDERS:
         kind = SEND_NODE
-        attributes |= {"comm_src": rank, "comm_dst": i.peer, "comm_size": size, "comm_tag": tag}
+        attributes |= {"comm_src": rank, "comm_dst": i.to, "comm_size": size, "comm_tag": tag}
     elif i.op in RECEIVERS:
         kind = RECV_NODE
-        attributes |= {"comm_src": i.peer, "comm_dst": rank, "comm_size": size, "comm_tag": tag}
-    elif i.op in (Op.ALLREDUCE, Op.NORM) and len(header.groups[i.peer]) > 1:
+        attributes |= {"comm_src": i.source, "comm_dst": rank, "comm_size": size, "comm_tag": tag}
+    elif i.op in (Op.ALLREDUCE, Op.NORM) and len(header.groups[i.group]) > 1:
         kind = COLLECTIVE_NODE
-        attributes |= {"comm_type": ALL_REDUCE, "comm_size": size, "pg_name": group_name(header, i.peer)}
+        attributes |= {"comm_type": ALL_REDUCE, "comm_size": size, "pg_name": group_name(header, i.group)}
     node = messages["Node"](id=index, name=event_name(i), type=kind, start_time_micros=begin, duration_micros=length)
     node.data_deps.extend(edges[0])
     node.ctrl_deps.extend(edges[1])

@@ -46,7 +46,7 @@ def trace_events(program: Program, timelines: Sequence[Timeline], process: int) 
             number = 2 * (nth * len(program) + row) + process
             arrow = {"name": texts[row], "cat": "message", "id": number, "pid": process}
             events.append({**arrow, "ph": "s", "tid": int(table.rank[row]), "ts": float(start[row])})
-            events.append({**arrow, "ph": "f", "bp": "e", "tid": int(table.peer[row]), "ts": float(arrival[row])})
+            events.append({**arrow, "ph": "f", "bp": "e", "tid": int(table.to[row]), "ts": float(arrival[row])})
     return events
 
 
@@ -59,5 +59,5 @@ def event_name(i: Instruction) -> str:
     """The opcode and its operand: FWD 0 3, SEND x.0.3, STEP 2."""
     if i.kind != Kind.NONE:
         return f"{Op(i.op).name} {i.buffer}"
-    shard = f"/{i.via}" if i.via >= 0 else ""
+    shard = f"/{i.shard}" if i.shard >= 0 else ""
     return " ".join([Op(i.op).name, *(str(part) for part in (i.stage, i.mb) if part >= 0)]) + shard

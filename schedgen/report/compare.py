@@ -175,7 +175,7 @@ def _numbers(program: Program, name: str, sizes: Sizes, with_cost: bool) -> Sche
     numbers = stats(program)
     sent = np.bincount(table.kind[table.op == Op.SEND], minlength=len(Kind))
     members = np.array([len(group) for group in header.groups])
-    reduced = members[table.peer[table.op == Op.ALLREDUCE]]
+    reduced = members[table.group[table.op == Op.ALLREDUCE]]
     rings = round(float((2 * (reduced - 1) / reduced).sum()))  # each member sends 2 (m - 1) / m
     options: dict[str, Any] = {name: getattr(sizes, name) for name in ("stages", "microbatches", "workers", "groups")}
     options["cost"] = ",".join(f"{d}={time}" for d, time in header.cost.items()) if with_cost else None

@@ -23,10 +23,10 @@ from schedgen.util.errors import UsageError
 def as_torch_csv(program: Program) -> str:
     """The jobs of every rank in the order of its list; torch has no action for RECOMPUTE, so RECOMPUTEs are left out.
 
-    Raises UsageError for stages in shards and for weight versions, which torch's schedules do not have.
+    Raises UsageError for stages in slices and for weight versions, which torch's schedules do not have.
     """
     if program.header.model_stages < program.header.stages:
-        raise UsageError("torch's CSV has no shards of stages, which --tensor makes")
+        raise UsageError("torch's CSV has no slices of stages, which --tensor makes")
     if not program.header.has_flush:
         updates = program.header.weight_versions.updates
         raise UsageError(f"torch's CSV has no versions of weights, which --updates {updates} makes")
@@ -53,7 +53,7 @@ def lost_in_csv(program: Program) -> list[str]:
     lost = {
         "the stage graph": header.graph.edges != chain(header.stages),
         "ties": bool(header.tied),
-        "weights away from their jobs": bool(header.part_owners) or not np.array_equal(weights, header.compute),
+        "weights away from their jobs": bool(header.shard_owners) or not np.array_equal(weights, header.compute),
         "its prefetch": header.lowering["prefetch"] != Options().prefetch,
         "forwards that are redone": bool((program.rows.op == Op.RECOMPUTE).any()),
         "sends that wait for the worker's next job": _delayed_sends(program)[1],
@@ -95,5 +95,5 @@ def _gradients_wait(program: Program, jobs: Numbers, sends: Numbers) -> bool:
     edges = np.array(program.header.graph.edges, np.int64).reshape(-1, 2) @ (stages, 1)
     adds = np.isin(table.stage[sends].astype(np.int64) * stages + table.stage[before], edges)
     adds &= (table.mb[before] == table.mb[sends]) & np.isin(table.op[before], (Op.BWD, Op.BWD_I))
-    via = table.via[sends]
-    return not (adds & ((via < 0) | (via == table.stage[before]))).all()
+    consumer = table.consumer[sends]
+    return not (adds & ((consumer < 0) | (consumer == table.stage[before]))).all()

@@ -97,12 +97,12 @@ weights: a forward uses the newest version, its backward the same; --updates ver
 def load(name: str | os.PathLike[str], sizes: Sizes, tensor: int = 1) -> Scheme:
     """The scheme called `name`, or the one that the file `name` defines; UsageError if sizes do not fit it.
 
-    `tensor`: shards of each stage. `sizes.workers` counts all workers; schemes that do not place shards see 1/T of it.
+    `tensor`: slices of each stage. `sizes.workers` counts all workers; schemes that do not place slices see 1/T of it.
     """
     name = os.fspath(name)
     sizes, tensor = sizes.checked(), check_whole("tensor", tensor, 1)
     if name in SCHEMES:
-        built_in, sizes = SCHEMES[name], sizes.per_shard(tensor)
+        built_in, sizes = SCHEMES[name], sizes.per_slice(tensor)
         check_jobs(sizes.stages, sizes.microbatches, per_pair=2)  # some make lists of all jobs
         for option in ("groups", "chunks", "group", "replicas"):
             if getattr(sizes, option) is not None and option not in built_in.module.PARAMETERS:

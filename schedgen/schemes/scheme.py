@@ -51,8 +51,8 @@ class Sizes(NamedTuple):
                 whole[name] = check_whole(name, value, 1)
         return self._replace(**whole)
 
-    def per_shard(self, tensor: int) -> Sizes:
-        """The sizes for one of `tensor` shards: workers divided by it; UsageError if that is not a whole number."""
+    def per_slice(self, tensor: int) -> Sizes:
+        """The sizes for one of `tensor` slices: workers divided by it; UsageError if that is not a whole number."""
         if self.workers is None:
             return self
         if self.workers % tensor:
@@ -64,7 +64,7 @@ class Scheme(NamedTuple):
     """A placement and an order.
 
     w(s, b, d) -> (weights_worker, compute_worker). Part k of divided weights is k workers after the one that
-    w names, unless w is w(s, b, d, k). Shard t of T is on worker r T + t, where w names r, unless w is w(s, b, d, t).
+    w names, unless w is w(s, b, d, k). Slice t of T is on worker r T + t, where w names r, unless w is w(s, b, d, t).
     n(s, b, d) -> number, the smaller the sooner.
     """
 
@@ -83,7 +83,7 @@ class Scheme(NamedTuple):
     per_consumer: tuple[int, ...] = ()  # stages that give each of several consumers an output of its own
     updates: str = FLUSH  # when weights change: one of UPDATES
     accumulated: int | None = None  # with updates 2bw: microbatches of an update; None: as many as stages
-    by_shard: bool = False  # w takes the shard t of a stage
+    by_slice: bool = False  # w takes the slice t of a stage
 
 
 def check_whole(name: str, value: object, least: int) -> int:
@@ -124,7 +124,7 @@ def bind_sizes(function: Function, sizes: Mapping[str, Any]) -> Function:
 
 
 def fourth_argument(w: Function) -> str:
-    """The name of w's fourth argument: t, the shard of a stage, or k, the part of its weights; empty if w has three."""
+    """The name of w's fourth argument: t, the slice of a stage, or k, the part of its weights; empty if w has three."""
     try:
         parameters = inspect.signature(w).parameters.values()
     except (TypeError, ValueError):

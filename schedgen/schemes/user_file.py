@@ -22,7 +22,7 @@ from schedgen.util.errors import UsageError, note, raised
 
 _OPTIONAL: Mapping[str, type | tuple[type, ...]] = {  # what a file may define besides w and n, and the types of it
     "mode": str, "split": bool, "unsplit_backward": FunctionType, "delayed_send": FunctionType, "cap": FunctionType,
-    "edges": (list, tuple), "apart": (list, tuple), "updates": str, "accumulated": int,
+    "edges": (list, tuple), "per_consumer": (list, tuple), "updates": str, "accumulated": int,
 }  # fmt: skip
 _OPTIONS: Mapping[str, type | tuple[type, ...]] = {  # of compile, which a file might be thought to have
     "cost": dict, "memory_limit": int, "recompute": (list, tuple, str),
@@ -39,16 +39,16 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     n = getattr(module, "n", no_order)
     if not callable(n):
         raise UsageError(f"{path}: n is no function n(s, b, d)")
-    for name in ("tied", "whole"):
+    for name in ("tied", "replicated"):
         if hasattr(module, name):
             raise UsageError(f"{path}: {name} is a model's, not a scheme's: put it into a graph file, for --graph")
-    by_shard = fourth_argument(module.w) == "t"
-    if not by_shard:
-        sizes = sizes.per_shard(tensor)
+    by_slice = fourth_argument(module.w) == "t"
+    if not by_slice:
+        sizes = sizes.per_slice(tensor)
     options = sizes._asdict()
-    edges, apart = _edges(path, module, options, sizes.stages), getattr(module, "apart", ())
+    edges, apart = _edges(path, module, options, sizes.stages), getattr(module, "per_consumer", ())
     if not isinstance(apart, (list, tuple)) or (apart and edges is None):
-        raise UsageError(f"{path}: apart is a list of stages, for a module with edges")
+        raise UsageError(f"{path}: per_consumer is a list of stages, for a module with edges")
     settings = _settings(path, module)
     cap, unsplit, delayed = (getattr(module, name, None) for name in ("cap", "unsplit_backward", "delayed_send"))
     for function, name, needed in (
@@ -85,7 +85,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         per_consumer=check_per_consumer(apart, edges) if edges else (),
         updates=settings.updates,
         accumulated=settings.accumulated,
-        by_shard=by_shard,
+        by_slice=by_slice,
     )
 
 

@@ -20,7 +20,7 @@ from schedgen import F
 
 # s, b and d are NumPy arrays of all stages, microbatches and directions; d is F (forward) or B (backward). Arguments
 # behind the * are the sizes that compile was given, any of stages, microbatches, workers, groups, chunks, group,
-# replicas, shards; None or a default stands for one that was not.
+# replicas, slices; None or a default stands for one that was not.
 
 # What n means. "strict": every worker runs its jobs exactly in increasing n, which must differ within a worker.
 # "greedy": a free worker takes the job that can start earliest, and n settles ties.
@@ -43,7 +43,7 @@ def n(s, b, d, *, stages):
 #
 # split = True                      d is F, I (gradient of the input) or W (gradient of the weights)
 # edges = [(0, 2), (1, 2)]          producer and consumer stages, where they are no chain
-# apart = [0]                       stages that give each of several consumers an output of its own
+# per_consumer = [0]                       stages that give each of several consumers an output of its own
 # updates = "stash"                 when weights change: "flush", "stash", "vertical" or "2bw"
 # accumulated = 8                   2bw: microbatches of an update; else as many as stages
 #

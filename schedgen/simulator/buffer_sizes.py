@@ -23,8 +23,8 @@ class BufferSizes(NamedTuple):
     """Bytes of what a schedule handles, each an array by stage, shape (S,) of int64, if nothing else is said."""
 
     activation: Numbers  # x.s.b and g.s.b
-    weight: Numbers  # a copy of w.s with all its parts, and dw.s
-    partial: Numbers  # a received dw.s; if weights are divided, a multiple of w.s, and the same for each of its parts
+    weight: Numbers  # a copy of w.s with all its shards, and dw.s
+    partial: Numbers  # a received dw.s; if weights are divided, a multiple of w.s, and the same for each of its shards
     saved: Numbers  # what a forward keeps for its backward
     half: Numbers  # what BWD_I keeps in addition until BWD_W; below 0 if it frees part of `saved`
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
@@ -56,7 +56,7 @@ class BufferSizes(NamedTuple):
         return sizes
 
     def by_unit(self, header: Header) -> tuple[Numbers, Numbers]:
-        """`weight` and `partial` of every unit: a stage, or a part of its weights."""
+        """`weight` and `partial` of every unit: a stage, or a shard of its weights."""
         shards = header.weight_shards
         weight = shards.sizes(self.weight)
         if not shards:
@@ -95,11 +95,11 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
 def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Numbers:
     """Bytes of the buffer that each of these SEND, RECV and FETCH_W rows names; a received dw counts as its partial."""
     header, table = program.header, program.rows.take(rows)
-    column = header.weight_shards.first_unit[table.stage] + np.maximum(table.via, 0)
+    column: Numbers = header.weight_shards.first_unit[table.stage] + np.maximum(table.shard, 0)
     exchanged = np.isin(table.kind, EXCHANGED)
-    column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.via[exchanged])
+    column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.consumer[exchanged])
     x, g, w, dw, partial = sizes.by_kind(header)[:5]
-    by_kind = np.stack([0 * x, x, g, w, dw, partial])
+    by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial])
     return by_kind[np.where((table.kind == Kind.DW) & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
 
 
@@ -107,11 +107,11 @@ def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
     """By row: the bytes that an ALLREDUCE sums; 0 for other rows.
 
     If it is not known how much tied stages share, a tie counts as all weights of the smallest of its stages, the most
-    that they can share. Shards of one stage share next to nothing, and count as sharing nothing.
+    that they can share. Slices of one stage share next to nothing, and count as sharing nothing.
     """
     table, header = program.rows, program.header
     tied = [
-        0 if header.ties_shards(tie) else sizes.weight[list(stages)].min() for tie, stages in enumerate(header.tied)
+        0 if header.ties_slices(tie) else sizes.weight[list(stages)].min() for tie, stages in enumerate(header.tied)
     ]
     by_tie = np.array(tied, np.int64) if sizes.tied is None else sizes.tied
     summed = np.zeros(len(program), np.int64)
@@ -119,5 +119,5 @@ def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
         rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
         summed[rows] = by_number[table.stage[rows]]
     rows = program.exchanges()
-    summed[rows] = sizes.outputs(header)[header.graph.size_columns(table.stage[rows], table.via[rows])]
+    summed[rows] = sizes.outputs(header)[header.graph.size_columns(table.stage[rows], table.consumer[rows])]
     return summed

@@ -22,7 +22,7 @@ class Listed(NamedTuple):
 
     op: Small
     kind: Small
-    peer: Ints
+    other_end: Ints
     row_offsets: Numbers  # by rank, and the end
 
 
@@ -93,7 +93,7 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
     Ranks act in the order of their clocks, so that links carry messages in the order of time. A rank that waits for
     something whose time is not known yet sleeps on it: on a SEND's row, or on a collective, numbered after all rows.
     """
-    op, kind, peer, row_offsets = listed
+    op, kind, other_end, row_offsets = listed
     first, sends, partner, collective, send_before = waiting
     (
         start, arrival, idle, cause, asleep, complete, outside, next_asleep, at, came, clock, out_free, in_free,
@@ -177,8 +177,8 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
                 sent[r] = send_before[row + 1]
             other = partner[row]
             if other >= 0:
-                is_send, met = o == Op.SEND, at[peer[row]] > other
-                send, source, to = (row, r, peer[row]) if is_send else (other, peer[row], r)
+                is_send, met = o == Op.SEND, at[other_end[row]] > other
+                send, source, to = (row, r, other_end[row]) if is_send else (other, other_end[row], r)
                 if arrival[send] < 0 and (met or (free and is_send)):
                     begin = start[send] if free else max(now, out_free[source], in_free[to])
                     arrival[send] = out_free[source] = in_free[to] = begin + lasts[send]

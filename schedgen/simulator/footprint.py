@@ -103,7 +103,7 @@ def _tied_sums(header: Header, sizes: BufferSizes) -> Numbers:
 
 
 def _summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ...], int]]:
-    """For every sum over shards and each member: its rank, all members in the order of the shards, bytes of the sum.
+    """For every sum over slices and each member: its rank, all members in the order of the slices, bytes of the sum.
 
     Equal entries share one scratch buffer. `outputs`: bytes of x and g, by stage and then by edge.
     """
@@ -115,13 +115,13 @@ def _summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int,
     for stage, size in zip(consumer.tolist(), by_edge.tolist(), strict=True):
         gradients.setdefault(stage, []).append(size)
     for stage in range(header.stages):
-        shards = header.summed_stages(stage)
-        if len(shards) == 1:
+        slices = header.summed_stages(stage)
+        if len(slices) == 1:
             continue
         given = (F, [int(outputs[stage])]), (B, gradients.get(stage, []))
         for d, parts in given[: len(header.compute)]:
-            for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
-                entries |= {(ranks[shards.index(stage)], ranks, size) for size in parts}
+            for ranks in set(map(tuple, header.compute[d, slices.start : slices.stop].T.tolist())):
+                entries |= {(ranks[slices.index(stage)], ranks, size) for size in parts}
     return entries
 
 

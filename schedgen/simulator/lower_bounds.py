@@ -49,7 +49,7 @@ def lower_bounds(
         time = np.repeat(lengths[name], header.microbatches)
         busy += np.bincount(header.compute[d].ravel(), time, minlength=header.workers)
     moved = (header.compute[0] != header.compute[1:]).any(axis=0)
-    # Where the loss, or a shard of it, is redone elsewhere, that need not wait for its forward.
+    # Where the loss, or a slice of it, is redone elsewhere, that need not wait for its forward.
     loss = moved.any(axis=1) & [not consumers for consumers in header.graph.consumers]
     if loss.any():
         forward = np.where(loss, np.minimum(forward, redo_duration(cost)), forward)

@@ -16,6 +16,7 @@ from schedgen.ir.cost import DIRECTION, MOST_AMOUNT, REDO, Amount, by_stage, is_
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
+from schedgen.ir.version_1 import from_version_1
 from schedgen.util.arrays import Floats, Times
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
 from schedgen.util.parse_json import read_json
@@ -61,8 +62,10 @@ class Machine(NamedTuple):
         return np.where(sizes > 0, self.alpha + self.beta * sizes, 0.0)
 
 
-PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by key: the field
-# The entries of a profile that are as large for a shard as for its stage.
+PROFILE_KEYS = {
+    "per_consumer" if name == "edge_activation" else name: name for name in Machine._fields
+}  # by key: the field
+# The entries of a profile that are as large for a slice as for its stage.
 _UNDIVIDED = ("activation", "alpha", "beta", "overhead")
 _TIMES = ("alpha", "beta", "overhead", "step")  # the entries that are no bytes
 
@@ -80,20 +83,20 @@ def read_profile(
     `PROFILE_KEYS`.
 
     Times and bytes are numbers, or lists by stage (apart: by edge, tied: by tie); workspace and overhead may be objects
-    that have these for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the
+    that have these for some of F, B, I, W. Where the schedule of `header` has slices, lists may be by stage of the
     model. `edges` ascend. `ties`: how many there are, if there is no `header`; tied is left out if there are none.
     Bytes are rounded up to whole numbers.
     Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
     the number of stages or edges.
     """
-    values = read_json(text, name)
+    values = read_json(from_version_1(text), name)
     given = {*values} if isinstance(values, dict) else set()
     names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
     if not names:
         raise RefusedFile(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
     if header is not None:
-        values = _profile_of_shards(values, header)
-        ties = 0 if header.tensor_parallel else len(header.tied)  # shards share parts of a tie's parameters
+        values = _profile_of_slices(values, header)
+        ties = 0 if header.tensor_parallel else len(header.tied)  # slices share parts of a tie's parameters
     of_stages = f"{counted} {number_of(stages, 'stage')}"
     if len(lone := given & {"I", "W"}) == 1:
         raise RefusedFile(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
@@ -106,9 +109,9 @@ def read_profile(
                     raise RefusedFile(f"{name}: {key} should have some of F, B, I and W, not '{clip(direction)}'")
                 _check(amount, f"{name}: {key} of {direction}", stages, of_stages)
             continue
-        if key == "apart":
+        if key == "per_consumer":
             named = clip(", ".join(f"{producer}-{consumer}" for producer, consumer in edges[:30]))
-            _check(value, f"{name}: apart", len(edges), f"{counted} {number_of(len(edges), 'edge')}: {named}")
+            _check(value, f"{name}: per_consumer", len(edges), f"{counted} {number_of(len(edges), 'edge')}: {named}")
             continue
         if key == "tied":
             count = ties or len(value if isinstance(value, list) else ())
@@ -142,29 +145,30 @@ def workspaces(machine: Machine) -> dict[str, Amount]:
     return {"F": 0, "B": whole, "I": whole, "W": whole} | dict(given)
 
 
-def _profile_of_shards(profile: dict[str, Any], header: Header) -> dict[str, Any]:
+def _profile_of_slices(profile: dict[str, Any], header: Header) -> dict[str, Any]:
     """Expand a profile with lists by stage (apart: by edge) of the model to lists by stage and edge of the schedule.
 
-    In lists, a shard of a split stage gets a T-th of everything but `_UNDIVIDED` and apart: times, weights, memory.
+    In lists, a slice of a sliced stage gets a T-th of everything but `_UNDIVIDED` and apart: times, weights, memory.
     """
-    T, stages, edges = header.tensor_parallel.degree, header.model_stages, header.unsharded_graph.edges
+    T, stages, edges = header.tensor_parallel.degree, header.model_stages, header.model_graph.edges
     if T == 1:
         return profile
 
-    def of_shards(value: Any, divided: bool) -> Any:
+    def of_slices(value: Any, divided: bool) -> Any:
         if isinstance(value, dict):
-            return {key: of_shards(amount, divided) for key, amount in value.items()}
+            return {key: of_slices(amount, divided) for key, amount in value.items()}
         if not isinstance(value, list) or len(value) != stages or not all(map(is_amount, value)):
             return value
-        parts = [T if divided and header.tensor_parallel.split[stage * T] else 1 for stage in range(stages)]
+        parts = [T if divided and header.tensor_parallel.sliced[stage * T] else 1 for stage in range(stages)]
         return [amount / part for amount, part in zip(value, parts, strict=True) for _ in range(T)]
 
     expanded = {
-        key: value if key == "apart" else of_shards(value, key not in _UNDIVIDED) for key, value in profile.items()
+        key: value if key == "per_consumer" else of_slices(value, key not in _UNDIVIDED)
+        for key, value in profile.items()
     }
-    if isinstance(by_edge := profile.get("apart"), list) and len(by_edge) == len(edges):
+    if isinstance(by_edge := profile.get("per_consumer"), list) and len(by_edge) == len(edges):
         sizes = dict(zip(edges, by_edge, strict=True))
-        expanded["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
+        expanded["per_consumer"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
     return expanded
 
 

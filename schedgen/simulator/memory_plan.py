@@ -4,9 +4,9 @@
    freed last, so a rank has as many slots of a size as it has live buffers of that size at its peak.
 2. All copies of a stage's weights use one slot, because autograd graphs keep pointers to them across FREE and
    FETCH_W. Two stages share a slot if their copies are never live together (first fit, by first fetch). The slot of
-   divided weights has room for all parts, the rank's own included, because a job reads them as one block.
+   divided weights has room for all shards, the rank's own included, because a job reads them as one block.
 3. An owner's weight gradient is permanent and counts as owned. Elsewhere it has a slot from the first backward to its
-   FREE or, if it is divided, to the FREE of its last part. There is a free list per size.
+   FREE or, if it is divided, to the FREE of its last shard. There is a free list per size.
 4. The first version of an owner's weights is in the owner's own memory. Each further live version takes one slot, from
    a free list per stage, which also gets the owner's own memory once that is freed.
 
@@ -55,8 +55,8 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
     fetched = np.flatnonzero(lifetimes.is_received & is_weight)
     versions = np.flatnonzero(~lifetimes.is_received & is_weight)
     received = np.flatnonzero(lifetimes.is_received & ~is_weight)
-    copies, copy_of_part = _merge_parts(lifetimes, fetched, sizes)
-    gradients, _ = _merge_parts(lifetimes, _foreign_gradients(lifetimes), sizes)
+    copies, copy_of_shard = _merge_shards(lifetimes, fetched, sizes)
+    gradients, _ = _merge_shards(lifetimes, _foreign_gradients(lifetimes), sizes)
     amounts = lifetimes.amounts(sizes.by_kind(header))[received]
     stage = lifetimes.stages_of(versions)
     claims = _concatenate(
@@ -74,7 +74,7 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
     )  # fmt: skip
     slot, slotted = np.full(len(program), -1, np.int32), slot_of_claim >= 0
     slot[claims.begin[slotted]] = slot_of_claim[slotted]
-    slot[lifetimes.begin[fetched]] = slot_of_claim[copy_of_part]
+    slot[lifetimes.begin[fetched]] = slot_of_claim[copy_of_shard]
     _continue_versions(program, lifetimes.begin[versions], slot)
     offset = np.append(0, np.cumsum(counts))
     slot_sizes = np.zeros(offset[-1], np.int64)
@@ -89,10 +89,10 @@ def _foreign_gradients(lifetimes: Lifetimes) -> Numbers:
     return lives[~header.is_owner[lifetimes.rank[lives], lifetimes.size_column[lives]]]
 
 
-def _merge_parts(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tuple[_Claims, Numbers]:
-    """Lives of parts of weights, or of their gradients, merged into claims for a stage; and the claim of each life.
+def _merge_shards(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tuple[_Claims, Numbers]:
+    """Lives of shards of weights, or of their gradients, merged into claims for a stage; and the claim of each life.
 
-    A claim lasts as long as any part is live; its pool is the stage.
+    A claim lasts as long as any shard is live; its pool is the stage.
     """
     header, rows = lifetimes.program.header, len(lifetimes.program) + 1
     stage = lifetimes.stages_of(lives)

@@ -6,7 +6,7 @@
    are free. It takes alpha + beta * bytes. FREE and STEP wait until all messages of their buffer have left.
 3. An ALLREDUCE starts when all members have reached it, and takes the time of a ring all-reduce. The sum of a tie also
    waits for the sums that began before it. NORM waits for all ranks and all sums, the STEP of a version for its sum.
-   After an exchange between shards its ranks wait until it is done.
+   After an exchange between slices its ranks wait until it is done.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         done(1)
         partner = waits.receiver.copy()
         partner[analysis.messages.receives] = analysis.messages.sends
-        listed = Listed(table.op, table.kind, table.peer, program.bounds)
+        listed = Listed(table.op, table.kind, table.operand, program.bounds)
         waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
         run = new_run(program, waits.members)
         rings, free = _rings(program, waits, sizes, machine), machine.alpha == machine.beta == 0

@@ -16,7 +16,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
     """The numbers by name: times in the unit of the costs; bytes in all, by kind, link and worker. See the README."""
     table, workers = program.rows, program.header.workers
     sends = program.rows_of(Op.SEND)
-    link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.peer[sends], return_inverse=True)
+    link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.to[sends], return_inverse=True)
     traffic = np.bincount(number, run.message_bytes[sends], minlength=len(link)).astype(np.int64)
     return {
         "latency": run.latency,
@@ -44,7 +44,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
 
 
 def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
-    """How many sums over shards there are, and the bytes that they move in all; empty without shards."""
+    """How many sums over slices there are, and the bytes that they move in all; empty without slices."""
     rows, T = program.exchanges(), program.header.tensor_parallel.degree
     if T == 1:
         return {}

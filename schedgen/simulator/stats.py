@@ -82,7 +82,7 @@ def _collectives(program: Program) -> int:
     """How many collectives there are; each is entered by all members of its group."""
     rows = program.rows_of(Op.ALLREDUCE, Op.NORM)
     sizes = np.array([len(group) for group in program.header.groups])
-    return round(float((1 / sizes[program.rows.peer[rows]]).sum()))
+    return round(float((1 / sizes[program.rows.group[rows]]).sum()))
 
 
 def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, An
         for kind, words in KIND_WORDS.items()
     }
     shards = header.weight_shards
-    stored = header.is_owner @ (1 / shards.counts[shards.stage_of])  # stages, parts of a stage as fractions
+    stored = header.is_owner @ (1 / shards.counts[shards.stage_of])  # stages, shards of a stage as fractions
     away = _uses_away_from_home(header)
     exchanges = np.bincount(table.rank[program.exchanges()], minlength=workers) if header.tensor_parallel else None
     return [
@@ -116,10 +116,10 @@ def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, An
 
 
 def _uses_away_from_home(header: Header) -> Numbers:
-    """By worker: its jobs whose weights, or parts of them, live elsewhere."""
-    is_divided = np.array([bool(header.weight_shards) and len(ranks) > 1 for ranks in header.owners])
+    """By worker: its jobs whose weights, or shards of them, live elsewhere."""
+    is_sharded = np.array([bool(header.weight_shards) and len(ranks) > 1 for ranks in header.owners])
     weights = header.weights[: len(header.compute)]
-    elsewhere = (weights != header.compute) | is_divided[:, None]
+    elsewhere = (weights != header.compute) | is_sharded[:, None]
     return np.bincount(header.compute[elsewhere], minlength=header.workers)
 
 
@@ -145,7 +145,7 @@ def _staleness(program: Program) -> Numbers:
     header, table = program.header, program.rows
     forwards = program.rows_of(Op.FWD)
     stage = table.stage[forwards]
-    late = table.mb[forwards] // np.array(header.weight_versions.rounds)[stage] - table.peer[forwards]
+    late = table.mb[forwards] // np.array(header.weight_versions.rounds)[stage] - table.version[forwards]
     most = np.zeros(header.stages, np.int64)
     np.maximum.at(most, stage, late)
     return most

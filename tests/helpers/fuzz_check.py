@@ -96,7 +96,7 @@ def options(chance: Random, S: int, greedy: bool, tensor: int) -> Options:
 
 
 def of_random_functions(chance: Random) -> Program:
-    """Any placement, any owners, any n, any DAG that ends in one loss, shards of stages where w puts them."""
+    """Any placement, any owners, any n, any DAG that ends in one loss, slices of stages where w puts them."""
     S, batches, workers, directions = (chance.randrange(*ends) for ends in ((1, 4), (1, 5), (1, 4), (2, 4)))
     numbers, T = np.random.default_rng(chance.randrange(2**32)), chance.choice((1, 1, 2))
     shape = (directions, S, batches)
@@ -116,15 +116,15 @@ def of_random_functions(chance: Random) -> Program:
         on = at[s, 0 * b if by_stage else b, t]
         return on, on
 
-    by_shard = T > 1 and chance.randrange(2) == 0
+    by_slice = T > 1 and chance.randrange(2) == 0
     scheme = Scheme(
-        "random", T + 1 if by_shard else workers,
-        w if by_shard else lambda s, b, d: (weights[d, s, b], compute[d, s, b]),
+        "random", T + 1 if by_slice else workers,
+        w if by_slice else lambda s, b, d: (weights[d, s, b], compute[d, s, b]),
         lambda s, b, d: n[d, s, b], "random", "greedy", split=directions == 3, edges=tuple(edges),
-        per_consumer=tuple(p for p in forks if T == 1 and chance.randrange(2)), by_shard=by_shard,
+        per_consumer=tuple(p for p in forks if T == 1 and chance.randrange(2)), by_slice=by_slice,
     )  # fmt: skip
     cost = {name: chance.randrange(1, 4) for name in DIRECTIONS[directions]}
-    sizes = Sizes(S, batches, T + 1 if by_shard else workers)
+    sizes = Sizes(S, batches, T + 1 if by_slice else workers)
     return compile(scheme, sizes, replace(options(chance, S, True, T), cost=cost))
 
 
@@ -211,10 +211,10 @@ def together(chance: Random, program: Program) -> Program:
 
 def an_operand(chance: Random, program: Program) -> Program:
     header, rows, row = program.header, program.rows, some_row(chance, program)
-    column = chance.choice(("stage", "mb", "via", "peer", "op"))
+    column = chance.choice(("stage", "mb", "piece", "operand", "op"))
     values = getattr(rows, column).copy()
     peers = len(header.groups) if rows.op[row] in (Op.ALLREDUCE, Op.NORM) else max(header.workers, header.microbatches)
-    most = {"stage": header.stages, "mb": header.microbatches, "via": header.stages, "peer": peers}
+    most = {"stage": header.stages, "mb": header.microbatches, "piece": header.stages, "operand": peers}
     if column == "op" and rows.op[row] in COMPUTE:
         values[row] = chance.choice(COMPUTE)
     elif column != "op" and values[row] >= 0:
@@ -226,8 +226,8 @@ def an_operand(chance: Random, program: Program) -> Program:
 def with_rows(program: Program, new: list[tuple[int, int, Instruction]]) -> Program:
     """The program with `new` inserted: (row, rank, instruction), each before the row."""
     rank, *columns = np.array([(rank, *instruction) for _, rank, instruction in new], np.int32).reshape(-1, 7).T
-    op, kind, stage, mb, via, peer = columns
-    added = rows(op, rank, kind=kind, stage=stage, mb=mb, via=via, peer=peer)
+    op, kind, stage, mb, piece, operand = columns
+    added = rows(op, rank, kind=kind, stage=stage, mb=mb, piece=piece, operand=operand)
     order = np.argsort(np.array([*range(len(program)), *(at - 0.5 for at, _, _ in new)]), kind="stable")
     return Program(program.header, concatenate([program.rows, added]).take(order)).project()
 
@@ -254,17 +254,17 @@ def a_message_again(chance: Random, program: Program) -> Program:
     i, rank = program.instruction(row), int(program.rows.rank[row])
     if i.op not in (Op.SEND, Op.RECV, Op.FETCH_W):
         return program
-    sender, receiver = (rank, i.peer) if i.op == Op.SEND else (i.peer, rank)
+    sender, receiver = (rank, i.operand) if i.op == Op.SEND else (i.operand, rank)
     new = []
     for at in range(len(program)):
         other = program.instruction(at)
         if other[1:5] != i[1:5]:
             continue
-        if (other.op, program.rows.rank[at], other.peer) == (Op.SEND, sender, receiver):
+        if (other.op, program.rows.rank[at], other.operand) == (Op.SEND, sender, receiver):
             new.append((at + 1, sender, other))
         elif (other.op, program.rows.rank[at]) == (Op.FREE, receiver):
             get = Op.FETCH_W if i.kind == Kind.W else Op.RECV
-            new += [(at + 1, receiver, i._replace(op=get, peer=sender)), (at + 1, receiver, other)]
+            new += [(at + 1, receiver, i._replace(op=get, last=sender)), (at + 1, receiver, other)]
     return with_rows(program, new) if new else program
 
 

@@ -25,7 +25,7 @@ if not ASKED:
 # Options of the schedules that tests choose, besides workers.
 SIZES: dict[str, dict[str, object]] = {
     "1f1b": {"stages": 4},
-    "1f1b-tensor": {"stages": 2, "tensor": 2, "graph": {"stages": 4, "whole": [0]}},
+    "1f1b-tensor": {"stages": 2, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}},
     "1f1b-tied": {"graph": {"stages": 4, "tied": [[0, 3]]}},
     "chimera": {"stages": 4},
     "ddp": {"stages": 4},

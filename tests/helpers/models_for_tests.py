@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpirun import Input, Minibatch, Model, Value, split_layers
 from mpirun.examples import gpt, mlp, seq2seq
-from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard, ShardedDim, skip
+from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, RowParallelLinear, Slice, SlicedDim, skip
 
 WIDTH = 128  # of mlp.tiny
 
@@ -790,7 +790,7 @@ def too_small(stages: int) -> Model:
     return mlp.tiny(stages)._replace(batch=Minibatch(lambda text, rng: (torch.zeros(3, 16), torch.zeros(3))))
 
 
-# Stages in tensor shards
+# Stages in tensor slices
 
 
 def _numbers(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -800,17 +800,17 @@ def _numbers(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
 def _pair(stages: int, dtype: torch.dtype = torch.float32) -> list[Any]:
     """A linear layer cut by its outputs and one cut by its inputs, and a last stage that does nothing."""
 
-    def up(shard: Shard = UNSHARDED) -> nn.Module:
-        return ColumnParallelLinear(16, 48, shard).to(dtype)
+    def up(slice: Slice = UNSLICED) -> nn.Module:
+        return ColumnParallelLinear(16, 48, slice).to(dtype)
 
-    def down(shard: Shard = UNSHARDED) -> nn.Module:
-        return RowParallelLinear(48, 12, shard).to(dtype)
+    def down(slice: Slice = UNSLICED) -> nn.Module:
+        return RowParallelLinear(48, 12, slice).to(dtype)
 
     return [{"up": up, "relu": nn.ReLU, "down": down}, {"last": nn.Identity}]
 
 
 def pair(stages: int) -> Model:
-    return Model(_pair(stages), nnf.mse_loss, _numbers, sharded=[0])
+    return Model(_pair(stages), nnf.mse_loss, _numbers, sliced=[0])
 
 
 def pair_bf16(stages: int) -> Model:
@@ -820,17 +820,17 @@ def pair_bf16(stages: int) -> Model:
         x, y = _numbers(text, rng)
         return x.bfloat16(), y.bfloat16()
 
-    return Model(_pair(stages, torch.bfloat16), nnf.mse_loss, batch, sharded=[0])
+    return Model(_pair(stages, torch.bfloat16), nnf.mse_loss, batch, sliced=[0])
 
 
 class Gained(ColumnParallelLinear):
     """Its weight is frozen, and a buffer is cut in the same way."""
 
-    def __init__(self, shard: Shard = UNSHARDED) -> None:
-        super().__init__(16, 48, shard)
+    def __init__(self, slice: Slice = UNSLICED) -> None:
+        super().__init__(16, 48, slice)
         self.weight.requires_grad_(False)
-        self.register_buffer("gain", torch.linspace(1, 2, 48 // shard.count))
-        self.sharded_dims |= {"gain": ShardedDim(0)}
+        self.register_buffer("gain", torch.linspace(1, 2, 48 // slice.count))
+        self.sliced_dims |= {"gain": SlicedDim(0)}
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.gain
@@ -839,7 +839,7 @@ class Gained(ColumnParallelLinear):
 def partly_frozen(stages: int) -> Model:
     """As `pair`, with a frozen weight."""
     (split, last) = _pair(stages)
-    return Model([{**split, "up": Gained}, last], nnf.mse_loss, _numbers, sharded=[0])
+    return Model([{**split, "up": Gained}, last], nnf.mse_loss, _numbers, sliced=[0])
 
 
 class Dropping(nn.Module):
@@ -855,17 +855,17 @@ class Dropping(nn.Module):
 
 
 class Shifted(nn.Module):
-    """A sharded stage of one layer. Its shards share a parameter, and a skip connection reads the input again."""
+    """A sliced stage of one layer. Its slices share a parameter, and a skip connection reads the input again."""
 
-    def __init__(self, shard: Shard = UNSHARDED) -> None:
+    def __init__(self, slice: Slice = UNSLICED) -> None:
         super().__init__()
-        self.shard = shard
+        self.slice = slice
         self.shift = nn.Parameter(torch.randn(16))
-        self.up = ColumnParallelLinear(16, 8, shard)
-        self.down = RowParallelLinear(8, 16, shard)
+        self.up = ColumnParallelLinear(16, 8, slice)
+        self.down = RowParallelLinear(8, 16, slice)
 
     def forward(self, x: Tensor) -> Tensor:
-        return skip(x, self.down(torch.tanh(self.up(x + self.shift))), self.shard)
+        return skip(x, self.down(torch.tanh(self.up(x + self.shift))), self.slice)
 
 
 class Both(nn.Module):
@@ -879,18 +879,18 @@ class Both(nn.Module):
         return self.linear(x * y)
 
 
-def shards_of_a_dag(stages: int) -> Model:
-    """Stage 0 has dropout; 1 and 2, both sharded, read it; 3 reads 1 and 2."""
-    return Model([Dropping, Shifted, Shifted, Both], nnf.mse_loss, _numbers, sharded=[1, 2])
+def slices_of_a_dag(stages: int) -> Model:
+    """Stage 0 has dropout; 1 and 2, both sliced, read it; 3 reads 1 and 2."""
+    return Model([Dropping, Shifted, Shifted, Both], nnf.mse_loss, _numbers, sliced=[1, 2])
 
 
-def drops_in_shards(stages: int) -> Model:
+def drops_in_slices(stages: int) -> Model:
     model = pair(stages)
     return model._replace(stages=[{**model.stages[0], "drop": lambda: nn.Dropout(0.5)}, model.stages[1]])
 
 
 def splits_the_last(stages: int) -> Model:
-    return pair(stages)._replace(sharded=[1])
+    return pair(stages)._replace(sliced=[1])
 
 
 def splits_a_module(stages: int) -> Model:
@@ -898,7 +898,7 @@ def splits_a_module(stages: int) -> Model:
 
 
 def splits_unevenly(stages: int) -> Model:
-    return pair(stages)._replace(stages=[lambda shard=UNSHARDED: RowParallelLinear(17, 12, shard), nn.Identity()])
+    return pair(stages)._replace(stages=[lambda slice=UNSLICED: RowParallelLinear(17, 12, slice), nn.Identity()])
 
 
 def splits_what_is_tied(stages: int) -> Model:

@@ -213,7 +213,7 @@ def _costly(chance: Random, key: str, value: object) -> object:
             return chance.choice(([[0]] * count, [list(range(count))], [[0, 1], [0, 1]], [value, [0]]))
         case "tensor":
             replicated = chance.choice(([], [0], [0] * count, list(range(count)), [0, 1], [1]))
-            return {"degree": chance.choice((0, 1, 2, 3, 4, 8, count, 2**31)), "whole": replicated}
+            return {"degree": chance.choice((0, 1, 2, 3, 4, 8, count, 2**31)), "replicated": replicated}
         case "owners":
             return chance.choice(([[0]] * count, [list(range(count))], [[]] * count))
         case "order" if isinstance(value, dict):

@@ -13,7 +13,7 @@ from schedgen.analysis import analyse
 from schedgen.ir.effects import Buffer
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.ir.weight_shards import LINE, part_offsets
+from schedgen.ir.weight_shards import LINE, shard_offsets
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.simulator.footprint import footprint
 from schedgen.simulator.machine import Machine
@@ -42,7 +42,7 @@ class Life(NamedTuple):
     begin: int
     end: int
     placed: bool  # received, or the gradient of weights that another rank owns
-    via: int = -1  # of weights and what is received of their gradients: the part; -1: all
+    piece: int = -1  # of weights and what is received of their gradients: the part; -1: all
 
 
 def lives(program, rank):
@@ -54,9 +54,9 @@ def lives(program, rank):
     for at, i in enumerate(part):
         s, b, starts, ends = i.stage, i.mb, [], []
         if i.op in (Op.RECV, Op.FETCH_W):
-            starts = [("partial", s, i.peer, i.via) if i.kind == Kind.DW else (i.kind, s, b, i.via)]
+            starts = [("partial", s, i.operand, i.piece) if i.kind == Kind.DW else (i.kind, s, b, i.piece)]
         if i.op == Op.FWD:
-            starts = [(Kind.X, s, b, via) for via in header.graph.output_consumers(s)]
+            starts = [(Kind.X, s, b, piece) for piece in header.graph.output_consumers(s)]
         if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in redone):
             starts.append(("saved", s, b))
         if i.op in (Op.BWD, Op.BWD_I):
@@ -64,42 +64,42 @@ def lives(program, rank):
         if i.op == Op.BWD_I:
             starts.append(("half", s, b))
         if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE) and i.kind not in (Kind.X, Kind.G):
-            sums = [(Kind.DW, s, -1, k) for k in ((i.via,) if i.kind == Kind.DW else header.weight_shards.parts(s))]
+            sums = [(Kind.DW, s, -1, k) for k in ((i.piece,) if i.kind == Kind.DW else header.weight_shards.of(s))]
             if i.kind == Kind.T:
                 sums = [(Kind.DW, t, -1, -1) for t in header.tied[s] if rank in header.owners[t]]
             starts += [one for one in sums if one not in begun]
         if i.op in (Op.BWD, Op.BWD_W):
             ends = [("saved", s, b)] + [("half", s, b)] * (i.op == Op.BWD_W)
         if i.op == Op.ADD:
-            ends = [("partial", s, i.peer, i.via)]
+            ends = [("partial", s, i.operand, i.piece)]
         if i.op == Op.FREE:
-            ends = [(i.kind, s, b, i.via)]
+            ends = [(i.kind, s, b, i.piece)]
         begun |= dict.fromkeys(starts, at)
         for name in ends:
             begin = begun.pop(name)
             foreign = name[0] == Kind.DW and rank not in header.weight_shards.holders(name[1], name[3])
-            via = name[3] if name[0] in (Kind.W, Kind.DW, "partial") else -1
+            piece = name[3] if name[0] in (Kind.W, Kind.DW, "partial") else -1
             column = (
                 header.graph.size_columns(np.array([name[1]]), np.array([name[3]]))[0]
                 if name[0] in (Kind.X, Kind.G)
                 else -1
             )
             placed = foreign or part[begin].op in (Op.RECV, Op.FETCH_W)
-            found.append(Life(name[0], name[1], column, begin, at, placed, via))
+            found.append(Life(name[0], name[1], column, begin, at, placed, piece))
     assert not begun
     # The gradients that a rank gathers for other ranks' parts of a stage are contiguous.
-    for stage in {life.stage for life in found if life.kind == Kind.DW and life.placed and life.via >= 0}:
+    for stage in {life.stage for life in found if life.kind == Kind.DW and life.placed and life.piece >= 0}:
         parts = [life for life in found if life.kind == Kind.DW and life.placed and life.stage == stage]
         found = [life for life in found if life not in parts]
         found.append(Life(Kind.DW, stage, -1, min(one.begin for one in parts), max(one.end for one in parts), True))
     return found
 
 
-def part_of(amount, header, stage, via):
-    """The bytes of part `via` of a stage's `amount` bytes; -1: of all."""
+def part_of(amount, header, stage, piece):
+    """The bytes of part `piece` of a stage's `amount` bytes; -1: of all."""
     return (
-        int(np.diff(part_offsets(int(amount), len(header.weight_shards.parts(stage))))[via])
-        if via >= 0
+        int(np.diff(shard_offsets(int(amount), len(header.weight_shards.of(stage))))[piece])
+        if piece >= 0
         else int(amount)
     )
 
@@ -111,9 +111,9 @@ def size(life, bytes, header):
         Kind.W: bytes.weight, Kind.DW: bytes.weight,
         "partial": bytes.partial, "saved": bytes.saved, "half": bytes.half,
     }  # fmt: skip
-    if life.via >= 0:
+    if life.piece >= 0:
         rows = bytes.partial[life.stage] // bytes.weight[life.stage] if life.kind == "partial" else 1
-        return rows * part_of(bytes.weight[life.stage], header, life.stage, life.via)
+        return rows * part_of(bytes.weight[life.stage], header, life.stage, life.piece)
     return int(by_kind[life.kind][life.stage])
 
 
@@ -149,9 +149,9 @@ def peak(program, rank, found, planned, bytes):
     sums = set()
     for i in program.instructions(rank):
         if i.op == Op.ALLREDUCE and i.kind in (Kind.X, Kind.G):
-            giver = i.stage if i.kind == Kind.X else (i.via if i.via >= 0 else header.graph.consumers[i.stage][0])
-            ranks = header.compute[F if i.kind == Kind.X else B, list(header.tensor_parallel.shards_of(giver)), i.mb]
-            column = header.graph.size_columns(np.array([i.stage]), np.array([i.via]))[0]
+            giver = i.stage if i.kind == Kind.X else (i.piece if i.piece >= 0 else header.graph.consumers[i.stage][0])
+            ranks = header.compute[F if i.kind == Kind.X else B, list(header.tensor_parallel.slices_of(giver)), i.mb]
+            column = header.graph.size_columns(np.array([i.stage]), np.array([i.piece]))[0]
             sums.add((tuple(ranks), int(bytes.outputs(header)[column])))
     for ranks, part in sums:  # what is summed, and a slice from each of the other ranks
         owned += part + (len(ranks) - 1) * -(-part // (len(ranks) * LINE)) * LINE
@@ -172,7 +172,7 @@ def hold(program, bytes):
             assert size(life, bytes, program.header) <= sizes[row[life.begin]]
         for one, other in combinations(received, 2):
             apart = one.end < other.begin or other.end < one.begin
-            if one.kind == other.kind == Kind.W and one.stage == other.stage and one.via != other.via:
+            if one.kind == other.kind == Kind.W and one.stage == other.stage and one.piece != other.piece:
                 continue  # parts of one copy
             assert apart or row[one.begin] != row[other.begin], (one, other)
         # As many slots of a size as buffers of that size are alive at once, each filled by its buffers.

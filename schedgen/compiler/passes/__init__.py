@@ -10,10 +10,10 @@ from __future__ import annotations
 from schedgen.compiler.passes.gradient_reduction import gradient_reduction, tied_gradients
 from schedgen.compiler.passes.optimizer_step import optimizer_step
 from schedgen.compiler.passes.send_recv import receive_early, send_recv
-from schedgen.compiler.passes.shard_allreduce import shard_allreduce
+from schedgen.compiler.passes.slice_allreduce import slice_allreduce
 from schedgen.compiler.passes.weight_fetch import weight_fetch
 from schedgen.compiler.passes.weight_versions import weight_versions
 
-PIPELINE = (weight_fetch, shard_allreduce, send_recv, gradient_reduction, tied_gradients, optimizer_step, receive_early)
-FORWARDS = (weight_fetch, shard_allreduce, send_recv, receive_early)  # for forwards alone
+PIPELINE = (weight_fetch, slice_allreduce, send_recv, gradient_reduction, tied_gradients, optimizer_step, receive_early)
+FORWARDS = (weight_fetch, slice_allreduce, send_recv, receive_early)  # for forwards alone
 WITH_VERSIONS = (weight_versions, send_recv, receive_early)  # where weights, which are not sent, change without a flush

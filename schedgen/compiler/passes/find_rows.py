@@ -13,7 +13,7 @@ from schedgen.util.jit import kernel
 
 
 def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
-    """The rows after which these x or g are complete: those of their jobs, or of the last ALLREDUCE over shards."""
+    """The rows after which these x or g are complete: those of their jobs, or of the last ALLREDUCE over slices."""
     header, table = program.header, program.rows
     sums = program.rows_of(Op.ALLREDUCE)
     sums = sums[table.kind[sums] == kind]
@@ -23,8 +23,8 @@ def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: I
     def key(stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
         return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
 
-    keys = key(table.stage[sums], table.mb[sums], table.via[sums])
-    T = len(header.shards_of(int(table.stage[sums[0]])))
+    keys = key(table.stage[sums], table.mb[sums], table.consumer[sums])
+    T = len(header.slices_of(int(table.stage[sums[0]])))
     last_member = sums.reshape(-1, T)[:, -1:].repeat(T, axis=1).ravel()
     order = np.argsort(keys)
     wanted = key(stage, mb, consumer)

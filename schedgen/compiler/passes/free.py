@@ -37,11 +37,11 @@ def free(program: Program) -> Program:
     del done, begins  # a third of the memory in use
     order = np.argsort(after[:count], kind="stable")
     buffer, number, after = buffer[order], number[order], after[order]
-    stage, mb, via = operands(header, buffer, number)
+    stage, mb, piece = operands(header, buffer, number)
     kind_of = np.zeros(len(Buffer), np.int8)
     kind_of[list(FREED)] = [Kind[freed.name] for freed in FREED]
-    new = rows(Op.FREE, table.rank[after], kind=kind_of[buffer], stage=stage, mb=mb, via=via)
-    del buffer, number, order, stage, mb, via
+    new = rows(Op.FREE, table.rank[after], kind=kind_of[buffer], stage=stage, mb=mb, piece=piece)
+    del buffer, number, order, stage, mb, piece
     return program.insert(new, after=after.astype(np.int64))
 
 

@@ -6,8 +6,8 @@ workers that finish first are furthest from the owner. A receiver adds sums in o
 receive; an owner adds the last one after its next job, so that the transfer overlaps other work. Several owners then
 all-reduce their sums once, as soon as the last owner's sum is complete.
 
-Each part of divided weights has an owner, and a tree, of its own. K parts count as one sum, and a worker sends first to
-the next worker, then to the one after it, and so on, modulo the number of workers.
+Each shard of weights has an owner, and a tree, of its own. K shards count as one sum, and a worker sends first to the
+next worker, then to the one after it, and so on, modulo the number of workers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, rows
 
-# An instruction to be inserted: op, rank, stage, part, peer, the row after which it is inserted, and for divided
-# weights its order among the instructions inserted there: by depth and then by distance.
+# An instruction to be inserted: op, rank, stage, shard, its last operand, the row after which it is inserted, and for
+# divided weights its order among the instructions inserted there: by depth and then by distance.
 Fields = tuple[Op, int, int, int, int, int, int, int]
 
 
@@ -35,38 +35,38 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     last_adds: list[int] = []  # owners' last ADDs, still to be moved behind the owner's next job
     sums: list[tuple[int, int, slice]] = []  # by ALLREDUCE: index, row that completes owners' own sums, last ADDs
     for stage, owners in enumerate(header.owners):
-        first_add, parts, own_ends = len(last_adds), shards.parts(stage), ends[stage].tolist()
+        first_add, own_shards, own_ends = len(last_adds), shards.of(stage), ends[stage].tolist()
         computing = np.flatnonzero(ends[stage] >= 0).tolist()
-        for part in parts:
-            senders: dict[int, list[int]] = {owner: [] for owner in shards.holders(stage, part)}
+        for shard in own_shards:
+            senders: dict[int, list[int]] = {owner: [] for owner in shards.holders(stage, shard)}
             for rank in computing:
                 if rank not in senders:
-                    owner = serving_owner(program, rank, stage) if part < 0 else header.part_owners[stage][part]
+                    owner = serving_owner(program, rank, stage) if shard < 0 else header.shard_owners[stage][shard]
                     senders[owner].append(rank)
             for owner, ranks in senders.items():
                 if ranks:
-                    _gather(new, stage, part, owner, ranks, own_ends, placed.options.fan_out * len(parts))
+                    _gather(new, stage, shard, owner, ranks, own_ends, placed.options.fan_out * len(own_shards))
                     last_adds.append(len(new) - 1)
         if header.several_owners[stage]:
             own, adds = int(ends[stage, list(owners)].max()), slice(first_add, len(last_adds))
             for owner in owners:
                 sums.append((len(new), own, adds))
                 new.append((Op.ALLREDUCE, owner, stage, -1, header.group_numbers[owners], -1, 0, 0))
-    op, rank_, stage_, part_, peer, after, depth, distance = np.array(new, np.int64).reshape(-1, 8).T
+    op, rank_, stage_, shard_, operand, after, depth, distance = np.array(new, np.int64).reshape(-1, 8).T
     last = np.array(last_adds, np.int64)
     # An owner runs its next job before its last ADD; a worker that relays its sum does not.
     after[last] = next_compute(program, after[last], rank_[last].astype(np.int32))
     for index, own, adds in sums:
         after[index] = max(own, after[last[adds]].max(initial=-1))
-    inserted = rows(op, rank_, kind=Kind.DW, stage=stage_, part=part_, peer=peer)
-    if header.part_owners:
+    inserted = rows(op, rank_, kind=Kind.DW, stage=stage_, shard=shard_, operand=operand)
+    if header.shard_owners:
         order = np.lexsort((distance, depth, after))
         inserted, after = inserted.take(order), after[order]
     return program.insert(inserted, after=after)
 
 
 def _gather(
-    new: list[Fields], stage: int, part: int, owner: int, ranks: list[int], ends: list[int], fan_out: int
+    new: list[Fields], stage: int, shard: int, owner: int, ranks: list[int], ends: list[int], fan_out: int
 ) -> None:
     """Append the instructions that sum the gradients of `ranks` at `owner` through a tree, the owner's last ADD last.
 
@@ -83,18 +83,18 @@ def _gather(
         depth[i] = depth[(i - 1) // fan_out] - 1
     for i in range(len(tree) - 1, -1, -1):
         to, branches = tree[i], range(fan_out * i + 1, min(fan_out * i + fan_out, len(tree) - 1) + 1)
-        distance = {tree[j]: (to - tree[j]) % len(ends) if part >= 0 else 0 for j in branches}
+        distance = {tree[j]: (to - tree[j]) % len(ends) if shard >= 0 else 0 for j in branches}
         arrivals = sorted((ready[j], distance[tree[j]], tree[j]) for j in branches)
         waiting = -1  # the sender whose sum is not added yet
         for row, near, sender in arrivals:
-            new.append((Op.SEND, sender, stage, part, to, row, depth[i], near))
-            new.append((Op.RECV, to, stage, part, sender, row, depth[i], near))
+            new.append((Op.SEND, sender, stage, shard, to, row, depth[i], near))
+            new.append((Op.RECV, to, stage, shard, sender, row, depth[i], near))
             if waiting >= 0:
-                new.append((Op.ADD, to, stage, part, waiting, row, depth[i], near))
+                new.append((Op.ADD, to, stage, shard, waiting, row, depth[i], near))
             waiting = sender
         if arrivals:
             ready[i] = max(arrivals[-1][0], ready[i])
-            new.append((Op.ADD, to, stage, part, waiting, ready[i], depth[i], len(ends)))
+            new.append((Op.ADD, to, stage, shard, waiting, ready[i], depth[i], len(ends)))
 
 
 def tied_gradients(program: Program, placed: PlacedScheme) -> Program:

@@ -1,4 +1,4 @@
-"""The end of the step: NORM on every rank, then STEP for every stage, or part of one, on every owner.
+"""The end of the step: NORM on every rank, then STEP for every stage, or shard of one, on every owner.
 
 Clipping divides by the norm of the whole gradient, to which every stage contributes: no rank steps before all have
 entered NORM.
@@ -18,7 +18,7 @@ def optimizer_step(program: Program, _: PlacedScheme) -> Program:
     header, shards = program.header, program.header.weight_shards
     everyone = header.group_numbers[tuple(range(header.workers))]
     norm = rows(Op.NORM, np.arange(header.workers, dtype=np.int32), group=everyone)
-    steps = [(rank, stage, part) for stage, part in shards.units for rank in shards.holders(stage, part)]
-    rank, stage, part = np.array(steps, np.int32).T
-    new = concatenate([norm, rows(Op.STEP, rank, stage=stage, part=part)])
+    steps = [(rank, stage, shard) for stage, shard in shards.units for rank in shards.holders(stage, shard)]
+    rank, stage, shard = np.array(steps, np.int32).T
+    new = concatenate([norm, rows(Op.STEP, rank, stage=stage, shard=shard)])
     return program.insert(new, after=np.full(len(new.op), len(program) - 1))

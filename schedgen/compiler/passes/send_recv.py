@@ -65,10 +65,10 @@ def _gradients(program: Program) -> tuple[Rows, Numbers]:
     operand = np.array([graph.gradient_consumer(p, c) for p, c in graph.edges], np.int32)
     source, to = header.compute[B, consumer], header.compute[B, producer]
     edge, mb = (index.astype(np.int32) for index in np.nonzero(source != to))
-    stage, via = producer.astype(np.int32)[edge], operand[edge]
+    stage, operand = producer.astype(np.int32)[edge], operand[edge]
     backward = program.job_rows(Op.BWD, Op.BWD_I)[consumer[edge], mb]
-    after = defining_rows(program, Kind.G, backward, stage, mb, via)
-    return _pairs(Kind.G, stage, mb, via, source[edge, mb], to[edge, mb], after)
+    after = defining_rows(program, Kind.G, backward, stage, mb, operand)
+    return _pairs(Kind.G, stage, mb, operand, source[edge, mb], to[edge, mb], after)
 
 
 def _pairs(
@@ -84,10 +84,10 @@ def transfers(
     receive: Op, kind: Kind, source: AnyInts, to: AnyInts, after: Numbers, **buffer: AnyInts
 ) -> tuple[Rows, Numbers]:
     """A SEND and its receive for every message, one after the other, and the row after which each is inserted."""
-    rank, peer = (np.stack(ends, axis=1).ravel() for ends in ((source, to), (to, source)))
+    rank, other_end = (np.stack(ends, axis=1).ravel() for ends in ((source, to), (to, source)))
     ops = np.tile(np.array([Op.SEND, receive], np.int8), len(source))
     twice = {name: np.repeat(column, 2) for name, column in buffer.items()}
-    return rows(ops, rank, kind=kind, peer=peer, **twice), np.repeat(after, 2)
+    return rows(ops, rank, kind=kind, operand=other_end, **twice), np.repeat(after, 2)
 
 
 def receive_early(program: Program, placed: PlacedScheme) -> Program:

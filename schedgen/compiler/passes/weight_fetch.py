@@ -1,7 +1,7 @@
 """Weights: a worker that computes a stage it does not own fetches w.s from a worker that has it.
 
-Of divided weights it fetches the parts that it does not own, first from the next worker, then from the one after it,
-and so on, so that workers that begin together fetch from different owners. K parts count as one fetch.
+Of divided weights it fetches the shards that it does not own, first from the next worker, then from the one after it,
+and so on, so that workers that begin together fetch from different owners. K shards count as one fetch.
 
 1. At most `weight_slots` foreign copies are held at a time. The future is known, so the copy whose next use is furthest
    away is dropped, which gives the fewest fetches possible [Belady, "A study of replacement algorithms", 1966].
@@ -58,7 +58,7 @@ class Server:
 
 @dataclass
 class Servers:
-    """The live copies of one part of one stage that come from one owner."""
+    """The live copies of one shard of one stage that come from one owner."""
 
     count: int = 0  # how many there have ever been
     direct: int = 0  # how many of the live copies the owner has sent
@@ -83,7 +83,7 @@ class Servers:
 def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
     """The program with the SENDs, FETCH_Ws and FREEs of all weight copies."""
     header, table, options = program.header, program.rows, placed.options
-    owned = np.zeros((header.workers, header.stages), bool)  # with all parts
+    owned = np.zeros((header.workers, header.stages), bool)  # with all shards
     for stage, ranks in enumerate(header.owners):
         owned[list(ranks), stage] = header.several_owners[stage] or len(ranks) == 1
     compute = program.rows_of(*COMPUTE)
@@ -98,15 +98,15 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
         return program
     sources = {pair: _sources(program, *pair) for pair in {(copy.rank, copy.stage) for copy in copies}}
     # What is freed after a row makes room for what is fetched there.
-    freed = [(copy.rank, copy.stage, part, copy.end) for copy in copies for part, _ in sources[copy.rank, copy.stage]]
-    rank_, stage_, part_, end = _columns(freed, 4)
-    frees = rows(Op.FREE, rank_, kind=Kind.W, stage=stage_, part=part_)
+    freed = [(copy.rank, copy.stage, shard, copy.end) for copy in copies for shard, _ in sources[copy.rank, copy.stage]]
+    rank_, stage_, shard_, end = _columns(freed, 4)
+    frees = rows(Op.FREE, rank_, kind=Kind.W, stage=stage_, shard=shard_)
     fetches = _fetches(program, copies, sources, jobs, placed)
-    rank_, stage_, part_, server, after, depth = _columns(fetches, 6)
-    if header.part_owners:  # after one row: copies from an owner, the nearest first, and then relayed ones
+    rank_, stage_, shard_, server, after, depth = _columns(fetches, 6)
+    if header.shard_owners:  # after one row: copies from an owner, the nearest first, and then relayed ones
         order = np.lexsort(((server - rank_) % header.workers, depth, after))
-        rank_, stage_, part_, server, after = (column[order] for column in (rank_, stage_, part_, server, after))
-    moves, after = transfers(Op.FETCH_W, Kind.W, server, rank_, after, stage=stage_, part=part_)
+        rank_, stage_, shard_, server, after = (column[order] for column in (rank_, stage_, shard_, server, after))
+    moves, after = transfers(Op.FETCH_W, Kind.W, server, rank_, after, stage=stage_, shard=shard_)
     return program.insert(concatenate([frees, moves]), after=np.concatenate([end, after]))
 
 
@@ -116,12 +116,12 @@ def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[Numbers]:
 
 
 def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
-    """(part, owner) of the parts of a stage that `rank` fetches, in the order of its fetches."""
+    """(shard, owner) of the shards of a stage that `rank` fetches, in the order of its fetches."""
     header = program.header
-    if not header.is_divided(stage):
+    if not header.is_sharded(stage):
         return [(-1, serving_owner(program, rank, stage))]
-    parts = [(part, owner) for part, owner in enumerate(header.part_owners[stage]) if owner != rank]
-    return sorted(parts, key=lambda source: ((source[1] - rank) % header.workers, source[0]))
+    shards = [(shard, owner) for shard, owner in enumerate(header.shard_owners[stage]) if owner != rank]
+    return sorted(shards, key=lambda source: ((source[1] - rank) % header.workers, source[0]))
 
 
 def _copies(program: Program, rank: int, foreign: Numbers, jobs: Numbers, options: Options) -> list[Copy]:
@@ -157,7 +157,7 @@ def _fetches(
     program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]],
     jobs: list[Numbers], placed: PlacedScheme,
 ) -> list[tuple[int, ...]]:  # fmt: skip
-    """The fetches: (rank and stage of a copy, part, sender of the part, row after which it is sent, number of relays).
+    """The fetches: (rank and stage of a copy, shard, its sender, the row after which it is sent, number of relays).
 
     The sender is the owner or, if it has sent `fan_out` live copies, the oldest copy that can send in time, if any.
     `jobs`: by rank.
@@ -171,9 +171,9 @@ def _fetches(
     job_rows = [own.tolist() for own in jobs]
     fetches: list[tuple[int, ...]] = []
     servers: dict[tuple[int, int, int], Servers] = {}
-    parts = program.header.weight_shards.counts.tolist()
+    shards = program.header.weight_shards.counts.tolist()
     for copy in sorted(copies):
-        most = fan_out * parts[copy.stage]
+        most = fan_out * shards[copy.stage]
         then = float(time[copy.wanted])
         first = int(np.searchsorted(time, then))
         relays: dict[int, int] = {}  # by rank: the row after which it can send
@@ -184,8 +184,8 @@ def _fetches(
             busy = before and ends[server][before - 1] > then
             return max((job_rows[server][before - 1] if busy else first) - 1, copy.room)
 
-        for part, owner in sources[copy.rank, copy.stage]:
-            alive = servers.setdefault((copy.stage, part, owner), Servers())
+        for shard, owner in sources[copy.rank, copy.stage]:
+            alive = servers.setdefault((copy.stage, shard, owner), Servers())
             server, after, depth = owner, send_row(owner), 0
             alive.forget(after)
             if alive.direct >= most:
@@ -199,7 +199,7 @@ def _fetches(
                         if relay.served == most:
                             del alive.able[number]
                         break
-            fetches.append((copy.rank, copy.stage, part, server, after, depth))
+            fetches.append((copy.rank, copy.stage, shard, server, after, depth))
             alive.add(Server(copy.rank, after, copy.end, depth))
     return fetches
 

@@ -116,11 +116,11 @@ def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
 
     table, start, arrival = scene.program.rows, scene.timeline.start, scene.timeline.arrival
     sends = scene.program.rows_of(Op.SEND)
-    edge = np.where(table.peer > table.rank, TOP + BAR, TOP)  # the edge of the bar nearer to the other worker
+    edge = np.where(table.to > table.rank, TOP + BAR, TOP)  # the edge of the bar nearer to the other worker
     for kind, paint in TRANSFER_COLOURS.items():
         chosen = sends[table.kind[sends] == Kind[kind.upper()]] if kind in kinds else sends[:0]
         lines = [
-            ((start[k], table.rank[k] + edge[k]), (arrival[k], table.peer[k] + 2 * TOP + BAR - edge[k]))
+            ((start[k], table.rank[k] + edge[k]), (arrival[k], table.to[k] + 2 * TOP + BAR - edge[k]))
             for k in chosen.tolist()
         ]
         heads = [end for _, end in lines]

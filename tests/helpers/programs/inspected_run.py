@@ -59,9 +59,9 @@ def save_record(run: Run, file: str) -> None:
 def save_owned(run: Run, file: str) -> None:
     """Save, by rank, the bytes of its own weights, of their optimizer state and of their gradients. Collective."""
     interpreter = run.session.interpreter
-    units = [(index, part) for index, stage in interpreter.stages.items() for part in stage.owned]
+    units = [(index, shard) for index, stage in interpreter.stages.items() for shard in stage.owned]
     tensors = {
-        "weights": [interpreter.stages[stage].owned[part] for stage, part in units],
+        "weights": [interpreter.stages[stage].owned[shard] for stage, shard in units],
         "state": [value for unit in units for state in interpreter.optimizer.state(unit) for value in state.values()],
         "gradient": [interpreter.context.grad_buffers.of_unit(unit).total for unit in units],
     }
@@ -99,9 +99,9 @@ def print_pinned(run: Run) -> None:
 def weights(run: Run) -> str:
     """A hash of the weights of all stages, on all ranks that own them."""
     own = {
-        f"{stage.index}/{part}" if part >= 0 else stage.index: bytes(weights.view(torch.uint8).cpu().numpy())
+        f"{stage.index}/{shard}" if shard >= 0 else stage.index: bytes(weights.view(torch.uint8).cpu().numpy())
         for stage in run.session.interpreter.optimizer.stages.values()
-        for part, weights in stage.owned.items()
+        for shard, weights in stage.owned.items()
     }
     everything = WORLD.allgather({key: hashlib.sha256(data).hexdigest() for key, data in own.items()})
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()

@@ -275,7 +275,7 @@ def test_steps_that_were_made_otherwise_are_not_verified(damaged, name, made):
 def test_state_of_an_optimizer_that_one_of_the_shares_lacks_is_named(tmp_path):
     module = nn.Linear(3, 2, bias=False)
     model = Model([module], mse_loss)
-    stage = LocalStage(module, 0, StageShape((), ("weight",)), Device(), owned_parts=(-1,))
+    stage = LocalStage(module, 0, StageShape((), ("weight",)), Device(), owned_shards=(-1,))
     entry = model.entry_name(0, "weight")
     files = {f"{entry}@0/2.momentum_buffer": tmp_path, "other": tmp_path}
     with pytest.raises(UsageError, match=rf": has no {entry}.momentum_buffer: is it of another model\?"):

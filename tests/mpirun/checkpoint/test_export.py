@@ -44,11 +44,11 @@ def exported(
     saved["lm_head.weight"], saved["odd"] = saved.pop("transformer.wte.weight"), torch.ones(1)
     shutil.copytree(folder / "source", folder / "renamed")
     save_file(saved, folder / "renamed" / "model.safetensors")
-    skip = {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "apart": [0]}  # of the tied embedding
+    skip = {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "per_consumer": [0]}  # of the tied embedding
     chain = compiled("1f1b", workers=4, microbatches=4, graph=skip)
     divided = compiled("fsdp", workers=4, microbatches=4, shards=4, graph=skip)
-    graph = {"stages": 8, "whole": [0]}
-    shards = compiled("1f1b", stages=2, tensor=2, microbatches=4, graph=graph)
+    graph = {"stages": 8, "replicated": [0]}
+    slices = compiled("1f1b", stages=2, tensor=2, microbatches=4, graph=graph)
     gpt2 = "pretrained_models:gpt2"
     four = compiled("1f1b", stages=1, tensor=4, microbatches=4, graph={"stages": 2})
     source = str(folder / "source")
@@ -56,8 +56,8 @@ def exported(
         (chain, gpt2, 0, "unchanged", source),
         (chain, gpt2, 1, "chain", str(folder / "renamed")),
         (divided, gpt2, 1, "divided", None),
-        (shards, TENSOR, 0, "shards", None),
-        (four, PARTLY_FROZEN, 0, "frozen shards", None),
+        (slices, TENSOR, 0, "shards", None),
+        (four, PARTLY_FROZEN, 0, "frozen slices", None),
         (chain, gpt2, 0, "chain", None),
     ]
     lines = [
@@ -103,8 +103,8 @@ def test_parts_are_put_together(exported: tuple[Path, list[str]]) -> None:
         torch.testing.assert_close(divided[name], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "to"), [(TENSOR, "shards"), (PARTLY_FROZEN, "frozen shards")])
-def test_tensor_shards_are_joined(exported: tuple[Path, list[str]], name: str, to: str) -> None:
+@pytest.mark.parametrize(("name", "to"), [(TENSOR, "shards"), (PARTLY_FROZEN, "frozen slices")])
+def test_tensor_slices_are_joined(exported: tuple[Path, list[str]], name: str, to: str) -> None:
     folder, _ = exported
     model = load_model(name, 2, 0)
     whole = {

@@ -130,7 +130,7 @@ def test_without_a_schedule_stages_read_what_the_model_says(several, profiles, c
     """Skip connections, separate outputs, ties: `plan` reads them from the graph, which it takes with the profile."""
     graph, plan = profiles["files"] / "seq2seq.graph", profiles["files"] / "seq2seq.json"
     ((code, _),) = several(1, [["graph", "--model", "models_for_tests:small_seq2seq", "--stages", 5, "-o", graph]])
-    assert code == 0 and len(profiles["seq2seq"]["apart"]) == len(json.loads(graph.read_text())["edges"]) > 3
+    assert code == 0 and len(profiles["seq2seq"]["per_consumer"]) == len(json.loads(graph.read_text())["edges"]) > 3
     options = ["--graph", graph, "--workers", 2, "--microbatches", 4, "--schemes", "1f1b", "--bandwidth", 1e9]
     assert schedgen(["plan", str(profiles["files"] / "seq2seq"), *map(str, options), "-o", str(plan)]) == 0
     assert "tied" in json.loads(plan.read_text())

@@ -216,8 +216,8 @@ MISTAKES = {
     ),
     "a newer version": schedule(
         "newer",
-        lambda data: data.replace(b'{"schedgen": 1,', b'{"schedgen": 2,'),
-        r":1: format version 2 is newer than this schedgen reads \(1\)",
+        lambda data: data.replace(b'{"schedgen": 2,', b'{"schedgen": 3,'),
+        r":1: format version 3 is newer than this schedgen reads \(2\)",
     ),
 }
 

@@ -199,7 +199,7 @@ BREAKS = [
 ]
 SUM = "a sum is used before its copies from the host"
 Case = tuple[str, str | None, str | None]  # a scheme, a fault or None, the path of messages or None: on the CPU
-# Gpipe receives gradients into a place whose last ones may not have been read yet; ddp sums gradients; a split stage
+# Gpipe receives gradients into a place whose last ones may not have been read yet; ddp sums gradients; a sliced stage
 # sums activations. Unless messages are staged in host memory, all kernels of a sum have run before its messages leave.
 IN_ORDER: list[Case] = [("gpipe", None, how) for how in (None, "direct", "staged")]
 IN_ORDER += [(scheme, None, how) for scheme in ("ddp", "1f1b-tensor") for how in (None, "staged")]
@@ -215,7 +215,7 @@ BROKEN: list[Case] = [*(("gpipe", *how) for how in BREAKS), ("1f1b-tensor", SUM,
 @pytest.fixture(scope="module")
 def arguments(compiled, text) -> dict[str, list[str]]:
     """By scheme, the arguments of a run on 2 ranks: of two steps where the second reads what the first has summed."""
-    split = {"stages": 1, "tensor": 2, "graph": {"stages": 4, "whole": [0]}, "microbatches": 3}
+    split = {"stages": 1, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}, "microbatches": 3}
     options = ["--text", str(text), "--canonical", "--steps"]
     return {
         name: [str(compiled(scheme, workers=2, **sizes)), "--model", model, *options, str(steps)]

@@ -17,7 +17,7 @@ from golden_cases import TRAINED, cases, ranks, schedule
 from mpirun.comm.device import Device
 from mpirun.engine.capture_check import CaptureCheck
 
-# Whole and split backwards; weights that are fetched, sharded or have versions; sums over tensor shards; several stages
+# Whole and split backwards; weights that are fetched, sharded or have versions; sums over tensor slices; several stages
 # per rank.
 CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged", "pipedream": "staged", "zb-v": "direct"}
 CASES = cases(CHOSEN)

@@ -24,7 +24,7 @@ from schedgen.util.errors import UsageError
 def linear(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> tuple[Optimizer, LocalStage, GradBuffer]:
     """The optimizer of a rank with one matrix, its stage and its gradient."""
     module = nn.Linear(3, 2, bias=False)
-    stage = LocalStage(module, 0, StageShape((), ("weight",)), Device(), owned_parts=(-1,))
+    stage = LocalStage(module, 0, StageShape((), ("weight",)), Device(), owned_shards=(-1,))
     recipe = Recipe(lambda named: make([entry.parameter for entry in named]))
     optimizer = Optimizer(recipe, Model([module], mse_loss), {0: stage})
     return optimizer, stage, GradBuffer(stage, [0], [torch.zeros(stage.size, dtype=torch.uint8)])

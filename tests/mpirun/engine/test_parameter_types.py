@@ -22,17 +22,17 @@ CASES = {
     "owners that compute alike": ("ddp", {"stages": 4, "microbatches": 8}, MODEL, []),
     "tied stages": ("1f1b", {"graph": {"stages": 4, "tied": [[0, 3]]}}, TIED, []),
     "versions": ("pipedream", {"stages": 2, "replicas": "2,2", "microbatches": 8}, MODEL, []),
-    "parts of weights": ("fsdp", {"stages": 2, "shards": 4}, MODEL, []),
-    "parts that do not fit": ("zb-h1", {"stages": 4, "shards": 3}, MODEL, ["--accumulate", 2]),
-    "parts passed on": (
+    "shards of weights": ("fsdp", {"stages": 2, "shards": 4}, MODEL, []),
+    "shards that do not fit": ("zb-h1", {"stages": 4, "shards": 3}, MODEL, ["--accumulate", 2]),
+    "shards passed on": (
         "fslpp",
         {"stages": 4, "groups": 2, "shards": 3, "fan_out": 1, "weight_slots": 1, "microbatches": 8},
         MODEL,
         [],
     ),
-    "some parts are empty": ("fsdp", {"stages": 8, "shards": 40}, MODEL, []),
+    "some shards are empty": ("fsdp", {"stages": 8, "shards": 40}, MODEL, []),
 }
-ROUNDED = ("gradients that are passed on", "owners that compute alike", *further("parts passed on"))
+ROUNDED = ("gradients that are passed on", "owners that compute alike", *further("shards passed on"))
 STEPS = 2
 
 
@@ -72,8 +72,8 @@ def test_sums_in_another_order_differ_by_what_bf16_rounds(verified, name):
 
 
 def test_a_run_goes_on_with_the_same_bits_under_any_schedule(several, compiled, text, tmp_path):
-    others = ("stages in a row", "weights that travel", "some parts are empty", "owners that compute alike")
-    cases = {name: CASES[name] for name in (*others, "parts of weights")}
+    others = ("stages in a row", "weights that travel", "some shards are empty", "owners that compute alike")
+    cases = {name: CASES[name] for name in (*others, "shards of weights")}
     sizes = {"workers": 4, "microbatches": 4}
     schedules = {name: compiled(scheme, **options | sizes) for name, (scheme, options, *_) in cases.items()}
 
@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_the_same_bits_under_any_schedule(several, compiled, 
         return [schedules[name], "--model", MODEL, "--text", text, "--steps", steps, *options, *more]
 
     runs = [run("stages in a row", STEPS, "--save", tmp_path / "whole")]
-    runs.append(run("parts of weights", STEPS // 2, "--save", tmp_path / "half"))
+    runs.append(run("shards of weights", STEPS // 2, "--save", tmp_path / "half"))
     runs += [run(name, STEPS, "--resume", tmp_path / "half", "--save", tmp_path / name) for name in others]
     assert [code for code, _ in several(4, runs)] == [0] * len(runs)
 

@@ -21,7 +21,7 @@ GOLDEN = (
     "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
 # Of these, one of each placement, of each way to send weights and of each way to add gradients. Tests of weight shards,
-# tensor shards, parameter types and weight versions have others: split backwards, fsdp, gpipe and 1f1b-tensor.
+# tensor slices, parameter types and weight versions have others: split backwards, fsdp, gpipe and 1f1b-tensor.
 CHOSEN = ("1f1b", "1f1b-rr", "1f1b-tied", "chimera", "ddp", "fsdp-sharded", "fslpp", "zb-v")
 TRIED = (*CHOSEN, *further(*(name for name in GOLDEN if name not in CHOSEN)))
 # Schemes that add gradients in another order than one process, each in another way; test_parameter_types.py has the

@@ -17,7 +17,7 @@ from mpirun.comm.device import Device
 from mpirun.comm.sections import numbers
 from mpirun.data.microbatches import Microbatches
 from mpirun.engine.stage import LocalStage, SavedForward
-from mpirun.engine.weight_shards import part_slices
+from mpirun.engine.weight_shards import shard_spans
 from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
@@ -43,7 +43,7 @@ def shape_of(module: nn.Module, *inputs: Tensor) -> StageShape:
 
 
 def owned(module: nn.Module, shape: StageShape, index: int = 0) -> LocalStage:
-    return LocalStage(module, index, shape, Device(), owned_parts=(-1,))
+    return LocalStage(module, index, shape, Device(), owned_shards=(-1,))
 
 
 def chain_shape(model: Model, index: int) -> StageShape:
@@ -218,9 +218,9 @@ def test_the_module_computes_with_the_memory_of_weights(model, index):
         ),
         max_size=6,
     ),
-    parts=st.integers(1, 4),
+    shards=st.integers(1, 4),
 )
-def test_every_parameter_begins_where_kernels_are_the_same_and_none_overlap(kinds, parts):
+def test_every_parameter_begins_where_kernels_are_the_same_and_none_overlap(kinds, shards):
     """At 64 bytes on a CPU, and at 256 on a GPU, whose allocations begin at 512."""
     module = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in kinds])
     stage = owned(module, StageShape((TensorSpec((), torch.float32),), ()))
@@ -235,8 +235,8 @@ def test_every_parameter_begins_where_kernels_are_the_same_and_none_overlap(kind
     )
     for view in views:
         view.fill_(1)
-    sums = Counter()  # by type: each type is found in every part that has numbers of it, and all its numbers are
-    for span in part_slices(stage.size, range(parts)).values():
+    sums = Counter()  # by type: each type is found in every shard that has numbers of it, and all its numbers are
+    for span in shard_spans(stage.size, range(shards)).values():
         for of_type in numbers(stage.weights[span], stage.sections, span.start):
             sums[of_type.dtype] += int(of_type.double().sum())
     assert sums == sum((Counter({view.dtype: view.numel()}) for view in views), Counter())

@@ -1,4 +1,4 @@
-"""Stages with shards on several ranks train as the whole model in one process does, in canonical mode to the bit."""
+"""Stages with slices on several ranks train as the whole model in one process does, in canonical mode to the bit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from run_results import DEPTH_FIRST
 from torch import nn
 
 from mpirun.data.microbatches import Microbatches
-from mpirun.engine.expand_shards import expand_model
+from mpirun.engine.expand_slices import expand_model
 from mpirun.model.build_stage import build_stage
 from mpirun.model.parallel_layers import (
-    UNSHARDED,
+    UNSLICED,
     ColumnParallelLinear,
     HeadParallelAttention,
     RowParallelLinear,
-    Shard,
-    ShardedDim,
-    sharded_dims,
+    Slice,
+    SlicedDim,
+    sliced_dims,
 )
 from schedgen.util.errors import UsageError
 
 GPT, BLOCK = "models_for_tests:gpt_tensor", "models_for_tests:halves_of_a_block"
 
-# The first stage of shard 0 is on the last rank, and ranks are in another order in each stage.
+# The first stage of slice 0 is on the last rank, and ranks are in another order in each stage.
 ELSEWHERE = """
     def w(s, b, d, t):
         worker = (3 - 2 * s - t + 3 * s * t) % 4
@@ -44,21 +44,25 @@ DAG = """
 
 # scheme, options, model
 CASES = {
-    "4 shards": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 4, "whole": [0]}}, BLOCK),
-    "2 shards and 2 pipeline stages": ("1f1b", {"stages": 2, "tensor": 2, "graph": {"stages": 4, "whole": [0]}}, BLOCK),
+    "4 slices": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 4, "replicated": [0]}}, BLOCK),
+    "2 slices and 2 pipeline stages": (
+        "1f1b",
+        {"stages": 2, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}},
+        BLOCK,
+    ),
     "a split backward": (
         "zb-v",
-        {"stages": 4, "tensor": 2, "graph": {"stages": 8, "whole": [0]}, "microbatches": 2},
+        {"stages": 4, "tensor": 2, "graph": {"stages": 8, "replicated": [0]}, "microbatches": 2},
         GPT,
     ),
-    "2 shards and 2 replicas": (
+    "2 slices and 2 replicas": (
         "ddp",
-        {"stages": 1, "workers": 4, "tensor": 2, "graph": {"stages": 4, "whole": [0]}},
+        {"stages": 1, "workers": 4, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}},
         BLOCK,
     ),
     "weights that travel": (
         "fslpp",
-        {"workers": 4, "groups": 2, "tensor": 2, "graph": {"stages": 4, "whole": [0]}, "recompute": "all"},
+        {"workers": 4, "groups": 2, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}, "recompute": "all"},
         BLOCK,
     ),
     "the pair on 4 ranks": (
@@ -67,15 +71,15 @@ CASES = {
         "models_for_tests:pair",
     ),
     "sums of bf16": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 2}}, "models_for_tests:pair_bf16"),
-    "shards where w says": (ELSEWHERE + DEPTH_FIRST, {"stages": 2, "tensor": 2}, "models_for_tests:pair"),
+    "slices where w says": (ELSEWHERE + DEPTH_FIRST, {"stages": 2, "tensor": 2}, "models_for_tests:pair"),
     "a DAG with dropout": (
         DAG + DEPTH_FIRST,
-        {"workers": 4, "tensor": 2, "graph": {"stages": 4, "whole": [0]}},
-        "models_for_tests:shards_of_a_dag",
+        {"workers": 4, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}},
+        "models_for_tests:slices_of_a_dag",
     ),
 }
-# Compared with the whole model, whose sums are rounded at other places: one of each way to place shards.
-ROUNDED = ("4 shards", "weights that travel", *further("2 shards and 2 replicas"))
+# Compared with the whole model, whose sums are rounded at other places: one of each way to place slices.
+ROUNDED = ("4 slices", "weights that travel", *further("2 slices and 2 replicas"))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +108,7 @@ def test_it_trains_as_the_whole_model_does(verified, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_gives_the_bits_of_one_process_that_adds_up_shards_in_their_order(verified, name):
+def test_it_gives_the_bits_of_one_process_that_adds_up_slices_in_their_order(verified, name):
     code, out = verified[name, "--canonical"]
     assert code == 0 and "verify: passed: every bit of " in out, out
 
@@ -130,7 +134,7 @@ def losses(out):
     return re.findall(r"loss (\S+)  grad (\S+)", out)
 
 
-def test_loss_and_norm_do_not_depend_on_the_number_of_shards(verified):
+def test_loss_and_norm_do_not_depend_on_the_number_of_slices(verified):
     by_case = {name: losses(verified[name, ""][1]) for name in ROUNDED}
     assert all(len(steps) == 2 for steps in by_case.values())
     assert len({str(steps) for steps in by_case.values()}) == 1, by_case
@@ -141,7 +145,7 @@ import sys
 import models_for_tests, mpirun, torch
 from mpirun.model.build_stage import build_stage
 from torch.utils.data import TensorDataset
-model = models_for_tests.shards_of_a_dag(4)
+model = models_for_tests.slices_of_a_dag(4)
 x, y = torch.randn(18, 16, generator=torch.Generator().manual_seed(0)), torch.ones(18, 12)
 with mpirun.Engine(sys.argv[1], model, timeout=60) as run:
     loader = run.loader(TensorDataset(x, y), microbatch_size=2)
@@ -154,8 +158,8 @@ if run.rank == 0:
 """
 
 
-def test_an_engine_evaluates_what_shards_compute(scripts, schedules):
-    """Shards share parameters, for which a forward-only list needs no ties."""
+def test_an_engine_evaluates_what_slices_compute(scripts, schedules):
+    """Slices share parameters, for which a forward-only list needs no ties."""
     (done,) = scripts(4, [[EVALUATED, schedules["a DAG with dropout"]]])
     assert done.code == 0, done.err
 
@@ -170,8 +174,8 @@ def pair_of_layers(inside, schedules, text, tmp_path_factory):
     return torch.load(record)
 
 
-def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
-    """Sequential(Linear(16, 48), ReLU, Linear(48, 12)) and its shards on 4 ranks, mean of 10 microbatches."""
+def test_every_slice_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
+    """Sequential(Linear(16, 48), ReLU, Linear(48, 12)) and its slices on 4 ranks, mean of 10 microbatches."""
     model = pair(2)
     plain = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 12))
     plain.load_state_dict(
@@ -197,12 +201,12 @@ def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
     assert (1, "down.bias") not in gradients
 
 
-def test_a_checkpoint_goes_on_under_another_number_of_shards(several, compiled, text, tmp_path):
-    """4 shards, then 2, then none; and back."""
+def test_a_checkpoint_goes_on_under_another_number_of_slices(several, compiled, text, tmp_path):
+    """4 slices, then 2, then none; and back."""
     none = compiled("1f1b", stages=4, microbatches=2, graph={"stages": 4})
     four, two = (
         compiled(scheme, microbatches=2, **sizes)
-        for scheme, sizes, _ in (CASES["4 shards"], CASES["2 shards and 2 pipeline stages"])
+        for scheme, sizes, _ in (CASES["4 slices"], CASES["2 slices and 2 pipeline stages"])
     )
     common = ["--model", BLOCK, "--text", text, "--clip", 1]
     runs = [[four, *common, "--steps", 5]]
@@ -228,17 +232,17 @@ def test_what_is_cut_and_not_trained_goes_on_too(several, compiled, text, tmp_pa
 
 
 MISTAKES = {
-    "mpirun.examples.gpt:tiny": (8, "the schedule has shards, but no stage of the model can have any"),
-    GPT: (8, "the model is whole in stages 0,7, the schedule in 7: compile it with --graph FILE"),
-    "models_for_tests:drops_in_shards": (2, "stage 0 of the model has shards, but draws random numbers"),
-    "models_for_tests:splits_the_last": (2, "shards stage 1, but only stages before the last can have shards"),
+    "mpirun.examples.gpt:tiny": (8, "compiled with --tensor 2, but no stage of this model defines slices: give Model(sliced=...)"),
+    GPT: (8, "the model is replicated in stages 0,7, the schedule in 7: compile it with --graph FILE"),
+    "models_for_tests:drops_in_slices": (2, "stage 0 of the model has slices, but draws random numbers"),
+    "models_for_tests:splits_the_last": (2, "slices stage 1, but only stages before the last can have slices"),
     "models_for_tests:splits_a_module": (
         2,
-        "stage 0 of the model has shards: give a function that builds it, not a module",
+        "stage 0 of the model has slices: give a function that builds it, not a module",
     ),
-    "models_for_tests:splits_unevenly": (2, "17 inputs of a linear layer do not divide into 4 shards"),
-    "models_for_tests:splits_what_is_tied": (2, "stage 0 of the model has shards, but shares parameters with others"),
-    "models_for_tests:splits_for_a_minibatch_loss": (2, "is of the whole minibatch, and the schedule has shards of"),
+    "models_for_tests:splits_unevenly": (2, "17 inputs of a linear layer do not divide into 4 slices"),
+    "models_for_tests:splits_what_is_tied": (2, "stage 0 of the model has slices, but shares parameters with others"),
+    "models_for_tests:splits_for_a_minibatch_loss": (2, "is of the whole minibatch, and the schedule has slices of"),
 }
 
 
@@ -279,67 +283,67 @@ def test_an_optimizer_is_told_of_shares_and_refused_where_it_steps_these_otherwi
 # Without ranks
 
 
-@pytest.mark.parametrize("cut", [ShardedDim(0), ShardedDim(1), ShardedDim(0, 3), ShardedDim(1, 2)])
+@pytest.mark.parametrize("cut", [SlicedDim(0), SlicedDim(1), SlicedDim(0, 3), SlicedDim(1, 2)])
 def test_the_parts_of_a_parameter_make_it_up(cut):
     parameter = torch.randn(12, 8)
     for count in (1, 2, 4):
-        parts = [cut.share(parameter, Shard(t, count)) for t in range(count)]
+        parts = [cut.share(parameter, Slice(t, count)) for t in range(count)]
         assert torch.equal(cut.join(parts), parameter) and all(part.is_contiguous() for part in parts)
-        assert all(cut.full_shape(part.shape, Shard(0, count)) == parameter.shape for part in parts)
+        assert all(cut.full_shape(part.shape, Slice(0, count)) == parameter.shape for part in parts)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda shard=UNSHARDED: HeadParallelAttention(16, 4, shard),
+        lambda slice=UNSLICED: HeadParallelAttention(16, 4, slice),
         Shifted,
-        lambda shard=UNSHARDED: nn.Sequential(
-            ColumnParallelLinear(16, 32, shard, False), RowParallelLinear(32, 16, shard)
+        lambda slice=UNSLICED: nn.Sequential(
+            ColumnParallelLinear(16, 32, slice, False), RowParallelLinear(32, 16, slice)
         ),
     ],
 )
 @pytest.mark.parametrize("count", [2, 4])
-def test_shards_of_a_layer_add_up_to_it(make, count):
-    from mpirun.engine.expand_shards import build_shard
+def test_slices_of_a_layer_add_up_to_it(make, count):
+    from mpirun.engine.expand_slices import build_slice
 
-    def built(shard=UNSHARDED):
+    def built(slice=UNSLICED):
         torch.manual_seed(7)
-        return make(shard=shard)
+        return make(slice=slice)
 
     x = torch.randn(2, 3, 16, requires_grad=True)
     layer = built()
     y = layer(x)
     y.square().sum().backward()
     (dx, x.grad), parameters = (x.grad, None), dict(layer.named_parameters())
-    shards = [build_shard(built, Shard(t, count)) for t in range(count)]
-    total = sum(shard(x) for shard in shards)
+    slices = [build_slice(built, Slice(t, count)) for t in range(count)]
+    total = sum(slice(x) for slice in slices)
     torch.testing.assert_close(total, y)
     total.square().sum().backward()
     torch.testing.assert_close(x.grad, dx)
-    for t, shard in enumerate(shards):
-        dims = sharded_dims(shard)
-        for name, parameter in shard.named_parameters():
+    for t, slice in enumerate(slices):
+        dims = sliced_dims(slice)
+        for name, parameter in slice.named_parameters():
             if name in dims:
-                torch.testing.assert_close(parameter.grad, dims[name].share(parameters[name].grad, Shard(t, count)))
-    for name in parameters.keys() - sharded_dims(layer).keys():  # shared, or shard 0's
-        by_shard = [dict(shard.named_parameters()) for shard in shards]
-        torch.testing.assert_close(sum(have[name].grad for have in by_shard if name in have), parameters[name].grad)
+                torch.testing.assert_close(parameter.grad, dims[name].share(parameters[name].grad, Slice(t, count)))
+    for name in parameters.keys() - sliced_dims(layer).keys():  # shared, or slice 0's
+        by_slice = [dict(slice.named_parameters()) for slice in slices]
+        torch.testing.assert_close(sum(have[name].grad for have in by_slice if name in have), parameters[name].grad)
 
 
-def test_weights_do_not_depend_on_the_number_of_shards():
+def test_weights_do_not_depend_on_the_number_of_slices():
     model = pair(2)
-    unsharded = build_stage(model, 0, 5)
+    unsliced = build_stage(model, 0, 5)
     parts = [build_stage(expand_model(model, 4), t, 5) for t in range(4)]
-    assert torch.equal(torch.cat([part.up.weight for part in parts]), unsharded.up.weight)
-    assert torch.equal(torch.cat([part.down.weight for part in parts], dim=1), unsharded.down.weight)
+    assert torch.equal(torch.cat([part.up.weight for part in parts]), unsliced.up.weight)
+    assert torch.equal(torch.cat([part.down.weight for part in parts], dim=1), unsliced.down.weight)
 
 
-def test_only_what_all_shards_have_is_shared():
-    from models_for_tests import shards_of_a_dag
+def test_only_what_all_slices_have_is_shared():
+    from models_for_tests import slices_of_a_dag
 
-    assert expand_model(shards_of_a_dag(4), 2).tied == [[(2, "shift"), (3, "shift")], [(4, "shift"), (5, "shift")]]
+    assert expand_model(slices_of_a_dag(4), 2).tied == [[(2, "shift"), (3, "shift")], [(4, "shift"), (5, "shift")]]
 
 
 def test_what_does_not_divide_is_refused():
-    with pytest.raises(UsageError, match="10 heads do not divide into 4 shards"):
-        HeadParallelAttention(20, 10, Shard(0, 4))
+    with pytest.raises(UsageError, match="10 heads do not divide into 4 slices"):
+        HeadParallelAttention(20, 10, Slice(0, 4))

@@ -1,4 +1,4 @@
-"""Owners of a stage's weight shards train it as one owner does, hold no more than their parts, and save it whole."""
+"""Owners of a stage's weight shards train it as one owner does, hold no more than their shards, and save it whole."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.recipe import ELEMENTWISE, NamedParameter, Recipe
 from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import part_slices, pieces
+from mpirun.engine.weight_shards import pieces, shard_spans
 from mpirun.model.contract import Model
-from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, Shard, sharded_dims
+from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, Slice, sliced_dims
 from mpirun.model.stage_shape import StageShape, flat_layout
 from schedgen.util.errors import UsageError
 
-# Parts of stage 0 alternate between two workers, all parts of stage 1 are on one worker, those of the rest anywhere.
+# Shards of stage 0 alternate between two workers, all shards of stage 1 are on one worker, those of the rest anywhere.
 BY_HAND = """
     import numpy as np
 
@@ -35,7 +35,7 @@ GPT, MLP, SKEWED = "models_for_graphs:gpt_of_four", "models_for_graphs:mlp_of_fo
 # Scheme, options, model, options of mpirun. test_parameter_types.py has others, and test_schemes.py fsdp-sharded.
 CASES = {
     "owners that compute nothing of it": ("gpipe", {"stages": 4, "shards": 3}, GPT, []),
-    "empty parts": ("fsdp", {"stages": 4, "shards": 40}, SKEWED, []),
+    "empty shards": ("fsdp", {"stages": 4, "shards": 40}, SKEWED, []),
     "some stages": ("fsdp", {"stages": 4, "shards": "4,1,2,1", "recompute": "all", "microbatches": 8}, SKEWED, []),
     "a w of k": (BY_HAND + DEPTH_FIRST, {"stages": 4, "shards": 4}, MLP, []),
     "two passes": (
@@ -140,9 +140,9 @@ def test_a_canonical_norm_has_the_same_bits_however_it_is_cut(dtype):
     (norm,) = tensor_norms([values], canonical=True)
     assert norm == pytest.approx(float(torch.linalg.vector_norm(values.to(torch.complex128))), rel=1e-12)
     layout, size = flat_layout([values])
-    for parts in (2, 3, 7, 60):
+    for shards in (2, 3, 7, 60):
         sums = []
-        for span in part_slices(size, range(parts)).values():
+        for span in shard_spans(size, range(shards)).values():
             for piece in pieces(layout, span):
                 sums += subtrees(line_sums(piece.of_parameter(values)), piece.begin * dtype.itemsize // 64)
         assert tree_sum(sums) ** 0.5 == norm
@@ -157,18 +157,18 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
-DIVIDED = pytest.mark.parametrize("divided", ["into parts", "into tensor shards", "not"])
+DIVIDED = pytest.mark.parametrize("divided", ["into shards", "into tensor slices", "not"])
 
 
 def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer], elementwise: bool = False) -> Optimizer:
-    """The optimizer of a linear layer whose weight has an attribute; the rank owns parts of it, a shard, or all."""
-    shard = Shard(0, 2) if divided == "into tensor shards" else UNSHARDED
+    """The optimizer of a linear layer whose weight has an attribute; the rank owns shards of it, a shard, or all."""
+    shard = Slice(0, 2) if divided == "into tensor slices" else UNSLICED
     module = ColumnParallelLinear(4, 8, shard)
     module.weight.kind = "matrix"
     model = Model([module], mse_loss, sharded=[0], tensor_parallel=shard.count)
-    shape = StageShape((), ("weight", "bias"), sharded_dims=sharded_dims(module))
-    parts = {"parts": (0, 1, 2), "owned_parts": (0, 1)} if divided == "into parts" else {"owned_parts": (-1,)}
-    stage = LocalStage(module, 0, shape, Device(), **parts)
+    shape = StageShape((), ("weight", "bias"), sliced_dims=sliced_dims(module))
+    shards = {"shards": (0, 1, 2), "owned_shards": (0, 1)} if divided == "into shards" else {"owned_shards": (-1,)}
+    stage = LocalStage(module, 0, shape, Device(), **shards)
     return Optimizer(Recipe(factory, elementwise=elementwise), model, {0: stage})
 
 
@@ -221,7 +221,7 @@ def test_pieces_have_the_options_of_the_whole(divided):
 
     assert optimizer_of(divided, grouped(lambda x: x.shape)).by_unit
     refused = pytest.raises(UsageError, match="have other options for pieces of parameters, as of stage0")
-    with refused if divided == "into parts" else contextlib.nullcontext():
+    with refused if divided == "into shards" else contextlib.nullcontext():
         optimizer_of(divided, grouped(lambda x: x.parameter.shape))
 
 

@@ -170,9 +170,9 @@ def test_more_stages_than_layers_is_one_clear_error(name):
         ("length", "many", "length should be a number of bytes, not 'many'"),
         ("length", 0, "length should be a number of bytes, not 0"),
         ("loss_of", "step", "loss_of should be microbatch or minibatch, not 'step'"),
-        ("sharded", 0, "sharded should be a list, not int"),
-        ("sharded", ["x"], "the model shards stage 'x', but only stages before the last can have shards"),
-        ("sharded", [1], "the model shards stage 1, but only stages before the last can have shards"),
+        ("sliced", 0, "sliced should be a list, not int"),
+        ("sliced", ["x"], "the model slices stage 'x', but only stages before the last can have slices"),
+        ("sliced", [1], "the model slices stage 1, but only stages before the last can have slices"),
         ("tied", "ab", "tied should be a list, not str"),
         ("tied", [[]], "a tie is empty: it should list pairs (stage, name)"),
         ("tied", [[(0, 1)]], "a tie is of pairs (stage, name), not (0, 1)"),
@@ -201,15 +201,15 @@ def test_numbers_of_numpy_and_lists_are_as_good(monkeypatch):
     module = types.ModuleType("mine")
     fields = {
         "length": np.int64(20),
-        "sharded": {np.int64(0)},
+        "sliced": {np.int64(0)},
         "tied": [[[np.int64(0), "a"], (1, "b")]],
         "tensor_parallel": 5,
     }
     module.model = lambda stages: mlp.tiny(stages)._replace(**fields)
     monkeypatch.setitem(sys.modules, "mine", module)
     model = load_model("mine:model", 2, 0)
-    assert (model.length, model.sharded, model.tied, model.tensor_parallel) == (20, [0], [[(0, "a"), (1, "b")]], 1)
-    assert type(model.length) is type(model.sharded[0]) is type(model.tied[0][0][0]) is int
+    assert (model.length, model.sliced, model.tied, model.tensor_parallel) == (20, [0], [[(0, "a"), (1, "b")]], 1)
+    assert type(model.length) is type(model.sliced[0]) is type(model.tied[0][0][0]) is int
 
 
 @pytest.mark.parametrize(

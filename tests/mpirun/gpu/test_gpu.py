@@ -211,7 +211,7 @@ def test_transformers_are_replayed(inside, traces, more):
     assert launched.weights == replayed.weights
 
 
-# Beyond the golden schedules: random draws with split backwards, several consumers and outputs, shards, views.
+# Beyond the golden schedules: random draws with split backwards, several consumers and outputs, slices, views.
 FAN = {"stages": 4, "edges": [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]}
 OTHERS = {
     "dropping": ("zb-h1", {"stages": 4}),

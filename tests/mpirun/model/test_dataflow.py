@@ -120,7 +120,9 @@ def test_graph_writes_what_compile_reads(several, text, tmp_path, model):
     ((code, _),) = several(1, [["graph", "--model", f"models_for_tests:{model}", "--stages", 4, "-o", file]])
     graph = model_graph(getattr(models_for_tests, model)(4).reads)
     assert code == 0
-    assert json.loads(file.read_text()).keys() == {"stages", "edges"} | ({"apart"} if graph.per_consumer else set())
+    assert json.loads(file.read_text()).keys() == {"stages", "edges"} | (
+        {"per_consumer"} if graph.per_consumer else set()
+    )
     assert read_graph(file.read_text(), "file") == graph
 
 
@@ -131,7 +133,9 @@ def test_graph_says_which_stages_are_tensor_parallel_and_tied(several, tmp_path)
     assert [code for code, _ in several(1, runs)] == [0, 0]
     for model, key in models.items():
         values = json.loads(files[model].read_text())
-        assert values.keys() == {"stages", "edges", key} and values[key] == {"whole": [0, 7], "tied": [[0, 7]]}[key]
+        assert (
+            values.keys() == {"stages", "edges", key} and values[key] == {"replicated": [0, 7], "tied": [[0, 7]]}[key]
+        )
 
 
 # Minibatches

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from mpirun import Model, MpirunWarning, split, split_sequential
 from mpirun.checkpoint.pretrained import Pretrained
-from mpirun.engine.expand_shards import expand_model
+from mpirun.engine.expand_slices import expand_model
 from mpirun.model.build_stage import build_stage, fake_mode, stage_without_values
 from mpirun.model.check_weights import check_weights
 from mpirun.model.module_tensors import own_tensors, tensor_aliases
-from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard
+from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, RowParallelLinear, Slice
 from schedgen.util.errors import UsageError
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH)
@@ -329,22 +329,22 @@ def test_types_are_the_model_s_and_buffers_are_copied() -> None:
 
 
 class Halves(nn.Module):
-    def __init__(self, shard: Shard = UNSHARDED) -> None:
+    def __init__(self, slice: Slice = UNSLICED) -> None:
         super().__init__()
-        self.up, self.down = ColumnParallelLinear(4, 8, shard), RowParallelLinear(8, 4, shard)
+        self.up, self.down = ColumnParallelLinear(4, 8, slice), RowParallelLinear(8, 4, slice)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x))
 
 
-def test_a_shard_takes_its_share() -> None:
+def test_a_slice_takes_its_share() -> None:
     torch.manual_seed(0)
     full = Halves()
     weights = Recorded({f"mlp.{name}": value for name, value in full.state_dict().items()})
-    model = Model([{"mlp": Halves}, {"last": nn.Identity}], nn.functional.mse_loss, sharded=[0], weights=weights)
-    shards = [build_stage(expand_model(model, 2), t, 0) for t in range(2)]
+    model = Model([{"mlp": Halves}, {"last": nn.Identity}], nn.functional.mse_loss, sliced=[0], weights=weights)
+    slices = [build_stage(expand_model(model, 2), t, 0) for t in range(2)]
     x = torch.randn(3, 4)
-    torch.testing.assert_close(shards[0](x) + shards[1](x), full(x))
+    torch.testing.assert_close(slices[0](x) + slices[1](x), full(x))
 
 
 def test_nothing_is_initialised_for_shapes() -> None:

@@ -120,7 +120,7 @@ def test_two_ranks_that_wait_for_each_other_are_refused_by_rule_4(data):
     table = program.rows
     found = []
     for row in having(program, Op.RECV)[table.kind[having(program, Op.RECV)] == Kind.G]:
-        rank, peer, mb = table.rank[row], table.peer[row], table.mb[row]
+        rank, peer, mb = table.rank[row], table.operand[row], table.mb[row]
         mine = np.arange(program.bounds[rank], program.bounds[rank + 1])
         theirs = np.arange(program.bounds[peer], program.bounds[peer + 1])
         use = mine[(table.op[mine] == Op.BWD) & (table.mb[mine] == mb)][0]
@@ -170,7 +170,7 @@ def test_what_is_accepted_runs(cases, runs_if_accepted, data):
     rows, length = program.rows, len(program)
     for _ in range(data.draw(st.integers(1, 3))):
         i = data.draw(st.integers(0, length - 1))
-        column = data.draw(st.sampled_from(["order", "next", "rank", "stage", "mb", "peer"]))
+        column = data.draw(st.sampled_from(["order", "next", "rank", "stage", "mb", "operand"]))
         if column in ("order", "next"):
             j = min(i + 1, length - 1) if column == "next" else data.draw(st.integers(0, length - 1))
             order = np.arange(length)
@@ -180,7 +180,7 @@ def test_what_is_accepted_runs(cases, runs_if_accepted, data):
             continue
         values = getattr(rows, column).copy()
         limits = {"rank": program.header.workers, "stage": program.header.stages, "mb": program.header.microbatches}
-        if values[i] >= 0 and not (column == "peer" and rows.op[i] in (Op.ALLREDUCE, Op.NORM)):  # groups stay
+        if values[i] >= 0 and not (column == "operand" and rows.op[i] in (Op.ALLREDUCE, Op.NORM)):  # groups stay
             limit = limits.get(column, program.header.workers)
             if column == "stage" and rows.kind[i] == Kind.T:
                 limit = len(program.header.tied)

@@ -93,8 +93,8 @@ def test_a_stage_that_many_read_takes_linear_time(monkeypatch):
         )
         program = compile(scheme, Sizes(consumers + 1, 1, 1))
         named = np.flatnonzero((program.rows.kind == Kind.G) & (program.rows.stage == 0))
-        place = int(named[program.rows.via[named] == consumers][0])
-        sends = rows(Op.SEND, np.zeros(500, int), kind=Kind.G, stage=0, mb=0, via=consumers, peer=0)
+        place = int(named[program.rows.piece[named] == consumers][0])
+        sends = rows(Op.SEND, np.zeros(500, int), kind=Kind.G, stage=0, mb=0, piece=consumers, operand=0)
         parts = [program.rows.take(slice(place)), sends, program.rows.take(slice(place, None))]
         damaged = Program(program.header, concatenate(parts))
 
@@ -162,7 +162,7 @@ def test_a_long_circle_is_one_short_sentence():
     sends, receives = 2 * np.arange(ranks), 2 * np.arange(ranks) + 1
     op = np.where(np.arange(2 * ranks) % 2, Op.RECV, Op.SEND)
     peer = np.where(op == Op.SEND, rank + 1, rank - 1) % ranks
-    program = Program(header, rows(op, rank, kind=Kind.X, stage=0, mb=0, peer=peer))
+    program = Program(header, rows(op, rank, kind=Kind.X, stage=0, mb=0, operand=peer))
     receiver = np.full(2 * ranks, -1, np.int32)
     receiver[sends] = np.roll(receives, -1)
     none = np.zeros(0, np.int64)
@@ -204,7 +204,7 @@ class Endless(io.RawIOBase):
 def test_a_header_without_end_is_refused(monkeypatch):
     monkeypatch.setattr(schedgen.ir.file, "MOST_HEADER", 2**20)
     with pytest.raises(RefusedFile, match="the header is too long"):
-        read(io.BufferedReader(Endless(b'{"schedgen": 1,\n', b"\n")), "f")
+        read(io.BufferedReader(Endless(b'{"schedgen": 2,\n', b"\n")), "f")
 
 
 def test_a_list_without_end_is_refused(monkeypatch):

@@ -37,7 +37,7 @@ def assert_forwards_of(training, program, runs_as_proved):
     old, new = training.header, program.header
     assert new.directions == ("F",)
     assert (new.compute[0] == old.compute[0]).all()
-    assert (new.owners, new.part_owners, new.graph) == (old.owners, old.part_owners, old.graph)
+    assert (new.owners, new.shard_owners, new.graph) == (old.owners, old.shard_owners, old.graph)
     assert new.tensor_parallel == old.tensor_parallel
     again, fault = read(io.BytesIO(written(program)), "again")
     assert fault is None
@@ -205,7 +205,7 @@ def test_sums_of_training_are_refused(op, judge, run):
     assert "this instruction trains, but the file is a list of forwards (rule 1: " in result.err
 
 
-def test_a_message_too_few_for_shards_is_refused():
+def test_a_message_too_few_for_slices_is_refused():
     sizes = Sizes(2, 2, 2)
     program = compile(load("1f1b", sizes, 2), sizes._replace(workers=4), Options(tensor=2, forward=True))
     assert len(program.exchanges()) == 4

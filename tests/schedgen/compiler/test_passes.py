@@ -68,7 +68,7 @@ def test_only_what_w_separates_travels_and_only_once(cases, data):
     program = case.compile()
     rows = program.rows
     sends = [i for i in range(len(program)) if rows.op[i] == Op.SEND]
-    sent = Counter((int(rows.kind[i]), int(rows.rank[i]), int(rows.peer[i])) for i in sends)
+    sent = Counter((int(rows.kind[i]), int(rows.rank[i]), int(rows.to[i])) for i in sends)
     assert {key: count for key, count in sent.items() if key[0] in (Kind.X, Kind.G)} == dict(expected)
     # A worker returns the gradient of a foreign stage once, after its last backward of it.
     foreign = {
@@ -169,11 +169,13 @@ def test_send_and_receive_stand_side_by_side_in_the_global_order(cases, data):
     posted = set()
     for row in range(len(program)):
         rank, i = int(program.rows.rank[row]), program.instruction(row)
-        message = (i.kind, i.stage, i.mb, i.via)
+        message = (i.kind, i.stage, i.mb, i.piece)
         if i.op == Op.SEND:
             later = program.instruction(row + 1)
-            assert later.op in (Op.RECV, Op.FETCH_W) and later.peer == rank and program.rows.rank[row + 1] == i.peer
-            assert message == (later.kind, later.stage, later.mb, later.via)
+            assert (
+                later.op in (Op.RECV, Op.FETCH_W) and later.source == rank and program.rows.rank[row + 1] == i.to
+            )
+            assert message == (later.kind, later.stage, later.mb, later.piece)
             posted.add(row + 1)
         elif i.op in (Op.RECV, Op.FETCH_W):
             assert row in posted

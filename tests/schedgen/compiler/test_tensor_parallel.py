@@ -1,4 +1,4 @@
-"""Shards of stages and substages: what is compiled, what `check` refuses, what an exchange costs."""
+"""Slices of stages and substages: what is compiled, what `check` refuses, what an exchange costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import assume, given, settings
 
 from schedgen.checker import RULES, check
-from schedgen.checker.tensor_shards import drifting
+from schedgen.checker.tensor_slices import drifting
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
@@ -48,7 +48,7 @@ def jobs(program, rank):
 # What is compiled
 
 
-def test_a_shard_is_a_stage_of_its_own_and_exchanges_what_it_gives():
+def test_a_slice_is_a_stage_of_its_own_and_exchanges_what_it_gives():
     program = compiled(stages=2, microbatches=1, prefetch=0)
     header = program.header
     assert (header.workers, header.stages, header.tensor_parallel.degree, header.tensor_parallel.replicated) == (
@@ -58,7 +58,7 @@ def test_a_shard_is_a_stage_of_its_own_and_exchanges_what_it_gives():
         (1,),
     )
     assert header.graph.edges == ((0, 2), (1, 3)) and header.owners == ((0,), (1,), (2,), (3,))
-    assert header.tied == ((0, 1),)  # shards share what is not cut; a replicated stage's are copies
+    assert header.tied == ((0, 1),)  # slices share what is not cut; a replicated stage's are copies
     assert header.groups == ((0, 1, 2, 3), (0, 1))
     assert listed(program, 1) == [
         '{"op": "FWD", "stage": 1, "mb": 0}',
@@ -82,18 +82,18 @@ def test_gradients_of_a_split_stage_are_exchanged_before_they_leave():
     assert place < exchange < part.index('{"op": "SEND", "buf": "g.0.0", "to": 0}')
 
 
-def test_nothing_is_exchanged_where_all_stages_are_whole():
+def test_nothing_is_exchanged_where_all_stages_are_replicated():
     program = compiled(stages=3, replicated_stages=(0, 1))
     assert not len(program.exchanges()) and not program.header.tied
     check(program)
 
 
-def test_shards_and_parts_of_one_are_what_was_compiled_without():
+def test_slices_and_shards_of_one_are_what_was_compiled_without():
     plain = compile(load("1f1b", Sizes(4, 4)), Sizes(4, 4))
     assert [listed(plain, r) for r in range(4)] == [listed(compiled("1f1b", 4, 4, 1, substages=1), r) for r in range(4)]
 
 
-def test_parts_of_a_stage_run_one_behind_the_other():
+def test_substages_run_one_behind_the_other():
     program = compiled("1f1b", 2, 3, tensor=1, substages=3)
     assert program.header.graph.edges == tuple((s, s + 1) for s in range(5)) and program.header.workers == 2
     undivided = compiled("1f1b", 2, 3, tensor=1)
@@ -107,7 +107,7 @@ def test_parts_of_a_stage_run_one_behind_the_other():
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_has_parts_and_shards(name):
+def test_every_scheme_has_substages_and_slices(name):
     if name in ("pipedream", "pipedream-2bw"):
         return  # its weights have versions
     options = {"groups": 2} if name in ("lpp", "fslpp") else {"replicas": (1, 1)} if name == "1f1b-rr" else {}
@@ -119,14 +119,14 @@ def test_every_scheme_has_parts_and_shards(name):
     check(program)
 
 
-def test_a_scheme_of_one_s_own_may_place_shards_itself(run, tmp_path):
+def test_a_scheme_of_one_s_own_may_place_slices_itself(run, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def w(s, b, d, t):\n    return 3 - 2 * s - t, 3 - 2 * s - t\n\n\ndef n(s, b, d):\n    return b\n")
     command = ("compile", path, "--stages", 2, "--microbatches", 2, "--tensor", 2, "-o", tmp_path / "out.json")
     assert run(*command) == (0, "", "")
     header = json.loads((tmp_path / "out.json").read_text())
-    assert header["owners"] == [[3], [2], [1], [0]] and header["tensor"] == {"degree": 2, "whole": [1]}
-    # Without t, w is for the 4 / 2 workers of one shard.
+    assert header["owners"] == [[3], [2], [1], [0]] and header["tensor"] == {"degree": 2, "replicated": [1]}
+    # Without t, w is for the 4 / 2 workers of one slice.
     path.write_text(
         "def w(s, b, d, *, workers):\n    return s % workers, s % workers\n\n\ndef n(s, b, d):\n    return b\n"
     )
@@ -136,7 +136,7 @@ def test_a_scheme_of_one_s_own_may_place_shards_itself(run, tmp_path):
 
 @pytest.mark.parametrize("integer", ["int8", "uint8"])
 def test_workers_may_be_small_integers(run, tmp_path, integer):
-    """The numbers of the shards' workers are no longer as small."""
+    """The numbers of the slices' workers are no longer as small."""
     path = tmp_path / "mine.py"
     path.write_text(
         f"import numpy as np\nW = np.arange(100, dtype=np.{integer})\n"
@@ -151,7 +151,7 @@ def test_workers_may_be_small_integers(run, tmp_path, integer):
     ("options", "words"),
     [
         (("--workers", 3), "--tensor 2: 3 workers are no multiple of it"),
-        (("--updates", "stash"), "--updates stash: weights that have versions have no shards: leave --tensor out"),
+        (("--updates", "stash"), "--updates stash: weights that have versions have no slices: leave --tensor out"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(run, refused, graph_file, options, words):
@@ -165,7 +165,7 @@ def test_options_that_do_not_go_together_are_refused(run, refused, graph_file, o
         ({"replicated_stages": (7,)}, "replicated_stages 7: there is no such stage in 0..3"),
         (
             {"tensor": 1, "replicated_stages": (0,)},
-            "replicated_stages are those that all shards compute alike: give tensor, too",
+            "replicated_stages are those that all slices compute alike: give tensor, too",
         ),
         ({"tied": [(0, 9)]}, "tied 0,9: a tie is two or more different stages in 0..3"),
     ],
@@ -176,9 +176,9 @@ def test_stages_that_the_model_does_not_have_are_refused(options, words):
     assert str(error.value) == words
 
 
-def test_two_shards_of_a_stage_are_on_two_workers():
-    scheme = Scheme("same", 2, lambda s, b, d, t: (0 * t, 0 * t), lambda s, b, d: b, "n", "greedy", by_shard=True)
-    with pytest.raises(UsageError, match=r"w puts two shards of F\(0, 0\) on worker 0: the 2 shards"):
+def test_two_slices_of_a_stage_are_on_two_workers():
+    scheme = Scheme("same", 2, lambda s, b, d, t: (0 * t, 0 * t), lambda s, b, d: b, "n", "greedy", by_slice=True)
+    with pytest.raises(UsageError, match=r"w puts two slices of F\(0, 0\) on worker 0: the 2 slices"):
         compile(scheme, Sizes(2, 2, 2), Options(tensor=2))
 
 
@@ -195,14 +195,16 @@ def n(s, b, d, *, stages):
 """
 
 
-def test_shards_of_a_whole_stage_that_would_drift_apart_are_refused(run, refused, graph_file, tmp_path):
-    """Shard 0 adds up (0 + 2) + (1 + 3), shard 1 (0 + 1) + (2 + 3): no order makes their bits the same."""
+def test_slices_of_a_replicated_stage_that_would_drift_apart_are_refused(run, refused, graph_file, tmp_path):
+    """Slice 0 adds up (0 + 2) + (1 + 3), slice 1 (0 + 1) + (2 + 3): no order makes their bits the same."""
     path = tmp_path / "two.py"
     path.write_text(DRIFTING)
-    graph = ("--graph", graph_file(stages=8, whole=[0]))
+    graph = ("--graph", graph_file(stages=8, replicated=[0]))
     sizes = ("--stages", 1, "--microbatches", 4, "--workers", 4, "--tensor", 2)
     message = refused(run("compile", path, *graph, *sizes, "-o", "-"), 2)
-    assert message.startswith("schedgen: w: the copies of whole stage 0 would drift apart, for its shards 0 and 1 ")
+    assert message.startswith(
+        "schedgen: w: the copies of replicated stage 0 would drift apart, for its slices 0 and 1 "
+    )
     sizes = Sizes(1, 4, 4)
     options = Options(tensor=2, substages=8, replicated_stages=(0,))
     program = compile(load(str(path), sizes, 2), sizes, options)
@@ -218,16 +220,16 @@ def test_shards_of_a_whole_stage_that_would_drift_apart_are_refused(run, refused
         (Op.ADD, "fsdp", (2, 4, 2, 8), {"replicated_stages": (0,), "fan_out": 8}),
     ],
 )
-def test_another_order_on_one_shard_of_a_whole_stage_is_refused(op, name, sizes, more):
-    """The same change on all shards is right."""
+def test_another_order_on_one_slice_of_a_replicated_stage_is_refused(op, name, sizes, more):
+    """The same change on all slices is right."""
     program = compiled(name, *sizes, **more)
     check(program)
     order = np.arange(len(program))
-    for shard in (1, 0):
-        rows = np.flatnonzero((program.rows.op == op) & (program.rows.rank == shard) & (program.rows.stage == shard))
+    for slice in (1, 0):
+        rows = np.flatnonzero((program.rows.op == op) & (program.rows.rank == slice) & (program.rows.stage == slice))
         order[rows[:2]] = rows[:2][::-1]
         changed = Program(program.header, program.rows.take(order))
-        if shard == 0:
+        if slice == 0:
             check(changed)
             return
         with pytest.raises(RefusedFile, match=r"rank 1: dw.1 is not added up .* \(rule 11: "):
@@ -236,12 +238,12 @@ def test_another_order_on_one_shard_of_a_whole_stage_is_refused(op, name, sizes,
 
 @st.composite
 def programs(draw, cases):
-    """Any placement, owners, order and DAG, with shards and substages; w(s, b, d) or w(s, b, d, t) places shards."""
+    """Any placement, owners, order and DAG, with slices and substages; w(s, b, d) or w(s, b, d, t) places slices."""
     case = draw(cases)
     T, P = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     S = case.sizes.stages
     replicated = sorted(draw(st.sets(st.integers(0, S * P - 1)))) if T > 1 else []
-    if T > 1:  # what a split stage gives is one sum
+    if T > 1:  # what a sliced stage gives is one sum
         shared = tuple(s for s in case.per_consumer if s * P + P - 1 in replicated)
         case = case._replace(per_consumer=shared)
     if draw(st.booleans()):
@@ -259,7 +261,7 @@ def programs(draw, cases):
 
     scheme = Scheme(
         "random", T + 1, w, lambda s, b, d: case.n[d, s, b], "random", "greedy",
-        split=len(case.cost) == 3, edges=case.edges, per_consumer=case.per_consumer, by_shard=True,
+        split=len(case.cost) == 3, edges=case.edges, per_consumer=case.per_consumer, by_slice=True,
     )  # fmt: skip
     options = Options(cost=case.cost, prefetch=case.prefetch, tensor=T, substages=P, replicated_stages=replicated)
     program = compile(scheme, case.sizes, options)
@@ -293,7 +295,7 @@ def test_what_is_accepted_runs(cases, runs_if_accepted, data):
     assume(some)
     for _ in range(data.draw(st.integers(1, 2))):
         i = data.draw(st.sampled_from(some))
-        how = data.draw(st.sampled_from(("less", "twice", "near", "far", "stage", "mb", "via", "peer")))
+        how = data.draw(st.sampled_from(("less", "twice", "near", "far", "stage", "mb", "piece", "operand")))
         if how in ("less", "twice"):
             order = np.insert(np.arange(length), i, i) if how == "twice" else np.delete(np.arange(length), i)
             with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule (10|[1-7]): "):
@@ -312,8 +314,8 @@ def test_what_is_accepted_runs(cases, runs_if_accepted, data):
             limits = {
                 "stage": header.stages,
                 "mb": header.microbatches,
-                "via": header.stages,
-                "peer": len(header.groups),
+                "piece": header.stages,
+                "operand": len(header.groups),
             }
             values = getattr(rows, how).copy()
             if values[i] >= 0 and rows.op[i] == Op.ALLREDUCE and rows.kind[i] in (Kind.X, Kind.G):
@@ -323,21 +325,21 @@ def test_what_is_accepted_runs(cases, runs_if_accepted, data):
     runs_if_accepted(changed)
 
 
-def test_a_file_that_claims_other_shards_is_refused(run, refused, tmp_path):
+def test_a_file_that_claims_other_slices_is_refused(run, refused, tmp_path):
     path = tmp_path / "file.json"
     assert run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--tensor", 2, "-o", path).code == 0
     text = path.read_text()
     for value, words in (
-        ('{"degree": 3, "whole": [1]}', "tensor: degree must be at least 2 and divide the 4 stages"),
-        ('{"degree": 1, "whole": [1]}', "tensor: degree must be at least 2 and divide the 4 stages"),
-        ('{"degree": 4, "whole": [0]}', "edge (0, 0) does not go from a smaller to a larger stage"),
-        ('{"degree": 2, "whole": [0]}', "tensor: the last stage, which ends in the loss, must be whole"),
-        ('{"degree": 2, "whole": [1, 1]}', "tensor must be lists of different stages in 0..1, ascending"),
-        ('{"degree": 2, "whole": []}', "tensor must be lists of different stages in 0..1, ascending"),
-        ('{"degree": 2}', "tensor must have degree and whole"),
-        ("2", "tensor must have degree and whole"),
+        ('{"degree": 3, "replicated": [1]}', "tensor: degree must be at least 2 and divide the 4 stages"),
+        ('{"degree": 1, "replicated": [1]}', "tensor: degree must be at least 2 and divide the 4 stages"),
+        ('{"degree": 4, "replicated": [0]}', "edge (0, 0) does not go from a smaller to a larger stage"),
+        ('{"degree": 2, "replicated": [0]}', "tensor: the last stage, which ends in the loss, must be replicated"),
+        ('{"degree": 2, "replicated": [1, 1]}', "tensor must be lists of different stages in 0..1, ascending"),
+        ('{"degree": 2, "replicated": []}', "tensor must be lists of different stages in 0..1, ascending"),
+        ('{"degree": 2}', "tensor must have degree and replicated"),
+        ("2", "tensor must have degree and replicated"),
     ):
-        path.write_text(text.replace('{"degree": 2, "whole": [1]}', value))
+        path.write_text(text.replace('{"degree": 2, "replicated": [1]}', value))
         assert words in refused(run("check", path), 1)
     path.write_text(re.sub(r' "tensor": .*\n', "", text))
     assert run("check", path).code == 1
@@ -389,9 +391,9 @@ X, G, NONE = Kind.X, Kind.G, Kind.NONE
         (less(Op.ALLREDUCE, G, 0), 10, "ALLREDUCE of g.0.0 is missing"),
         (twice(Op.ALLREDUCE, X, 2), 10, "this is summed twice"),
         (twice(Op.ALLREDUCE, G, 0), 10, "this is summed twice"),
-        (behind(Op.ALLREDUCE, X, 2, Op.SEND, X, 2), 10, "x.2.0 is only a shard's part here"),
-        (behind(Op.ALLREDUCE, X, 0, Op.FWD, NONE, 2), 10, "x.0.0 is only a shard's part here"),
-        (behind(Op.ALLREDUCE, G, 0, Op.BWD, NONE, 0), 10, "g.0.0 is only a shard's part here"),
+        (behind(Op.ALLREDUCE, X, 2, Op.SEND, X, 2), 10, "x.2.0 is only a slice's part here"),
+        (behind(Op.ALLREDUCE, X, 0, Op.FWD, NONE, 2), 10, "x.0.0 is only a slice's part here"),
+        (behind(Op.ALLREDUCE, G, 0, Op.BWD, NONE, 0), 10, "g.0.0 is only a slice's part here"),
         (behind(Op.FWD, NONE, 2, Op.ALLREDUCE, X, 2), 2, "x.2.0 is not defined"),
     ],
 )
@@ -404,10 +406,10 @@ def test_an_exchange_that_is_missing_late_or_there_twice_is_refused(change, rule
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        ({"buf": "x.6.0"}, "the stage that computes this is not split"),
-        ({"buf": "g.4.0"}, "the stage that computes this is not split"),
+        ({"buf": "x.6.0"}, "the stage that computes this is not sliced"),
+        ({"buf": "g.4.0"}, "the stage that computes this is not sliced"),
         ({"buf": "x.4.0"}, "this rank does not compute it"),
-        ({"group": 0}, "this is not the group of the stage's shards"),
+        ({"group": 0}, "this is not the group of the stage's slices"),
     ],
 )
 def test_an_exchange_of_something_else_is_refused(run, refused, graph_file, judge, tmp_path, edit, words):
@@ -432,12 +434,12 @@ def test_an_exchange_of_something_else_is_refused(run, refused, graph_file, judg
     assert words in refused(judge(file)[0], 1)
 
 
-def test_a_file_without_shards_has_no_exchange(run, refused, judge, golden):
+def test_a_file_without_slices_has_no_exchange(run, refused, judge, golden):
     file = json.loads(golden["ddp"])
     part = file["programs"][0]
     at = next(k for k, i in enumerate(part) if i["op"] == "FWD")
     part.insert(at + 1, {"op": "ALLREDUCE", "buf": "x.0.0", "group": 0})
-    assert "stages have no tensor shards in this file (rule 10: " in refused(judge(file)[0], 1)
+    assert "stages have no tensor slices in this file (rule 10: " in refused(judge(file)[0], 1)
 
 
 # What it costs
@@ -472,17 +474,17 @@ def test_other_commands_know_exchanges(run, graph_file, tmp_path):
     numbers = json.loads(run("stats", path, "--json").out)
     assert numbers["exchanges"] == sum(worker["exchanges"] for worker in numbers["workers"]) // 2 == 10
     assert "exchanges" in run("stats", path).out and "sums 10" in run("simulate", path).out
-    assert "4 workers, 8 stages (4 in 2 shards each), 2 microbatches" in run("draw", path).out
+    assert "4 workers, 8 stages (4 in 2 slices each), 2 microbatches" in run("draw", path).out
     assert run("draw", path, "-o", tmp_path / "a.html").code == 0
     assert run("export", path, "--to", "chrome", "-o", tmp_path / "a.trace").code == 0
     assert run("export", path, "--to", "csv", "-o", "-").code == 2
     assert run("export", path, "--to", "chakra", "-o", tmp_path / "et").code == 0
     other = tmp_path / "other.json"
-    assert run("compile", "zb-h1", *sizes, "--graph", graph_file(stages=4, whole=[0]), "-o", other).code == 0
-    assert "whole: (3,) -> (0, 3)" in run("diff", path, other).out
+    assert run("compile", "zb-h1", *sizes, "--graph", graph_file(stages=4, replicated=[0]), "-o", other).code == 0
+    assert "tensor replicated: (3,) -> (0, 3)" in run("diff", path, other).out
 
 
-def test_statistics_of_shards():
+def test_statistics_of_slices():
     program = compiled(stages=2, substages=2, microbatches=2)
     numbers = stats(program)
     assert numbers["collectives"] == 10 + 3 + 1  # exchanges, ties, NORM
@@ -495,7 +497,7 @@ def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
     program = compile(scheme, sizes, Options(tensor=2, replicated_stages=[0]))
     run = simulate(program, program.header.cost, Machine(activation=1000, edge_activation=10))
     table = program.rows
-    sums = (table.op == Op.ALLREDUCE) & (table.kind == Kind.G) & (table.via >= 0)
+    sums = (table.op == Op.ALLREDUCE) & (table.kind == Kind.G) & (table.piece >= 0)
     assert sums.any() and (run.summed_bytes[sums] == 10).all()
 
 
@@ -505,9 +507,9 @@ def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
         (
             "def w(s, b, d, t): return t + 0 * s, t + 0 * s",
             ("--tensor", 2, "--shards", 2),
-            "--shards: w takes the tensor shard t",
+            "--shards: w takes the tensor slice t",
         ),
-        ("def w(s, b, d, t): return t + 0 * s, t + 0 * s", ("--shards", 2), "--shards: w takes the tensor shard t"),
+        ("def w(s, b, d, t): return t + 0 * s, t + 0 * s", ("--shards", 2), "--shards: w takes the tensor slice t"),
         (
             "def w(s, b, d): return 0 * s, 0 * s",
             ("--graph", 4, "--shards", "1,2,1,2"),
@@ -524,7 +526,7 @@ def test_options_that_do_not_go_together(run, refused, graph_file, tmp_path, sou
     assert sentence in refused(run("compile", tmp_path / "mine.py", *sizes, *options), 2)
 
 
-def test_an_argument_with_a_default_is_no_shard(run, tmp_path):
+def test_an_argument_with_a_default_is_no_slice(run, tmp_path):
     (tmp_path / "mine.py").write_text("def w(s, b, d, W=2): return s % W, s % W\ndef n(s, b, d): return b\n")
     file = json.loads(run("compile", tmp_path / "mine.py", "--stages", 4, "--microbatches", 2, "-o", "-").out)
     assert file["owners"] == [[0], [1], [0], [1]]
@@ -541,4 +543,4 @@ def test_a_hostile_profile_and_a_file_without_groups_are_refused_in_a_sentence(r
     file = json.loads((tmp_path / "a.json").read_text())
     programs = [[i for i in part if i["op"] not in ("ALLREDUCE", "NORM")] for part in file["programs"]]
     assert judge({**file, "groups": [], "programs": programs})[0].code == 1
-    assert "no shards of stages" in refused(run("export", tmp_path / "a.json", "--to", "csv", "-o", "-"), 2)
+    assert "no slices of stages" in refused(run("export", tmp_path / "a.json", "--to", "csv", "-o", "-"), 2)

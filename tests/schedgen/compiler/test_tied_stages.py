@@ -63,7 +63,7 @@ def test_first_and_last_stage_tied_in_every_scheme(scheme, execute):
     assert rows.rank[sums].tolist() == owners
     for row in sums.tolist():
         rank = int(rows.rank[row])
-        assert header.groups[rows.peer[row]] == tuple(owners)
+        assert header.groups[rows.group[row]] == tuple(owners)
         own = [stage for stage in (0, last) if rank in header.owners[stage]]
         norm = np.flatnonzero((rows.op == Op.NORM) & (rows.rank == rank))
         assert adds_to(program, rank, own).max() < row < norm[0]
@@ -80,7 +80,7 @@ def test_a_tie_adds_its_sum_and_changes_nothing_else(scheme):
 
     def lists(program):
         return [
-            [(*i[:-1], program.header.groups[i.group] if i.op in (Op.ALLREDUCE, Op.NORM) else i.peer) for i in part]
+            [(*i[:-1], program.header.groups[i.group] if i.op in (Op.ALLREDUCE, Op.NORM) else i.operand) for i in part]
             for part in map(program.instructions, range(program.header.workers))
         ]
 
@@ -141,14 +141,14 @@ def moved(program, row, to):
 def another_order(program, row, begin, end):
     """Whether the members of a collective's group disagree on its order if it moves past these rows."""
     passed = program.rows.take(slice(begin, end))
-    same = np.isin(passed.op, (Op.ALLREDUCE, Op.NORM)) & (passed.peer == program.rows.peer[row])
-    return same.any() and len(program.header.groups[program.rows.peer[row]]) > 1
+    same = np.isin(passed.op, (Op.ALLREDUCE, Op.NORM)) & (passed.group == program.rows.group[row])
+    return same.any() and len(program.header.groups[program.rows.group[row]]) > 1
 
 
 def with_group(program, rows, ranks):
-    peer = program.rows.peer.copy()
-    peer[rows] = program.header.groups.index(ranks)
-    return Program(program.header, program.rows._replace(peer=peer))
+    operand = program.rows.operand.copy()
+    operand[rows] = program.header.groups.index(ranks)
+    return Program(program.header, program.rows._replace(operand=operand))
 
 
 def test_a_tie_that_nobody_sums_up_is_refused():

@@ -21,7 +21,7 @@ from schedgen.ir.effects import Buffer
 from schedgen.ir.file import parse, read
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
-from schedgen.ir.weight_shards import part_offsets
+from schedgen.ir.weight_shards import shard_offsets
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
@@ -48,7 +48,7 @@ def compiled(name, sizes, **options):
 
 @st.composite
 def divided(draw, cases) -> Program:
-    """Any placement of jobs, and any owner of every part of every stage."""
+    """Any placement of jobs, and any owner of every shard of every stage."""
     case = draw(cases)
     S, workers = case.sizes.stages, case.sizes.workers
     counts = tuple(draw(st.lists(st.integers(1, 4), min_size=S, max_size=S)))
@@ -94,12 +94,12 @@ def test_an_instruction_less_or_twice_is_always_refused(cases, data):
 @given(data=st.data())
 @settings(max_examples=examples(60))
 def test_what_is_accepted_runs(cases, runs_if_accepted, data):
-    """With parts, ranks and places changed: if `check` accepts that, the program runs to a right end."""
+    """With shards, ranks and places changed: if `check` accepts that, the program runs to a right end."""
     program = data.draw(divided(cases))
     rows = program.rows
     for _ in range(data.draw(st.integers(1, 2))):
         i = data.draw(st.integers(0, len(program) - 1))
-        column = data.draw(st.sampled_from(["order", "via", "peer", "rank"]))
+        column = data.draw(st.sampled_from(["order", "piece", "operand", "rank"]))
         if column == "order":
             order = np.arange(len(program))
             j = min(i + 1, len(program) - 1)
@@ -109,8 +109,8 @@ def test_what_is_accepted_runs(cases, runs_if_accepted, data):
         assume(getattr(rows, column)[i] >= 0 and rows.op[i] != Op.NORM and rows.kind[i] not in (Kind.X, Kind.G))
         values = getattr(rows, column).copy()
         limit = program.header.workers
-        if column == "via":
-            limit = len(program.header.weight_shards.parts(int(rows.stage[i])))
+        if column == "piece":
+            limit = len(program.header.weight_shards.of(int(rows.stage[i])))
         values[i] = data.draw(st.integers(0, limit - 1))
         rows = rows._replace(**{column: values})
     changed = Program(program.header, rows).project()
@@ -143,13 +143,13 @@ def test_places_are_disjoint_and_minimal_and_the_peak_is_exact(cases, data):
 
 
 @given(st.integers(0, 10_000), st.integers(1, 70))
-def test_parts_are_equal_but_for_the_last_and_begin_at_lines(size, parts):
-    ends = part_offsets(size, parts)
+def test_parts_are_equal_but_for_the_last_and_begin_at_lines(size, shards):
+    ends = shard_offsets(size, shards)
     lengths = np.diff(ends)
-    assert (ends[0], ends[-1], len(ends)) == (0, size, parts + 1)
+    assert (ends[0], ends[-1], len(ends)) == (0, size, shards + 1)
     some = lengths[lengths > 0]
     assert (np.array(ends) % 64 == 0)[np.array(ends) < size].all()
-    assert not len(some) or ((some[:-1] == some[0]).all() and some[0] <= -(-size // parts) + 63)
+    assert not len(some) or ((some[:-1] == some[0]).all() and some[0] <= -(-size // shards) + 63)
 
 
 def test_two_uneven_stages_leave_every_worker_a_quarter():
@@ -161,7 +161,7 @@ def test_two_uneven_stages_leave_every_worker_a_quarter():
     assert memory.owned == pytest.approx([weight.sum()] * 4, rel=0.05)  # three copies and a gradient, a quarter each
     # Also the weights of both stages to compute with, a gradient or two, and what is received of these.
     assert (memory.slots <= 4 * weight.sum() + 2 * weight.max()).all()
-    owners = program.header.part_owners
+    owners = program.header.shard_owners
     assert owners == ((0, 1, 2, 3), (1, 2, 3, 0)) and program.header.owners == ((0, 1, 2, 3),) * 2
     numbers = stats(program)
     assert [worker["weight_storage"] for worker in numbers["workers"]] == [0.5] * 4
@@ -172,7 +172,7 @@ def test_two_uneven_stages_leave_every_worker_a_quarter():
 def test_no_two_workers_ask_the_same_one_first():
     program = compiled("fsdp", Sizes(2, 8, 8, shards=(8,)), fan_out=1)
     for op, kind in ((Op.FETCH_W, Kind.W), (Op.SEND, Kind.W), (Op.SEND, Kind.DW)):
-        first = [next(i.peer for i in program.instructions(r) if (i.op, i.kind) == (op, kind)) for r in range(8)]
+        first = [next(i.operand for i in program.instructions(r) if (i.op, i.kind) == (op, kind)) for r in range(8)]
         assert sorted(first) == list(range(8)), (op, kind, first)
 
 
@@ -189,7 +189,7 @@ def test_w_says_where_parts_are(tmp_path):
     sizes = Sizes(3, 4, 4, shards=(4, 1, 2))
     program = compiled(str(path), sizes)
     check(program)
-    assert program.header.part_owners == ((0, 2, 0, 2), (1,), (2, 0))
+    assert program.header.shard_owners == ((0, 2, 0, 2), (1,), (2, 0))
     assert json.loads(written(program))["scheme"]["shards"] == [4, 1, 2]
 
 
@@ -198,7 +198,7 @@ def test_w_says_where_parts_are(tmp_path):
     [
         (
             ("ddp", "--workers", "4"),
-            "--shards: w names several owners of the weights of stage 0; each part needs one owner, as in fsdp",
+            "--shards: w names several owners of the weights of stage 0; each shard needs one owner, as in fsdp",
         ),
         (
             ("1f1b", "--updates", "stash"),
@@ -206,7 +206,7 @@ def test_w_says_where_parts_are(tmp_path):
         ),
         (("gpipe", "--shards", "2,2"), "--shards has 2 numbers, but there are 4 stages"),
         (("gpipe", "--shards", "0"), "argument --shards: '0' is not a whole number of at least 1"),
-        (("gpipe", "--shards", "99999999"), "4 workers x 399999996 parts of weights are too many"),
+        (("gpipe", "--shards", "99999999"), "4 workers x 399999996 shards of weights are too many"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(run, refused, arguments, reason):
@@ -225,7 +225,7 @@ def test_compute_must_not_depend_on_the_part(run, refused, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(HAND.format(weights="k % workers", compute="(b + k) % workers"))
     options = ("--stages", 2, "--microbatches", 4, "--workers", 2, "--shards", 2, "-o", "-")
-    assert "whatever the part k" in refused(run("compile", path, *options), 2)
+    assert "whatever the shard k" in refused(run("compile", path, *options), 2)
 
 
 def edited(program, **changes):
@@ -238,13 +238,13 @@ def edited(program, **changes):
     ("shards", "reason"),
     [
         ([[0, 1]], "shards must be a list of 2 lists of ranks"),
-        ([[0, 1], []], "shards must name an owner in 0..1 of every part of every stage"),
+        ([[0, 1], []], "shards must name an owner in 0..1 of every shard of every stage"),
         ([[0, 2], [1, 0]], "shards must name an owner in 0..1"),
         ([[0], [1]], "shards must divide a stage, or be left out"),
         ([[1, 0], [1, 0]], "the first owner of stage 0 is not the worker that weights names"),
         ([[0, 0], [1, 0]], "owners do not agree with weights"),
         ([[0, 1, 1], [1, 0]], None),
-        ([[0, 1, 1] * 1000, [1, 0]], "shards ask for more parts than"),
+        ([[0, 1, 1] * 1000, [1, 0]], "shards ask for more shards than"),
     ],
 )
 def test_a_header_with_wrong_shards_is_refused(shards, reason):
@@ -260,9 +260,9 @@ def test_a_header_with_wrong_shards_is_refused(shards, reason):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ('"w.0/0"', '"w.0"', "the weights of this stage are divided: name a part"),
+        ('"w.0/0"', '"w.0"', "the weights of this stage are divided: name a shard"),
         ('"w.0/0"', '"w.0/2"', r"shard must be a number in 0\.\.1, not 2"),
-        ('"x.0.0"', '"x.0.0/0"', "it has no parts"),
+        ('"x.0.0"', '"x.0.0/0"', "it has no shards"),
         ('"op": "STEP", "stage": 0, "shard": 0', '"op": "STEP", "stage": 0', "STEP takes stage, shard"),
         ('"stage": 0, "shard": 1, "from"', '"stage": 0, "shard": 7, "from"', "shard must be a number in 0..1, not 7"),
         ('"w.0/0"', '"w.0/00"', "no buffer is called"),
@@ -278,6 +278,6 @@ def test_a_line_with_a_wrong_part_is_refused(run, refused, tmp_path, old, new, r
 def test_a_file_without_parts_takes_none(run, refused, tmp_path):
     text = written(compiled("fsdp", Sizes(2, 2, 2))).decode()
     (tmp_path / "edited.json").write_text(text.replace('"w.0"', '"w.0/0"', 1))
-    assert "it has no parts" in refused(run("check", tmp_path / "edited.json"), 1)
+    assert "it has no shards" in refused(run("check", tmp_path / "edited.json"), 1)
     (tmp_path / "edited.json").write_text(text.replace('"STEP", "stage": 0', '"STEP", "stage": 0, "shard": 0', 1))
     assert "STEP takes stage" in refused(run("check", tmp_path / "edited.json"), 1)

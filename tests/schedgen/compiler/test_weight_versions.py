@@ -43,7 +43,7 @@ def compiled(replicas, microbatches, updates="stash", **options):
 def jobs(program, *ops):
     """(stage, microbatch) of these instructions, and the version each uses."""
     rows = np.flatnonzero(np.isin(program.rows.op, ops))
-    return {(i.stage, i.mb): i.peer for i in map(program.instruction, rows.tolist())}
+    return {(i.stage, i.mb): i.version for i in map(program.instruction, rows.tolist())}
 
 
 def peaks(program):
@@ -128,7 +128,9 @@ def test_an_order_with_more_in_flight_than_an_update_has_is_one_sentence():
 
 def test_a_round_makes_a_version_at_every_replica():
     program = compiled((3, 1), 8)
-    steps = [(i.stage, i.peer) for i in map(program.instruction, np.flatnonzero(program.rows.op == Op.STEP).tolist())]
+    steps = [
+        (i.stage, i.version) for i in map(program.instruction, np.flatnonzero(program.rows.op == Op.STEP).tolist())
+    ]
     assert sorted(steps) == sorted([(0, v) for v in (1, 2, 3)] * 3 + [(1, v) for v in range(1, 9)])
     # Rank 0 goes on with microbatch 6 while the last stage is at 1 and 2, without which there is no version 1.
     assert stats(program)["staleness"] == [2, 0]
@@ -227,10 +229,10 @@ def test_an_instruction_less_or_twice_is_always_refused(program, data):
 def test_what_is_accepted_runs_with_the_right_weights(program, execute, data):
     """Swaps and changed operands may do no harm; where `check` accepts them, the program runs to a right end."""
     rows, length, header = program.rows, len(program), program.header
-    late = np.flatnonzero(np.isin(rows.op, (Op.STEP, Op.ALLREDUCE)) | (rows.peer >= 0) | (rows.kind == Kind.DW))
+    late = np.flatnonzero(np.isin(rows.op, (Op.STEP, Op.ALLREDUCE)) | (rows.operand >= 0) | (rows.kind == Kind.DW))
     for _ in range(data.draw(st.integers(1, 3))):
         i = data.draw(st.one_of(st.integers(0, length - 1), st.sampled_from(late.tolist())))
-        column = data.draw(st.sampled_from(["order", "next", "next", "stage", "mb", "peer", "peer", "less"]))
+        column = data.draw(st.sampled_from(["order", "next", "next", "stage", "mb", "operand", "operand", "less"]))
         if column in ("order", "next"):
             j = min(i + 1, length - 1) if column == "next" else data.draw(st.integers(0, length - 1))
             order = np.arange(length)
@@ -244,7 +246,7 @@ def test_what_is_accepted_runs_with_the_right_weights(program, execute, data):
         else:
             values = getattr(rows, column).copy()
             limit = {"stage": header.stages, "mb": header.microbatches}.get(column, header.weight_versions.count)
-            if column == "peer" and rows.op[i] in (Op.SEND, Op.RECV):
+            if column == "operand" and rows.op[i] in (Op.SEND, Op.RECV):
                 limit = header.workers
             if values[i] >= 0 and rows.op[i] not in (Op.ALLREDUCE, Op.NORM):  # groups stay
                 values[i] = data.draw(st.integers(0, limit - 1))
@@ -677,10 +679,10 @@ def test_a_chakra_node_depends_on_the_step_that_made_its_version(updates):
     program = compiled((2, 1), 8, updates)
     for rank in range(program.header.workers):
         listed = program.instructions(rank)
-        made = {(i.stage, i.peer): at for at, i in enumerate(listed) if i.op == Op.STEP}
+        made = {(i.stage, i.version): at for at, i in enumerate(listed) if i.op == Op.STEP}
         for i, edges in zip(listed, dependencies(program, rank), strict=True):
-            if i.op in (Op.FWD, Op.BWD) and i.peer:
-                others = {at for key, at in made.items() if key != (i.stage, i.peer)}
+            if i.op in (Op.FWD, Op.BWD) and i.version:
+                others = {at for key, at in made.items() if key != (i.stage, i.version)}
                 every, for_order = edges
                 needed = set(every) - set(for_order)
-                assert made[i.stage, i.peer] in needed and not others & needed
+                assert made[i.stage, i.version] in needed and not others & needed

@@ -15,10 +15,13 @@ import pytest
 from edited_programs import written
 from examples import examples
 from hypothesis import given, settings
+from processes import ROOT
 
 from schedgen.ir.file import VERSION, line_of, parse, read
 from schedgen.schemes import SCHEMES
 from schedgen.util.errors import RefusedFile
+
+SKIP = [[0, 1], [0, 2], [1, 2]]
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +134,27 @@ def test_nothing_may_follow(small, tail, run, refused, tmp_path):
 @pytest.mark.parametrize("command", ["check", "seal"])
 def test_another_format_version_is_refused(small, version, command, run, refused, tmp_path):
     path = tmp_path / "version.json"
-    path.write_bytes(small.replace(b'{"schedgen": 1,', f'{{"schedgen": {json.dumps(version)},'.encode()))
+    path.write_bytes(small.replace(b'{"schedgen": 2,', f'{{"schedgen": {json.dumps(version)},'.encode()))
     message = refused(run(command, path), 1)
     assert ("newer" in message) if command == "check" and version in (VERSION + 1, 10**8) else str(path) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "graph"),
+    [
+        ("per-consumer", ("gpipe", "--stages", 3, "--workers", 3), {"stages": 3, "edges": SKIP, "per_consumer": [0]}),
+        ("tensor", ("1f1b", "--stages", 2, "--workers", 4, "--tensor", 2), {"stages": 4, "replicated": [0]}),
+    ],
+)
+def test_a_file_of_version_1_is_the_same_program(name, options, graph, run, graph_file):
+    """Its keys had other names: apart, parts, whole. Its hash and its canonical form are checked as they are."""
+    new = run("compile", *options, "--microbatches", 2, "--graph", graph_file(**graph), "-o", "-").out.encode()
+    old = (ROOT / "tests/data/version-1" / f"{name}.json").read_bytes()
+    program, fault = read(io.BytesIO(old), "file")
+    assert fault is None and written(program) == written(parse(old.decode(), "file")) == new != old
+    assert "does not match" in read(io.BytesIO(old.replace(b'"strict"', b'"greedy"')), "file")[1]
+    with pytest.raises(RefusedFile, match=r"file:\d+: not in canonical form"):
+        read(io.BytesIO(old.replace(b'"tied": [', b'"tied":  [')), "file")
 
 
 def places(value, path=()):

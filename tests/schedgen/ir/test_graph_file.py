@@ -6,7 +6,7 @@ import pytest
 
 from schedgen.ir.file import parse
 
-GRAPH = {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "apart": [0], "tied": [[0, 3]]}
+GRAPH = {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "per_consumer": [0], "tied": [[0, 3]]}
 
 
 def test_a_schedule_has_the_graphs_edges(run, tmp_path):
@@ -31,7 +31,7 @@ def test_an_output_apart_or_not_is_said_by_its_name(run, judge, tmp_path):
         program = json.loads(json.dumps(file["programs"]).replace(f'"{right}"', f'"{wrong}"'))
         result, _ = judge({**file, "programs": program})
         assert result.code == 1 and f"{wrong} is asked for, but there is no such buffer (rule 2" in result.err
-    del file["apart"]
+    del file["per_consumer"]
     assert judge(file)[0].code == 1
 
 
@@ -43,8 +43,8 @@ def test_an_output_apart_or_not_is_said_by_its_name(run, judge, tmp_path):
         ({"edges": 3}, "edges and tied should be lists"),
         ({"edges": None}, "edges and tied should be lists"),
         ({"edges": [[0, 9]]}, "it names stage 9, which is not in 0..3"),
-        ({"apart": [1]}, "apart: the output of stage 1 is not read by several stages"),
-        ({"apart": 0}, "edges and tied should be lists"),
+        ({"per_consumer": [1]}, "per_consumer: the output of stage 1 is not read by several stages"),
+        ({"per_consumer": 0}, "edges and tied should be lists"),
         ({"tied": ""}, "edges and tied should be lists of lists of stages"),
         ({"tied": [0, 3]}, "edges and tied should be lists"),
         ({"tied": [[0, "a"]]}, "edges and tied should be lists"),
@@ -57,8 +57,8 @@ def test_an_output_apart_or_not_is_said_by_its_name(run, judge, tmp_path):
         ({"tied": [[2, 2]]}, "tied 2,2: a tie is two or more different stages in 0..3"),
         ({"tied": [[0, 3, 3]]}, "tied 0,3,3: a tie is two or more different stages in 0..3"),
         ({"stages": 0}, "stages should be a whole number of at least 1"),
-        ({"whole": [4]}, "it names stage 4, which is not in 0..3"),
-        ({"whole": 0}, "apart and whole lists of stages"),
+        ({"replicated": [4]}, "it names stage 4, which is not in 0..3"),
+        ({"replicated": 0}, "per_consumer and replicated lists of stages"),
         ({"layers": [1, 2]}, "layers has 2 numbers, but there are 4 stages"),
         ({"layers": [1, 2, 0, 1]}, "layers should be a list of whole numbers of at least 1"),
         ({"layers": 4}, "layers should be a list of whole numbers of at least 1"),
@@ -90,15 +90,15 @@ def test_stages_must_be_the_graphs(run, refused, tmp_path):
 def test_each_stage_of_a_scheme_has_as_many_of_a_chain(run, refused, graph_file):
     command = ("compile", "1f1b", "--graph", graph_file(stages=8), "--microbatches", 4, "-o", "-")
     header = parse(run(*command, "--stages", 2).out, "-").header
-    assert (header.workers, header.stages, header.scheme["parts"]) == (2, 8, 4)
+    assert (header.workers, header.stages, header.scheme["substages"]) == (2, 8, 4)
     header = parse(run(*command).out, "-").header
-    assert (header.workers, header.stages, header.scheme.get("parts")) == (8, 8, None)
+    assert (header.workers, header.stages, header.scheme.get("substages")) == (8, 8, None)
     said = refused(run(*command, "--stages", 3), 2)
     assert said.endswith("model.graph has 8 stages, which is no multiple of the scheme's 3")
 
 
-def test_a_graph_says_what_shards_compute_alike_and_how_many_layers_stages_have(run, graph_file):
-    graph = graph_file(stages=4, edges=[[0, 1], [1, 2], [2, 3]], whole=[0], layers=[3, 1, 1, 2])
+def test_a_graph_says_what_slices_compute_alike_and_how_many_layers_stages_have(run, graph_file):
+    graph = graph_file(stages=4, edges=[[0, 1], [1, 2], [2, 3]], replicated=[0], layers=[3, 1, 1, 2])
     command = ("compile", "1f1b", "--graph", graph, "--stages", 2, "--microbatches", 4, "-o", "-")
     header = parse(run(*command, "--tensor", 2).out, "-").header
     assert header.tensor_parallel.replicated == (0, 3) and header.scheme["layers"] == [3, 1, 1, 2]

@@ -19,18 +19,18 @@ def header(name, sizes, tensor=1, edges=None, per_consumer=(), **options):
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 3])
-def test_the_graph_and_the_ties_of_the_model_have_no_shards(tensor):
+def test_the_graph_and_the_ties_of_the_model_have_no_slices(tensor):
     options = {"edges": EDGES, "per_consumer": (0,), "tied": ((0, 3),)}
     plain = header("1f1b", Sizes(4, 4), **options)
     found = header("1f1b", Sizes(4, 4), tensor, replicated_stages=(0,) if tensor > 1 else (), **options)
     assert (found.stages, found.model_stages) == (4 * tensor, 4)
-    assert found.unsharded_graph == plain.graph and found.unsharded_ties == plain.tied == ((0, 3),)
+    assert found.model_graph == plain.graph and found.model_ties == plain.tied == ((0, 3),)
     stages = np.arange(found.stages, dtype=np.int32)
     assert found.model_stage(stages).tolist() == np.repeat(range(4), tensor).tolist()
-    assert [s for s in stages.tolist() if found.is_first_shard(s)] == [*found.first_shards]
-    of_shards = [stages for tie, stages in enumerate(found.tied) if found.ties_shards(tie)]
+    assert [s for s in stages.tolist() if found.is_first_slice(s)] == [*found.first_slices]
+    of_slices = [stages for tie, stages in enumerate(found.tied) if found.ties_slices(tie)]
     split = (1, 2) if tensor > 1 else ()
-    assert of_shards == [tuple(range(s * tensor, (s + 1) * tensor)) for s in split]
+    assert of_slices == [tuple(range(s * tensor, (s + 1) * tensor)) for s in split]
 
 
 @pytest.mark.parametrize(("name", "shards"), [("1f1b", 1), ("fsdp", 1), ("fsdp", 2), ("ddp", 1), ("fsdp", 4)])
@@ -40,8 +40,8 @@ def test_every_unit_has_the_owners_that_own_it(name, shards):
     for unit in units:
         ranks = [rank for rank in range(4) if unit in found.units_of(rank)]
         assert tuple(ranks) == found.weight_shards.holders(*unit) and found.first_owner(*unit) == ranks[0]
-    assert {stage for stage, part in units if part >= 0} == {s for s in range(found.stages) if found.is_divided(s)}
-    assert any(map(found.is_divided, range(found.stages))) == (shards > 1)
+    assert {stage for stage, shard in units if shard >= 0} == {s for s in range(found.stages) if found.is_sharded(s)}
+    assert any(map(found.is_sharded, range(found.stages))) == (shards > 1)
     assert found.is_owner.sum() == sum(len(found.units_of(rank)) for rank in range(4))
 
 

@@ -100,8 +100,10 @@ def test_a_plan_is_cut_where_it_fits(run, tmp_path):
 
 def test_a_plan_of_a_graph_takes_what_plan_says_with_that_graph(run, refused, tmp_path):
     profile, graph, path = (tmp_path / name for name in ("profile.json", "graph.json", "plan.json"))
-    profile.write_text(json.dumps(COSTS | {"activation": [6, 5, 4, 3, 2, 1], "apart": [*range(1, 8)], "tied": 8}))
-    graph.write_text(json.dumps({"stages": 6, "edges": SKIPS, "apart": [0, 2], "tied": [[0, 5]]}))
+    profile.write_text(
+        json.dumps(COSTS | {"activation": [6, 5, 4, 3, 2, 1], "per_consumer": [*range(1, 8)], "tied": 8})
+    )
+    graph.write_text(json.dumps({"stages": 6, "edges": SKIPS, "per_consumer": [0, 2], "tied": [[0, 5]]}))
     options = ("--workers", 2, "--microbatches", 4, "--schemes", "gpipe", "--graph", graph)
     best = json.loads(run("plan", profile, *options, "--json", "-o", path).out)["schedules"][0]
     for command, name in (("simulate", "makespan"), ("stats", "peak_bytes")):
@@ -133,5 +135,5 @@ def test_a_graph_that_does_not_fit_is_refused(run, refused, tmp_path):
         assert sentence in refused(run("plan", profile, *options), 2)
     graph.write_text(json.dumps({"stages": 1}))
     assert "has a graph of its own: leave --graph out" in refused(run("plan", other, *options), 2)
-    profile.write_text(json.dumps(COSTS | {"apart": [1, 1, 1, 1, 1]}))
+    profile.write_text(json.dumps(COSTS | {"per_consumer": [1, 1, 1, 1, 1]}))
     assert "give the stages' --graph, too" in refused(run("plan", profile, *options[:-2]), 1)

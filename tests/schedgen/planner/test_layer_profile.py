@@ -131,7 +131,7 @@ def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
         (['{"F": [1, "x"], "B": 1}'], None, "F should be a number"),
         (['{"F": [1, 2], "B": 1, "overhead": {"F": [0, 3]}}'], None, "the overhead of F is more than F takes"),
         (['{"F": [1, 2], "B": 1, "overhead": {"R": 1}}'], None, "overhead should have some of F, B, I and W, not 'R'"),
-        (['{"F": [1, 2], "B": 1, "apart": 5}'], None, "it has apart, sizes of outputs per consumer"),
+        (['{"F": [1, 2], "B": 1, "per_consumer": 5}'], None, "it has per_consumer, sizes of outputs per consumer"),
         (['{"F": [1, NaN], "B": 1}'], None, "F should be a number"),
         (['{"F": ' + "9" * 5000 + ', "B": 1}'], None, "not JSON"),
         (["[" * 100_000], None, "not JSON"),

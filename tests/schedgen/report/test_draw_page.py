@@ -70,7 +70,7 @@ def test_the_page_has_the_simulation_s_times(page, schedules, scheme):
         rows = slice(program.bounds[rank], program.bounds[rank + 1])
         ends = np.cumsum(columns["gap"][rows] + columns["length"][rows])
         assert np.allclose(ends, run.end[rows])
-    for name in ("op", "kind", "stage", "mb", "via", "peer"):
+    for name in ("op", "kind", "stage", "mb", "piece", "operand"):
         assert (columns[name] == getattr(program.rows, name)).all()
     (scene,) = numbers["scenes"]
     assert np.allclose(np.sum(scene["shares"], axis=1), 1, atol=1e-5) and len(scene["shares"][0]) == len(SHARES)
@@ -85,7 +85,7 @@ def test_the_page_has_the_simulation_s_times(page, schedules, scheme):
 def test_the_page_writes_every_instruction_as_the_file_does(page, scheme):
     numbers, (columns,) = unpacked(page(TRACES / f"{scheme}.json"))
     program = checked(str(TRACES / f"{scheme}.json"))
-    scene = {name: columns[name].tolist() for name in ("op", "kind", "stage", "mb", "via", "peer")}
+    scene = {name: columns[name].tolist() for name in ("op", "kind", "stage", "mb", "piece", "operand")}
     script = f"const kinds = {json.dumps(numbers['kinds'])}, operands = {json.dumps(numbers['operands'])};"
     script += (resources.files("schedgen.report.draw") / "web/format.js").read_text()
     script += (

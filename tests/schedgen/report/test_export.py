@@ -144,11 +144,11 @@ def test_every_instruction_is_its_node_and_every_message_has_two_ends(scheme, ex
             if node.type in (SEND, RECV):
                 assert node.attr["comm_size"] == (1000 if node.name.split()[1][0] in "xg" else 5000)
                 peer = node.attr["comm_dst" if node.type == SEND else "comm_src"]
-                assert peer == i.peer and node.attr["comm_src" if node.type == SEND else "comm_dst"] == rank
+                assert peer == i.operand and node.attr["comm_src" if node.type == SEND else "comm_dst"] == rank
                 message = tuple(node.attr[key] for key in ("comm_src", "comm_dst", "comm_tag"))
                 ends[message].append((node.type, node.name.split()[1]))
             if node.type == COLLECTIVE:
-                assert node.attr["comm_type"] == 0 and node.attr["pg_name"] == str(i.peer)
+                assert node.attr["comm_type"] == 0 and node.attr["pg_name"] == str(i.group)
     assert ends
     for (first, buffer), (second, same) in (sorted(pair) for pair in ends.values()):
         assert (first, second) == (SEND, RECV) and buffer == same
@@ -252,7 +252,7 @@ def regrouped(text):
     return json.dumps(file)
 
 
-@pytest.mark.parametrize("what", ["shards that only exchange", "groups in another order"])
+@pytest.mark.parametrize("what", ["slices that only exchange", "groups in another order"])
 def test_a_collective_of_some_ranks_names_them(what, exported, golden, run, tmp_path):
     """Group number 0, too, since simulators take that name for all ranks."""
     path, graph = tmp_path / "grouped.json", tmp_path / "tensor.graph"
@@ -260,7 +260,7 @@ def test_a_collective_of_some_ranks_names_them(what, exported, golden, run, tmp_
         path.write_text(regrouped(golden["lpp"]))
         assert run("seal", path).code == 0
     else:
-        graph.write_text('{"stages": 4, "whole": [0, 3]}')
+        graph.write_text('{"stages": 4, "replicated": [0, 3]}')
         sizes = ("--graph", graph, "--workers", 4, "--microbatches", 4, "--tensor", 2)
         assert run("compile", "1f1b", *sizes, "--forward", "-o", path).code == 0
     program, ranks = exported(path.read_text())
@@ -271,7 +271,7 @@ def test_a_collective_of_some_ranks_names_them(what, exported, golden, run, tmp_
         listed = program.instructions(rank)
         for node in nodes:
             if node.type == COLLECTIVE:
-                assert groups[node.attr["pg_name"]] == list(program.header.groups[listed[node.id].peer])
+                assert groups[node.attr["pg_name"]] == list(program.header.groups[listed[node.id].group])
                 seen.add(node.attr["pg_name"])
     assert seen == groups.keys()
 

@@ -36,11 +36,11 @@ def test_redone_forwards_are_in_no_one_s_memory_until_they_are_redone(run, tmp_p
     moved = Scheme("moved", 2, lambda s, b, d: (s, s * (1 - d)), lambda s, b, d: b, "moved", "greedy")
     alone = stats(compile(moved, Sizes(2, 1, 2), Options(cost={"F": 1, "B": 2, "R": 0})))
     assert alone["latency"] == alone["bounds"]["critical_path"] == 5
-    # So it is with each shard of the loss: F of stage 0 and both backwards of it on one worker.
+    # So it is with each slice of the loss: F of stage 0 and both backwards of it on one worker.
     moved = moved._replace(w=lambda s, b, d: (s * (1 - d), s * (1 - d)))
     options = Options(cost={"F": 1, "B": 2, "R": 0}, tensor=2, replicated_stages=[0, 1])
-    sharded = stats(compile(moved, Sizes(2, 1, 4), options))
-    assert sharded["latency"] == sharded["bounds"]["work"] == 5 >= sharded["bounds"]["critical_path"]
+    sliced = stats(compile(moved, Sizes(2, 1, 4), options))
+    assert sliced["latency"] == sliced["bounds"]["work"] == 5 >= sliced["bounds"]["critical_path"]
 
 
 def test_ddp_reaches_the_work_bound_and_one_microbatch_the_critical_path():

@@ -49,18 +49,18 @@ def test_versions_that_are_alive_together_lie_apart(replicas, updates):
     for rank in range(program.header.workers):
         part = program.instructions(rank)
         row = planned.slot[program.bounds[rank] : program.bounds[rank + 1]].tolist()
-        frees = {(i.stage, i.peer) for i in part if i.op == Op.FREE and i.kind == Kind.W}
+        frees = {(i.stage, i.version) for i in part if i.op == Op.FREE and i.kind == Kind.W}
         alive, most, used = {0: -1}, 0, set()
         (stage,) = {i.stage for i in part if i.op == Op.STEP}
         for i, place in zip(part, row, strict=True):
             if i.op == Op.STEP:
-                if (stage, i.peer - 1) not in frees:
-                    assert alive.pop(i.peer - 1) == place  # changed in place
+                if (stage, i.version - 1) not in frees:
+                    assert alive.pop(i.version - 1) == place  # changed in place
                 assert place not in alive.values()
-                alive[i.peer] = place
+                alive[i.version] = place
                 used.add(place)
             elif i.op == Op.FREE and i.kind == Kind.W:
-                del alive[i.peer]
+                del alive[i.version]
             most = max(most, len(alive))
         extra = sorted(used - {-1})
         assert len(extra) == most - 1 and (planned.sizes[rank][extra] == sizes.weight[stage]).all()
@@ -294,7 +294,7 @@ def test_what_a_profile_leaves_out(run, refused, tmp_path):
         ({"workspace": {"F": "much"}}, "workspace of F should be a number"),
         ({"half": -1}, "half should be a number"),
         ({"owned": [1]}, "owned has 1 number, but"),
-        ({"apart": [1, 2, 3, 4]}, "apart has 4 numbers, but the schedule has 1 edge: 0-1"),
+        ({"per_consumer": [1, 2, 3, 4]}, "per_consumer has 4 numbers, but the schedule has 1 edge: 0-1"),
     ):
         costs = profile(tmp_path, F=1, I=1, W=1, **wrong)
         assert words in refused(run("stats", path, "--profile", costs), 1)
@@ -327,7 +327,7 @@ def test_what_tied_stages_share(run, refused, tmp_path):
 
 def test_bytes_are_rounded_up():
     text = """{"F": 1, "B": 2, "beta": 0.5, "activation": 0.5, "saved": [1.1, 2], "half": 1e-9, "owned": 3.0,
-               "workspace": {"F": [0.1, 7]}, "apart": [1.5], "step": 0.5, "overhead": {"B": 0.5}}"""
+               "workspace": {"F": [0.1, 7]}, "per_consumer": [1.5], "step": 0.5, "overhead": {"B": 0.5}}"""
     assert read_profile(text, "p.json", 2, [(0, 1)])[1] == Machine(
         beta=0.5, activation=1, saved=[2, 2], half=1, owned=3, workspace={"F": [1, 7]}, edge_activation=[2], step=0.5,
         overhead={"B": 0.5},

@@ -19,7 +19,7 @@ function drawArrows(c, scene, numbers, width) {
   for (const k of numbers) {
     const row = scene.send[k], x0 = xOf(scene.start[row]), x1 = xOf(scene.arrival[k]);
     if (x1 < box.left || x0 > box.right) continue;
-    const from = scene.rank[row], to = scene.peer[row];
+    const from = scene.rank[row], to = scene.operand[row];
     (byKind[scene.kind[row]] ||= []).push([x0, edgeOf(scene, from, to), x1, edgeOf(scene, to, from)]);
   }
   for (const kind in byKind) {

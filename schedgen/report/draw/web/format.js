@@ -2,10 +2,10 @@
 
 /** The name of the buffer in a row. */
 function bufferName(scene, row) {
-  const kind = kinds[scene.kind[row]], stage = scene.stage[row], via = scene.via[row];
-  if (via >= 0 && ["w", "dw"].includes(kind)) return `${kind}.${stage}/${via}`;
-  const parts = [scene.mb[row], via].filter(part => part >= 0);
-  const version = operands[scene.op[row]][0] === "FREE" && scene.peer[row] >= 0 ? `@${scene.peer[row]}` : "";
+  const kind = kinds[scene.kind[row]], stage = scene.stage[row], piece = scene.piece[row];
+  if (piece >= 0 && ["w", "dw"].includes(kind)) return `${kind}.${stage}/${piece}`;
+  const parts = [scene.mb[row], piece].filter(part => part >= 0);
+  const version = operands[scene.op[row]][0] === "FREE" && scene.operand[row] >= 0 ? `@${scene.operand[row]}` : "";
   return [kind, stage, ...parts].join(".") + version;
 }
 
@@ -13,8 +13,8 @@ function bufferName(scene, row) {
 function instructionText(scene, row) {
   const [name, fields] = operands[scene.op[row]];
   const buf = `"${bufferName(scene, row)}"`;
-  const named = { stage: scene.stage[row], mb: scene.mb[row], shard: scene.via[row], buf };
-  const values = fields.map(field => [field, field in named ? named[field] : scene.peer[row]]);
+  const named = { stage: scene.stage[row], mb: scene.mb[row], shard: scene.piece[row], buf };
+  const values = fields.map(field => [field, field in named ? named[field] : scene.operand[row]]);
   const written = values.filter(([field, value]) => value >= 0 || !["shard", "version"].includes(field));
   return `{"op": "${name}"` + written.map(([field, value]) => `, "${field}": ${value}`).join("") + "}";
 }

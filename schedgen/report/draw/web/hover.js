@@ -27,7 +27,7 @@ function nearestMessage(x, y) {
     for (let k = 0; k < scene.sends; k++) {
       const row = scene.send[k], x0 = xOf(scene.start[row]), x1 = xOf(scene.arrival[k]);
       if (Math.max(x0, x1) < x - distance || Math.min(x0, x1) > x + distance) continue;
-      const from = scene.rank[row], to = scene.peer[row];
+      const from = scene.rank[row], to = scene.operand[row];
       const y0 = edgeOf(scene, from, to), y1 = edgeOf(scene, to, from), dx = x1 - x0, dy = y1 - y0;
       const along = Math.min(Math.max(((x - x0) * dx + (y - y0) * dy) / (dx * dx + dy * dy || 1), 0), 1);
       const off = Math.hypot(x - x0 - along * dx, y - y0 - along * dy);

@@ -134,7 +134,7 @@ def planned(several, tmp_path_factory):
     for name, (graph, file) in of.items():
         edges = json.loads(graph.read_text())["edges"]
         profile = folder / f"{name}-profile.json"
-        apart = {"apart": [9 if edge == [0, 5] else 1 for edge in edges]}
+        apart = {"per_consumer": [9 if edge == [0, 5] else 1 for edge in edges]}
         profile.write_text(json.dumps(costs | (apart if name == "tied" else {})))
         options = ["--graph", graph, "--workers", 4, "--microbatches", 4, "--memory", 5000, "--schemes", "1f1b,zb-h1"]
         assert schedgen(["plan", str(profile), *map(str, options), "-o", str(file)]) == 0
@@ -156,7 +156,7 @@ def test_a_schedule_may_send_the_same_to_each_of_those_that_read_it(several, com
     """Such as a plan's schedule: plan cannot know whether two layers read the same output of a third."""
     graph = json.loads(graphs["encoder_decoder"].read_text())
     assert graph.keys() == {"stages", "edges"} and [1, 2] in graph["edges"] and [1, 3] in graph["edges"]
-    schedule = compiled("1f1b", graph=graph | {"apart": [1]}, microbatches=4, workers=4)
+    schedule = compiled("1f1b", graph=graph | {"per_consumer": [1]}, microbatches=4, workers=4)
     run = [schedule, "--model", "split_models:encoder_decoder", "--text", text, "--steps", 2, "--verify", "--canonical"]
     ((code, out),) = several(4, [run])
     assert code == 0 and "verify: passed" in out, out

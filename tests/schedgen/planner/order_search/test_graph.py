@@ -13,7 +13,13 @@ from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 
-GRAPH = {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "apart": [0], "tied": [[0, 3]], "layers": [1, 2, 2, 1]}
+GRAPH = {
+    "stages": 4,
+    "edges": [[0, 1], [0, 3], [1, 2], [2, 3]],
+    "per_consumer": [0],
+    "tied": [[0, 3]],
+    "layers": [1, 2, 2, 1],
+}
 LIMITS = [(), ("--memory-limit", 3), ("--memory-limit", 2, "--recompute"), ("--memory", 60)]
 
 
@@ -58,7 +64,7 @@ def test_two_towers_wait_for_each_other_at_the_end_alone(run, tmp_path):
 
 def test_a_message_of_an_output_apart_has_its_own_size(graph, run, tmp_path):
     """Way of one microbatch: 4 F, 4 B of 2 and messages of 1, 10 and 10 there and back; not of 10 from stage 0 to 1."""
-    costs = {"F": 1, "B": 2, "alpha": 0, "beta": 1, "activation": 10, "apart": [1, 0, 5, 5]}
+    costs = {"F": 1, "B": 2, "alpha": 0, "beta": 1, "activation": 10, "per_consumer": [1, 0, 5, 5]}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     sizes = ("--microbatches", 1, "--profile", tmp_path / "costs.json")
     numbers = json.loads(run("search", "1f1b", "--graph", graph, *sizes, "--budget", 1, "--json").out)
@@ -87,11 +93,11 @@ def test_a_fraction_of_a_byte_counts_as_a_byte(stages, costs, limit, run, tmp_pa
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize(("apart", "first"), [((0,), 1), ((), 10)])
-def test_the_bound_knows_which_outputs_are_apart(apart, first):
+@pytest.mark.parametrize(("per_consumer", "first"), [((0,), 1), ((), 10)])
+def test_the_bound_knows_which_outputs_are_apart(per_consumer, first):
     """Only separate outputs have sizes by edge; `first` is the size of the message from stage 0 to stage 1."""
     edges = ((0, 1), (0, 3), (1, 2), (2, 3))
-    scheme = load("1f1b", Sizes(4, 1))._replace(edges=edges, per_consumer=apart)
+    scheme = load("1f1b", Sizes(4, 1))._replace(edges=edges, per_consumer=per_consumer)
     machine = Machine(beta=1, activation=10, edge_activation=[1, 0, 5, 5])
     assert least_time(Question(scheme, Sizes(4, 1), {"F": 1, "B": 2}, machine)) == 12 + 2 * (first + 20)
 

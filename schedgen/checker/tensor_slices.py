@@ -1,15 +1,15 @@
-"""Rules 10 and 11, about the shards of stages: terms are summed over shards, and copies stay equal.
+"""Rules 10 and 11, about the slices of stages: terms are summed over slices, and copies stay equal.
 
-Rule 10: every output and gradient of a split stage is summed over its shards once, before it is used. A shard
+Rule 10: every output and gradient of a sliced stage is summed over its slices once, before it is used. A slice
 gives a part of the sum: x.s.b by its FWD, g.p.b by its BWD or BWD_I for every producer p. The rank of that job has one
-ALLREDUCE of the part, over the ranks of all shards, before any SEND or job of that rank uses the part. By rule 2 it
+ALLREDUCE of the part, over the ranks of all slices, before any SEND or job of that rank uses the part. By rule 2 it
 comes after the job, and by rule 6 all ranks enter it together.
 
-Rule 11: all shards of a whole stage add up its gradient in one order and grouping. A sum of floating-point numbers
-depends on its order and grouping, and nothing is exchanged between the shards of a whole stage. What is added to dw.s
-on a rank is a sequence of terms: the gradient of a microbatch, or a partial, which is such a sequence itself. The
-owners' ALLREDUCE adds their sums in the order of their ranks. So the gradient of a shard is a tree, and the trees of
-all shards of a stage must be the same.
+Rule 11: all slices of a replicated stage add up its gradient in one order and grouping. A sum of floating-point numbers
+depends on its order and grouping, and nothing is exchanged between the slices of a replicated stage. What is added to
+dw.s on a rank is a sequence of terms: the gradient of a microbatch, or a partial, which is such a sequence itself. The
+owners' ALLREDUCE adds their sums in the order of their ranks. So the gradient of a slice is a tree, and the trees of
+all slices of a stage must be the same.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def rule_10(proof: Proof) -> None:
     """Refuse a part of a sum that is never summed, is summed by the wrong ranks, or is used before its sum."""
     header = proof.header
     if not header.tensor_parallel:
-        proof.refuse_any(10, proof.program.exchanges(), "stages have no tensor shards in this file")
+        proof.refuse_any(10, proof.program.exchanges(), "stages have no tensor slices in this file")
         return
-    split = header.tensor_parallel.split
+    split = header.tensor_parallel.sliced
     _check_summed(proof, Buffer.X, F, np.flatnonzero(split), np.full(split.sum(), -1), np.flatnonzero(split))
     if header.is_forward:
         return
@@ -57,12 +57,12 @@ def _check_summed(proof: Proof, buffer: Buffer, d: int, stage: Numbers, consumer
     rank = header.compute[d][giver]  # of every part and microbatch
     sums = proof.touches(buffer, Effect.CHANGE)
     part, mb = part_of[sums.number // header.microbatches], sums.number % header.microbatches
-    proof.refuse_any(10, sums.rows[part < 0], "the stage that computes this is not split: it is no part of a sum")
+    proof.refuse_any(10, sums.rows[part < 0], "the stage that computes this is not sliced: it is no part of a sum")
     proof.refuse_any(10, sums.rows[rank[part, mb] != sums.rank], "this rank does not compute it")
-    shards = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # the ranks of all shards
+    slices = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # the ranks of all slices
     groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups], np.int64).reshape(-1, T)
-    right = (groups[proof.peer[sums.rows]] == shards[giver[part] // T, :, mb]).all(axis=1)
-    proof.refuse_any(10, sums.rows[~right], "this is not the group of the stage's shards")
+    right = (groups[proof.group[sums.rows]] == slices[giver[part] // T, :, mb]).all(axis=1)
+    proof.refuse_any(10, sums.rows[~right], "this is not the group of the stage's slices")
     summed = np.full(rank.shape, -1, np.int64)  # by part and microbatch: the row
     summed[part, mb] = sums.rows
     last = summed[part, mb]
@@ -80,30 +80,30 @@ def _check_summed(proof: Proof, buffer: Buffer, d: int, stage: Numbers, consumer
     first = np.full(rank.shape, len(proof.program), np.int64)
     np.minimum.at(first, (part[here], mb[here]), uses.rows[here])
     for k, b in np.argwhere(first < summed)[:1].tolist():
-        proof.refuse(10, int(first[k, b]), f"{name(k, b)} is only a shard's part here")
+        proof.refuse(10, int(first[k, b]), f"{name(k, b)} is only a slice's part here")
 
 
 def rule_11(proof: Proof) -> None:
-    """Refuse shards of a whole stage whose gradients are not added up alike; needs rules 1 to 7 proved."""
+    """Refuse slices of a replicated stage whose gradients are not added up alike; needs rules 1 to 7 proved."""
     if found := drifting(proof.program):
         stage, rank = found
-        first = proof.header.shards_of(stage)[0]
+        first = proof.header.slices_of(stage)[0]
         words = f"dw.{stage} is not added up in the order and grouping of dw.{first}, of which it is a copy"
         proof.refuse_rank(11, rank, words)
 
 
 def check_copies(program: Program) -> None:
-    """UsageError if w places the shards of a whole stage so that they add up its gradient differently."""
+    """UsageError if w places the slices of a replicated stage so that they add up its gradient differently."""
     if found := drifting(program):
-        stage, shard = divmod(found[0], program.header.tensor_parallel.degree)
+        stage, slice = divmod(found[0], program.header.tensor_parallel.degree)
         raise UsageError(
-            f"w: the copies of whole stage {stage} would drift apart, for its shards 0 and {shard} add up their "
-            "gradients in different orders or groups: place all shards of a whole stage alike"
+            f"w: the copies of replicated stage {stage} would drift apart, for its slices 0 and {slice} add up their "
+            "gradients in different orders or groups: place all slices of a replicated stage alike"
         )
 
 
 def drifting(program: Program) -> tuple[int, int] | None:
-    """The first shard that adds up its gradient differently from its stage's first shard, and its first owner; or None.
+    """The first slice that adds up its gradient differently from its stage's first slice, and its first owner; or None.
 
     Only for programs whose sums are right, by rules 1 to 7.
     """
@@ -111,17 +111,17 @@ def drifting(program: Program) -> tuple[int, int] | None:
     if not tensor:
         return None
     sums = _gradient_trees(program)
-    for stage in np.flatnonzero(~tensor.split).tolist():
-        first = tensor.shards_of(stage)[0]
-        trees = [[sums[shard, rank] for rank in owners[shard] if (shard, rank) in sums] for shard in (first, stage)]
+    for stage in np.flatnonzero(~tensor.sliced).tolist():
+        first = tensor.slices_of(stage)[0]
+        trees = [[sums[slice, rank] for rank in owners[slice] if (slice, rank) in sums] for slice in (first, stage)]
         if trees[0] != trees[1]:
             return stage, owners[stage][0]
     return None
 
 
 def _gradient_trees(program: Program) -> dict[Place, int]:
-    """For every dw of a whole stage, the number of its sequence of terms before ALLREDUCE; equal ones share one."""
-    table, whole = program.rows, ~program.header.tensor_parallel.split
+    """By dw of replicated stages, the number of its sequence of terms before ALLREDUCE; equal ones share one."""
+    table, whole = program.rows, ~program.header.tensor_parallel.sliced
     adds = (table.op == Op.ADD) & (table.kind == Kind.DW)
     rows = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)) | adds)
     rows = rows[whole[table.stage[rows]]]
@@ -134,7 +134,7 @@ def _gradient_trees(program: Program) -> dict[Place, int]:
         for row in piece[:1].tolist():
             pieces[int(table.stage[row]), int(table.rank[row])].append(piece)
     needs = {
-        (stage, rank): [(stage, int(table.peer[piece[0]])) for piece in found if adds[piece[0]]]
+        (stage, rank): [(stage, int(table.source[piece[0]])) for piece in found if adds[piece[0]]]
         for (stage, rank), found in pieces.items()
     }
     numbers: dict[tuple[Term, ...], int] = {}

@@ -1,6 +1,6 @@
-"""Sums over shards: the outputs and gradients of a split stage's shards are summed before any other use of them.
+"""Sums over slices: the outputs and gradients of a sliced stage's slices are summed before any other use of them.
 
-Each of the T workers enters the ALLREDUCE of x.s.b after its FWD of a shard s, and of g.p.b after its BWD or BWD_I
+Each of the T workers enters the ALLREDUCE of x.s.b after its FWD of a slice s, and of g.p.b after its BWD or BWD_I
 for every producer p. All T ALLREDUCEs come after the last of the T jobs, so that the global order stays executable.
 """
 
@@ -14,10 +14,10 @@ from schedgen.ir.program import Program, Rows, concatenate, rows
 from schedgen.util.arrays import Numbers
 
 
-def shard_allreduce(program: Program, _: PlacedScheme) -> Program:
-    """The program with the ALLREDUCEs over shards, which come before the transfers."""
+def slice_allreduce(program: Program, _: PlacedScheme) -> Program:
+    """The program with the ALLREDUCEs over slices, which come before the transfers."""
     header = program.header
-    split, graph = header.tensor_parallel.split, header.graph
+    split, graph = header.tensor_parallel.sliced, header.graph
     if not split.any():
         return program
     stages = np.flatnonzero(split)
@@ -38,7 +38,7 @@ def _sums(program: Program, kind: Kind, d: int, buffers: Numbers, job: Numbers) 
     each job, (S, B). The T members of a sum are adjacent.
     """
     header, T = program.header, program.header.tensor_parallel.degree
-    # Shards of one sum side by side: n is T times the number of sums of a microbatch.
+    # Slices of one sum side by side: n is T times the number of sums of a microbatch.
     order = np.lexsort((buffers[0] % T, buffers[1] // T, buffers[0] // T))
     giver, stage, consumer = (column[order].reshape(-1, 1, T) for column in buffers)
     mb = np.arange(header.microbatches)[None, :, None]

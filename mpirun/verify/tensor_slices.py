@@ -1,4 +1,4 @@
-"""A run with tensor shards in terms of the model without shards: its record, and what one process has to run."""
+"""A run with tensor slices in terms of the model without slices: its record, and what one process has to run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from schedgen.ir.header import Header
 from schedgen.ir.tensor_parallel import TensorParallel
 
 
-def without_shards(
+def without_slices(
     setup: Setup, header: Header, record: Record, statistics: Statistics
 ) -> tuple[Setup, Header, Record | str, Statistics]:
     """A run's record, and the setup of its reference; a sentence instead of the record if copies differ.
 
-    In canonical mode the reference has shards and adds them up, as the ranks do; else it runs the model without shards.
+    In canonical mode the reference has slices and adds them up, as the ranks do; else it runs the model without slices.
     """
     if not header.tensor_parallel:
         return setup, header, record, statistics
@@ -31,45 +31,45 @@ def without_shards(
 
 
 def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
-    """The setup and the header of the model's stages without shards."""
+    """The setup and the header of the model's stages without slices."""
     stages = header.model_stages
     plain = replace(
         header,
         scheme={**header.scheme, "stages": stages},
-        graph=header.unsharded_graph,
+        graph=header.model_graph,
         tensor_parallel=TensorParallel(1, (), stages),
     )
-    shapes = [setup.shapes[stage] for stage in header.first_shards]
+    shapes = [setup.shapes[stage] for stage in header.first_slices]
     of_schedule = setup.dataflows[0].reads
     reads = [
         [x._replace(stage=header.model_stage(x.stage)) if isinstance(x, Value) else x for x in of_schedule[stage]]
-        for stage in header.first_shards
+        for stage in header.first_slices
     ]
     dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
-    return replace(setup, model=setup.unsharded_model, shapes=shapes, dataflows=dataflows), plain
+    return replace(setup, model=setup.unsliced_model, shapes=shapes, dataflows=dataflows), plain
 
 
 def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
     """The statistics of the model's stages."""
-    of, is_split = header.model_stage, header.tensor_parallel.split
-    seen = {of(s): order for s, order in statistics.seen.items() if header.is_first_shard(s) and not is_split[s]}
-    split = {s: "each shard has its own" for s in statistics.seen if is_split[s]}
+    of, is_split = header.model_stage, header.tensor_parallel.sliced
+    seen = {of(s): order for s, order in statistics.seen.items() if header.is_first_slice(s) and not is_split[s]}
+    split = {s: "each slice has its own" for s in statistics.seen if is_split[s]}
     left_out = {of(s): why for s, why in {**statistics.left_out, **split}.items()}
     names = {of(s): names for s, names in statistics.names.items()}
     return Statistics(seen, _of_whole(header, statistics.resumed), names, left_out, statistics.order)
 
 
 def _of_whole(header: Header, values: Mapping[tuple[int, str], Tensor]) -> Parameters:
-    """The values of the first replica of each stage that is not split."""
+    """The values of the first replica of each stage that is not sliced."""
     return {
         (header.model_stage(stage), name): x
         for (stage, name), x in values.items()
-        if header.is_first_shard(stage) and not header.tensor_parallel.split[stage]
+        if header.is_first_slice(stage) and not header.tensor_parallel.sliced[stage]
     }
 
 
 def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
-    """The record of the model's stages; a sentence if shards differ in a parameter that should be the same in all."""
+    """The record of the model's stages; a sentence if slices differ in a parameter that should be the same in all."""
     tensor = header.tensor_parallel
     differing: list[str] = []
 
@@ -77,12 +77,12 @@ def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
         parameters: Parameters = {}
         for (stage, name), value in values.items():
             key = (header.model_stage(stage), name)
-            sharded = setup.shapes[stage].sharded_dims.get(name) if tensor.split[stage] else None
-            if sharded is not None:
-                parameters.setdefault(key, sharded.join([values[shard, name] for shard in tensor.shards_of(stage)]))
+            sliced = setup.shapes[stage].sliced_dims.get(name) if tensor.sliced[stage] else None
+            if sliced is not None:
+                parameters.setdefault(key, sliced.join([values[slice, name] for slice in tensor.slices_of(stage)]))
             elif tensor_bytes(parameters.setdefault(key, value)) != tensor_bytes(value):
-                shard = stage % tensor.degree
-                differing.append(f"{name} of stage {key[0]} differs in shard {shard} from the first shard that has it")
+                slice = stage % tensor.degree
+                differing.append(f"{name} of stage {key[0]} differs in slice {slice} from the first slice that has it")
         return parameters
 
     gradients = [joined(step) for step in record.gradients]
