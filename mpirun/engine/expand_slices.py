@@ -109,7 +109,7 @@ def build_slice(make: Callable[..., nn.Module], slice: Slice) -> nn.Module:
 
     So the weights do not depend on the number of slices. If `make` takes no `slice`, the result is the full module.
     """
-    if "shard" not in inspect.signature(make).parameters:
+    if "slice" not in inspect.signature(make).parameters:
         return make()
     full = make()
     module = make(slice=slice)
