@@ -2,7 +2,7 @@
 # make test   the tests      make lint   ruff, mypy and import-linter      make traces   the golden schedules
 # make test-all  the tests, with every further case of theirs
 # make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
-# make gallery  every scheme as a picture: build/gallery/index.html      make pictures   the pictures of the README
+# make pictures  the pictures of the README
 # make bench  compiler and runtime against torch's      make bench-best  plan's choice against torch's best
 # make test-check  10,000 random programs, 200,000 mutants
 # make test-fuzz  100,000 hostile files and options
@@ -52,7 +52,7 @@ export MPIR_CVAR_NOLOCAL=1
 endif
 
 .PHONY: venv launcher run lint test test-all test-slurm test-gpu test-hosts test-check test-fuzz test-models test-examples
-.PHONY: test-crash traces pictures gallery curves bench bench-compile bench-run bench-best clean
+.PHONY: test-crash traces pictures curves bench bench-compile bench-run bench-best clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed $(if $(GPU),$(UCX)/installed)
@@ -159,9 +159,6 @@ pictures: venv
 	$(BIN)/schedgen compile v-min --stages 8 --microbatches 4 --output build/v-min.json
 	$(BIN)/schedgen draw build/v-min.json build/found.json --cost F=10,I=12,W=8 \
 	    --output schedgen/report/pictures/v-min-found.svg
-
-gallery: venv
-	$(BIN)/python -m schedgen.report.draw.gallery build/gallery $(GOLDEN:%=traces/%.json)
 
 curves: launcher
 	mkdir -p schedgen/report/pictures

@@ -24,6 +24,7 @@ WRONG = {
     "who-compiles": ("mpirun/engine/setup.py", "schedgen.compiler.compile"),
     "mpirun-packages": ("mpirun/engine/setup.py", "mpirun.verify"),
     "model-without-mpi": ("mpirun/data/text.py", "mpi4py"),
+    "core-without-features": ("mpirun/engine/core/forward.py", "mpirun.engine.grad_norm"),
     "comm-without-model": ("mpirun/comm/device.py", "mpirun.model"),
     "watchdog-process": ("mpirun/watchdog/rank_state.py", "numpy"),
 }

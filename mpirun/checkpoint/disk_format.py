@@ -33,12 +33,12 @@ from torch import Tensor
 from schedgen.util.errors import RefusedFile
 from schedgen.util.files import new_file_mode
 
-VERSION = 3
+VERSION = 4
 MANIFEST = "manifest.json"
-_DRAFT, _REMOVED = ".writing-", ".old-"  # prefixes of folders that are not checkpoints yet, or no longer
+_DRAFT = ".writing-"  # prefix of a folder that is no checkpoint yet, or no longer
 _REPLACED = ".replaced-"  # prefix of a step's older checkpoint, which counts until the new one has its name
 _FOLDER_NAME = re.compile(rf"({re.escape(_REPLACED)})?step-[0-9]+")
-_UNFINISHED = re.compile(rf"{re.escape(_DRAFT)}[0-9]{{8,}}|{re.escape(_REMOVED)}{_FOLDER_NAME.pattern}")
+_UNFINISHED = re.compile(rf"{re.escape(_DRAFT)}[0-9]{{8,}}")
 _FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")
 
 
@@ -57,7 +57,7 @@ class Manifest(NamedTuple):
     folder: Path
     step: int  # steps done
     seed: int
-    settings: dict[str, Any]  # of the run, as `run_settings` returns them, including step and seed
+    settings: dict[str, Any]  # of the run, as `run_settings` returns them, and where it is in its data
     files: list[CheckpointFile]
 
     def entry_files(self, kind: str) -> dict[str, Path]:
@@ -131,9 +131,9 @@ def write_file(directory: Path, step: int, kind: str, rank: int, entries: Mappin
 
 
 def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequence[CheckpointFile]) -> Path:
-    """Make a checkpoint of a draft that has all its files; returns its folder."""
+    """Make a checkpoint of a draft that has all its files; returns its folder. `settings`: as in a `Manifest`."""
     folder, draft = step_folder(directory, step), draft_folder(directory, step)
-    manifest = {"checkpoint": VERSION, **settings, "parts": [file._asdict() for file in files]}
+    manifest = {"checkpoint": VERSION, "step": step, **settings, "files": [file._asdict() for file in files]}
     with refusing(folder):
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         sync(draft / MANIFEST)
@@ -154,26 +154,17 @@ def prune(directory: Path, step: int, keep: int) -> None:
     """
     folders = [folder for folder in step_folders(directory) if step_of(folder) <= step and (folder / MANIFEST).exists()]
     for folder in folders[keep:]:
-        with contextlib.suppress(OSError):
-            _remove(folder)
+        with contextlib.suppress(OSError):  # half a checkpoint never has the name of a whole one
+            folder.rename(draft_folder(directory, step_of(folder)))
     remove_unfinished(directory)
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove drafts, checkpoints that have been replaced, and folders whose removal was interrupted; no others."""
+    """Remove drafts, and checkpoints that have been replaced; no others."""
     for folder in directory.glob(".*"):
         replaced = _FOLDER_NAME.fullmatch(folder.name) and _has_other(folder)
         if replaced or _UNFINISHED.fullmatch(folder.name):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove(folder: Path) -> None:
-    """Rename a folder, then remove it, so that half a checkpoint never has the name of a whole one."""
-    if folder.exists():
-        renamed = folder.with_name(f"{_REMOVED}{folder.name}")
-        shutil.rmtree(renamed, ignore_errors=True)
-        folder.rename(renamed)
-        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def step_folders(directory: Path) -> list[Path]:
@@ -204,16 +195,13 @@ def read_manifest(folder: Path) -> Manifest:
         settings = json.loads(path.read_bytes())
         if settings.pop("checkpoint") != VERSION:
             raise RefusedFile(f"{path}: its format version is not {VERSION}, which this mpirun reads")
-        files = [CheckpointFile(**file) for file in settings.pop("parts")]
-        numbers = [settings["step"], settings["seed"], *(file.bytes for file in files)]
-        sound = all(type(number) is int and number >= 0 for number in numbers) and max(numbers[:2]) < 2**31
+        files = [CheckpointFile(**file) for file in settings.pop("files")]
+        numbers = step, seed = settings.pop("step"), settings["options"]["seed"]
+        sound = all(type(number) is int and 0 <= number < 2**31 for number in numbers)
+        sound &= all(_FILE_NAME.fullmatch(file.name) is not None and type(file.bytes) is int for file in files)
         sound &= all(isinstance(entry, str) for file in files for entry in file.entries)
-        sound &= isinstance(settings["optimizer"], str) and isinstance(settings["options"], dict)
-        sound &= isinstance(settings.get("groups", {}), dict)  # missing in older checkpoints
-        sound &= all(type(threads) is int for threads in list(settings["threads"]))
-        sound &= all(isinstance(words, str) for words in [*settings["changed"], *settings["sums"]])
-        sound &= settings["data"].keys() >= {"text", "microbatches"}
-        if not sound or not all(_FILE_NAME.fullmatch(file.name) for file in files):
+        sound &= isinstance(settings["optimizer"], str)
+        if not sound:
             raise RefusedFile(f"{path}: damaged")
     except FileNotFoundError:
         raise RefusedFile(f"{folder}: incomplete: it has no manifest") from None
@@ -221,7 +209,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise RefusedFile(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise RefusedFile(f"{path}: damaged") from None
-    return Manifest(folder, settings["step"], settings["seed"], settings, files)
+    return Manifest(folder, step, seed, settings, files)
 
 
 def verify_file(folder: Path, file: CheckpointFile) -> None:

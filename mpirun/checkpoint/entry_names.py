@@ -6,19 +6,19 @@ Tensor slices write a parameter in shares, as entries NAME@t/T (share t of T); `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import read_entries
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.core.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Slice, SlicedDim
 from schedgen.util.errors import UsageError
 
-_SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
+_SHARE = re.compile(r"(.+)@(\d{1,9})/\d{1,9}(\.[^.@]+)?")
 
 
 def parameter_entries(model: Model, stage: LocalStage) -> list[str | None]:
@@ -45,16 +45,20 @@ def is_share(model: Model, stage: LocalStage, name: str) -> bool:
 
 
 def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
-    """The frozen parameters and buffers of a stage's module by name: the tensors themselves."""
+    """The frozen parameters and buffers of a stage's module by name: the tensors themselves.
+
+    UsageError if the module has other state.
+    """
     module = stage.module
     trained = {parameter.data_ptr() for parameter in module.parameters() if parameter.requires_grad}
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    values = {name: own[name].detach() if name in own else value for name, value in module.state_dict().items()}
-    return {
-        name: value
-        for name, value in values.items()
-        if name.endswith("_extra_state") or value.data_ptr() not in trained
-    }
+    untrained: dict[str, Tensor] = {}
+    for name in module.state_dict():
+        if name not in own:
+            raise UsageError(f"stage {stage.index} has {name}: only parameters and buffers are saved")
+        if own[name].data_ptr() not in trained:
+            untrained[name] = own[name].detach()
+    return untrained
 
 
 def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
@@ -69,26 +73,17 @@ def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
     return entries
 
 
-def first_stages(entries: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """By entry, the first of the stages that it is paired with."""
-    first: dict[str, int] = {}
-    for entry, stage in entries:
-        first[entry] = min(stage, first.get(entry, stage))
-    return first
-
-
 class Entries:
     """The entries of one kind, weights or optimizer; a parameter in shares has one name here."""
 
     def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
         """`files`: the file of each entry as it was written; `folder`: the checkpoint, for messages."""
         self.folder, self.files = folder, files
-        self.shares: dict[str, dict[int, str]] = {}  # by name and number of the share, its entry; "": it is missing
+        self.shares: dict[str, dict[int, str]] = {}  # by name and number of the share, its entry
         for entry in files:
             if (match := _SHARE.fullmatch(entry)) is not None:
-                name, index, count, suffix = match.groups(default="")
-                missing = dict.fromkeys(range(min(int(count), len(files))), "")
-                self.shares.setdefault(name + suffix, missing)[int(index)] = entry
+                name, index, suffix = match.groups(default="")
+                self.shares.setdefault(name + suffix, {})[int(index)] = entry
 
     @property
     def names(self) -> list[str]:
@@ -98,12 +93,12 @@ class Entries:
     def read(self, names: Sequence[str], dims: Mapping[str, SlicedDim]) -> dict[str, Any]:
         """The values of whole entries; missing ones are left out. `dims`: how entries that may be in shares were cut.
 
-        UsageError if shares do not fit together.
+        UsageError if one is in shares that the model does not have.
         """
         values = read_entries(self.files, [name for name in names if name in self.files])
         for name in names:
-            entries = list(self.shares.get(name, {}).values())
-            if name not in values and entries and "" not in entries:
+            if name not in values and name in self.shares:
+                entries = [entry for _, entry in sorted(self.shares[name].items())]
                 shares = read_entries(self.files, entries)
                 values[name] = self._joined(name, [shares[entry] for entry in entries], dims.get(name))
         return values
@@ -111,9 +106,6 @@ class Entries:
     def _joined(self, name: str, shares: Sequence[Any], dim: SlicedDim | None) -> Any:
         if not isinstance(shares[0], Tensor) or not shares[0].dim():  # a number that all slices have
             return shares[0]
-        try:
-            if dim is None:
-                raise ValueError
-            return dim.join(shares)
-        except (ValueError, IndexError, RuntimeError):
-            raise UsageError(f"{self.folder}: the shares of {name} cannot be joined as the model divides it") from None
+        if dim is None:
+            raise UsageError(f"{self.folder}: has {name} in shares, but the model does not divide it")
+        return dim.join(shares)

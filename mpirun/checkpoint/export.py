@@ -10,12 +10,11 @@ The directory appears whole or not at all: ranks write to a draft, a folder of a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -23,14 +22,15 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
-from mpirun.checkpoint.entry_names import first_stages, is_share, parameter_entries, untrained_tensors
-from mpirun.checkpoint.gather import PARAMETER, gather_parameters, writing_rank
-from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
+from mpirun.checkpoint.entry_names import slice_entry
+from mpirun.checkpoint.gather import writing_rank, written_entries
+from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
+from mpirun.model.parallel_layers import Slice
 from mpirun.model.weight_names import unused_names, weight_names
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, listed
@@ -56,11 +56,11 @@ def export(
     draft = directory.with_name(f".exporting-{comm.bcast(secrets.token_hex(8))}")  # another run has another
     on_rank_0(comm, lambda: _begin(directory, draft, source))
     try:
-        together(comm, lambda: _check_visible(draft))
         entries = _entries(comm, header, setup, stages, beat)
         names = comm.allgather(list(entries))
         writers = [rank for rank, of_rank in enumerate(names) if of_rank]
-        files = {rank: _file_name(number, len(writers)) for number, rank in enumerate(writers)}
+        several = {rank: f"model-{k + 1:05d}-of-{len(writers):05d}.safetensors" for k, rank in enumerate(writers)}
+        files = several if len(writers) > 1 else dict.fromkeys(writers, SINGLE)
         sizes = comm.gather(together(comm, lambda: _write(draft, files.get(comm.rank), entries)))
         index = {name: files[rank] for rank, of_rank in enumerate(names) for name in of_rank}
         on_rank_0(comm, lambda: _publish(directory, draft, source, index, sum(sizes or ())))
@@ -68,11 +68,6 @@ def export(
         if comm.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    if source is not None:
-        known = comm.gather({name for others in _known_names(setup.model, stages) for name in others})
-        left_out = on_rank_0(comm, lambda: _left_out(Path(source), set().union(*known or ())))
-        if left_out:
-            note(comm, f"export {directory}: no stage has {listed(left_out)} of {source}: not written")
     return directory
 
 
@@ -104,37 +99,22 @@ def _entries(
     comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage], beat: Callable[[], None]
 ) -> dict[str, Tensor]:
     """The tensors that this rank writes, by name in the whole model. Collective."""
-    model, entries = setup.model, dict[str, Tensor]()
-    shares: dict[str, list[Tensor]] = {}
-    for index, shape in enumerate(setup.shapes):
-        if model.is_replica(index):
-            continue
-        root, stage, values = writing_rank(header, index), stages.get(index), list[Tensor]()
-        if header.is_sharded(index):
-            gathered = gather_parameters(comm, root, stage, shape.layout, lambda _: (), beat)
-            values = [of_parameter[PARAMETER] for of_parameter in gathered]
-        elif stage is not None and comm.rank == root:
-            values = [view.detach().cpu() for view in stage.views(stage.weights)]
-        slice = model.slice_of(index)
-        cut = shape.sliced_dims if slice.count > 1 else {}
-        held: dict[str, Tensor] = {}
-        if stage is not None and comm.rank == root:
-            held = untrained_tensors(stage) | dict(zip(stage.names, values, strict=True))
-            for name, entry in zip(stage.names, parameter_entries(model, stage), strict=True):
-                if entry is not None and name not in cut:
-                    entries[entry] = held[name]
-        for name, dim in cut.items():  # the slices' shares, to the rank that writes the first slice
-            whole, to = model.entry_name(index, name), writing_rank(header, index - slice.index)
-            of_ranks = comm.gather(held[name].cpu() if name in held else None, root=to)
-            shares.setdefault(whole, []).extend(share for share in of_ranks or () if share is not None)
-            if comm.rank == to and slice.index == slice.count - 1:
-                entries[whole] = dim.join(shares.pop(whole))
-        beat()
+    entries, _ = written_entries(comm, header, setup, stages, lambda _: (), beat)
+    for index in header.first_slices:
+        first, to = setup.model.slice_of(index), writing_rank(header, index)
+        for name, dim in setup.shapes[index].sliced_dims.items() if first.count > 1 else ():
+            whole = setup.model.entry_name(index, name)
+            names = [slice_entry(whole, Slice(slice, first.count)) for slice in range(first.count)]
+            own = {entry: entries.pop(entry).cpu() for entry in names if entry in entries}
+            if (of_ranks := comm.gather(own, root=to)) is not None:
+                shares = {entry: share for of_rank in of_ranks for entry, share in of_rank.items()}
+                entries[whole] = dim.join([shares[entry] for entry in names])
+            beat()
     unused = on_rank_0(comm, lambda: _unused(setup.model)) or {}
     if without := [entry for entry, value in unused.items() if value.is_meta]:
         why = "the forward does not use them, and on the meta device they have no values"
         note(comm, f"not written: {listed(without)}: {why}")
-    return entries | _untrained(comm, header, setup, stages) | {e: x for e, x in unused.items() if not x.is_meta}
+    return entries | {entry: x for entry, x in unused.items() if not x.is_meta}
 
 
 def _unused(model: Model) -> dict[str, Tensor]:
@@ -147,40 +127,6 @@ def _unused(model: Model) -> dict[str, Tensor]:
         values = [given[other] for other in known if other in given and given[other].shape == tensor.shape]
         found[known[0]] = values[0].to(tensor.dtype) if values else tensor
     return found
-
-
-def _untrained(
-    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
-) -> dict[str, Tensor]:
-    """The frozen parameters and buffers that this rank writes: of those in several stages, the first's. Collective."""
-    own = together(comm, lambda: _own_untrained(comm.rank, header, setup, stages))
-    of_ranks = comm.allgather([(entry, index) for entry, (index, _) in own.items()])
-    first = first_stages(pair for of_rank in of_ranks for pair in of_rank)
-    return {entry: value for entry, (index, value) in own.items() if first[entry] == index}
-
-
-def _own_untrained(
-    rank: int, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
-) -> dict[str, tuple[int, Tensor]]:
-    """Frozen parameters and buffers of the stages that a rank writes, each with the first such stage that has it."""
-    own: dict[str, tuple[int, Tensor]] = {}
-    for index, stage in sorted(stages.items()):
-        if writing_rank(header, index) == rank and header.is_first_slice(index):
-            seen: set[int] = set()  # addresses: a tensor is written under its first name
-            for name, value in untrained_tensors(stage).items():
-                if is_share(setup.model, stage, name):
-                    continue
-                entry = setup.model.entry_name(index, name)
-                if entry.endswith("_extra_state"):
-                    raise UsageError(f"the model has {entry}: only parameters and buffers are exported")
-                if not value.numel() or value.data_ptr() not in seen:
-                    own.setdefault(entry, (index, value))
-                seen.add(value.data_ptr())
-    return own
-
-
-def _file_name(number: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:
@@ -197,20 +143,14 @@ def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:
 
 
 def check_new(directory: Path) -> None:
-    """UsageError if a directory cannot be exported to: there is something in it, or it cannot be made or replaced."""
-    real, wrong = Path(os.path.realpath(directory)), ""  # of a link the directory that it points to
+    """UsageError or RefusedFile if a directory cannot be exported to: it is not empty, or cannot be made."""
+    real = Path(os.path.realpath(directory))  # of a link the directory that it points to
     with refusing(directory):
-        parent = next(path for path in (*real.parents, real) if os.path.lexists(path))
+        real.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(real) and (not real.is_dir() or any(real.iterdir())):
-            wrong = "it is not empty: export to a new directory"
-        elif real.exists() and (real.samefile(".") or real.is_mount()):
-            wrong = "it is the working directory or a mount point: export to a new directory in it"
-        elif not parent.is_dir():
-            wrong = f"{parent} is not a directory"
-        elif not os.access(parent, os.W_OK | os.X_OK):
-            wrong = f"{parent}: Permission denied"
-    if wrong:
-        raise UsageError(f"export {directory}: {wrong}")
+            raise UsageError(f"export {directory}: it is not empty: export to a new directory")
+        if not os.access(real.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"export {directory}: {real.parent}: Permission denied")
 
 
 def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
@@ -218,12 +158,7 @@ def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
         raise UsageError(f"export: {source} is no directory")
     check_new(directory)
     with refusing(directory):
-        draft.mkdir(parents=True)
-
-
-def _check_visible(draft: Path) -> None:
-    if not draft.is_dir():
-        raise UsageError(f"export {draft.parent}: not all hosts see the same folder")
+        draft.mkdir()
 
 
 def _publish(directory: Path, draft: Path, source: str | Path | None, index: Mapping[str, str], size: int) -> None:
@@ -242,10 +177,3 @@ def _publish(directory: Path, draft: Path, source: str | Path | None, index: Map
             directory.rmdir()
         draft.rename(directory)
         sync(directory.parent)
-
-
-def _left_out(source: Path, known: Collection[str]) -> list[str]:
-    """The source's tensors that no stage has under any name."""
-    with contextlib.suppress(UsageError):  # it may have no weights
-        return [name for name in Pretrained(source).names if name not in known]
-    return []

@@ -1,22 +1,25 @@
-"""Parameters of stages whose weights are divided among ranks, gathered by the rank that writes the stage."""
+"""What each rank writes, by entry: the weights that it owns, and those divided among ranks, which it gathers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Layout, pieces
+from mpirun.checkpoint.entry_names import parameter_entries, written_untrained
+from mpirun.comm.fail_together import together
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Unit, pieces
+from mpirun.engine.setup import Setup
 from mpirun.model.stage_shape import Place
 from schedgen.ir.header import Header
 
 PARAMETER = ""  # the key of a parameter's own value
 Values = dict[str, Any]  # a parameter's value, and its optimizer state (tensors, numbers) by torch's names
-Kept = Callable[[int], Sequence[Values]]  # by shard of a stage: the optimizer state of each piece in it
+State = Callable[[Unit], Sequence[Values]]  # the optimizer state of each parameter, or piece of one; may be empty
 
 
 def writing_rank(header: Header, stage: int) -> int:
@@ -25,30 +28,82 @@ def writing_rank(header: Header, stage: int) -> int:
     return owners[stage % len(owners)]
 
 
-def gather_parameters(
-    comm: MPI.Intracomm, root: int, stage: LocalStage | None, layout: Layout, kept: Kept, beat: Callable[[], None]
-) -> list[Values]:
-    """The values of every parameter of a stage on `root`, an empty list elsewhere. Collective.
+def written_entries(
+    comm: MPI.Intracomm,
+    header: Header,
+    setup: Setup,
+    stages: Mapping[int, LocalStage],
+    state: State,
+    beat: Callable[[], None],
+) -> tuple[dict[str, Tensor], Values]:
+    """The weights and the optimizer state that this rank writes, by entry. Collective.
 
-    `stage`: None on a rank that has nothing of it; `kept`: returns nothing if only the parameters are wanted; `beat` is
-    called after each parameter.
+    `stages`: this rank's; `state`: returns nothing if only the weights are wanted; `beat` is called after each
+    parameter that is gathered. Stop if a module has state other than tensors.
     """
-    gathered = []
-    for of_parameter, place in zip(_own_pieces(stage, len(layout), kept), layout, strict=True):
-        of_ranks = comm.gather(of_parameter, root=root)
-        if of_ranks is not None:
-            gathered.append(_assembled([piece for of_rank in of_ranks for piece in of_rank], place))
-        beat()
-    return gathered
+    weights: dict[str, Tensor] = {}
+    kept: Values = {}
+    for index, values in dict(_written_values(comm, header, setup, stages, state, beat)).items():
+        for entry, of_parameter in zip(parameter_entries(setup.model, stages[index]), values, strict=True):
+            if entry is not None:
+                weights[entry] = of_parameter.pop(PARAMETER).detach()
+                kept |= {f"{entry}.{key}": value for key, value in of_parameter.items()}
+    for entry, value in untrained_entries(comm, header, setup, stages)[0].items():
+        # The format takes no views, nor tensors that share memory.
+        weights[entry] = value.detach().clone(memory_format=torch.contiguous_format)
+    return weights, kept
 
 
-def _own_pieces(stage: LocalStage | None, parameters: int, kept: Kept) -> list[list[tuple[int, Values]]]:
+def untrained_entries(
+    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The frozen parameters and buffers that this rank writes, by entry; and the entries of all ranks. Collective.
+
+    An entry that several stages have is written with the first, but listed once for each.
+    """
+    here = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
+    own = together(comm, lambda: [(stage.index, written_untrained(setup.model, stage)) for stage in here])
+    pairs = [(entry, index) for index, named in own for entry in named]
+    of_all = [pair for of_rank in comm.allgather(pairs) for pair in of_rank]
+    first = dict(sorted(of_all, key=lambda pair: pair[1], reverse=True))
+    entries = {entry: x for index, named in own for entry, x in named.items() if first[entry] == index}
+    return entries, [entry for entry, _ in of_all]
+
+
+def _written_values(
+    comm: MPI.Intracomm,
+    header: Header,
+    setup: Setup,
+    stages: Mapping[int, LocalStage],
+    state: State,
+    beat: Callable[[], None],
+) -> Iterator[tuple[int, list[Values]]]:
+    """Each stage that this rank writes, and the values of its parameters. All ranks go through all stages."""
+    for index, shape in enumerate(setup.shapes):
+        if setup.model.is_replica(index):
+            continue
+        root, stage, values = writing_rank(header, index), stages.get(index), list[Values]()
+        if header.is_sharded(index):
+            for of_parameter, place in zip(_own_pieces(stage, len(shape.layout), state), shape.layout, strict=True):
+                of_ranks = comm.gather(of_parameter, root=root)
+                if of_ranks is not None:
+                    values.append(_assembled([piece for of_rank in of_ranks for piece in of_rank], place))
+                beat()
+        elif stage is not None and root == comm.rank:
+            kept = state((index, -1)) or [{} for _ in stage.names]
+            views = stage.views(stage.weights)
+            values = [{PARAMETER: view, **more} for view, more in zip(views, kept, strict=True)]
+        if root == comm.rank:
+            yield index, values
+
+
+def _own_pieces(stage: LocalStage | None, parameters: int, state: State) -> list[list[tuple[int, Values]]]:
     """By parameter of a stage: where each piece that this rank owns begins, and copies of its values."""
     own: list[list[tuple[int, Values]]] = [[] for _ in range(parameters)]
     if stage is None:
         return own
     for shard, flat in stage.owned.items():
-        of_pieces = kept(shard)
+        of_pieces = state((stage.index, shard))
         for number, piece in enumerate(pieces(stage.layout, stage.shard_spans[shard])):
             values = {PARAMETER: piece.of_shard(flat), **(of_pieces[number] if of_pieces else {})}
             copies = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import UsageError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,7 +26,7 @@ class Pretrained:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """UsageError if there are no weights, or two files have a tensor of one name. Reads no tensor."""
+        """UsageError if there are no weights. Reads no tensor."""
         self.directory = Path(directory)
         self._files = self._listed()  # by name of a tensor
 
@@ -59,29 +59,17 @@ class Pretrained:
             return dict.fromkeys(_names(self.directory / SINGLE), self.directory / SINGLE)
         if (self.directory / INDEX).exists():
             return self._of_index(self.directory / INDEX)
-        files: dict[str, Path] = {}
-        for path in sorted(self.directory.glob("*.safetensors")):
-            for name in _names(path):
-                if name in files:
-                    raise UsageError(f"weights: both {files[name]} and {path.name} have {clip(name)}")
-                files[name] = path
+        files = {name: path for path in sorted(self.directory.glob("*.safetensors")) for name in _names(path)}
         if not files:
             raise UsageError(f"weights: {self.directory} has no .safetensors file")
         return files
 
     def _of_index(self, path: Path) -> dict[str, Path]:
         try:
-            files = {
-                str(name): self.directory / file for name, file in json.loads(path.read_bytes())["weight_map"].items()
-            }
+            weight_map = json.loads(path.read_bytes())["weight_map"]
+            return {str(name): self.directory / file for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"weights: {path} is damaged") from None
-        for file in sorted(set(files.values())):
-            present = set(_names(file))
-            for name, of_name in files.items():
-                if of_name == file and name not in present:
-                    raise UsageError(f"weights: {path} says that {file.name} has {clip(name)}, but it has not")
-        return files
 
 
 def _names(path: Path) -> list[str]:

@@ -18,13 +18,12 @@ from torch import Tensor
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.entry_names import Entries, untrained_tensors
-from mpirun.checkpoint.run_settings import both_options
 from mpirun.comm.fail_together import Stop, from_rank_0, together
 from mpirun.comm.output import say
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Piece, pieces
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Piece, pieces
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import SlicedDim
 from schedgen.util.errors import UsageError
@@ -62,27 +61,12 @@ def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
 
 
 def restore(
-    manifest: Manifest,
-    setup: Setup,
-    stages: Mapping[int, LocalStage],
-    optimizer: Optimizer,
-    settings: Mapping[str, Any],
-    beat: Callable[[], None],
+    manifest: Manifest, setup: Setup, stages: Mapping[int, LocalStage], optimizer: Optimizer, beat: Callable[[], None]
 ) -> set[str]:
     """Restore stages and their optimizer state; returns the entries of the weights that were read.
 
-    `settings`: of this run, as `run_settings` returns them; `beat` is called after each stage. UsageError if the
-    checkpoint is of another model or optimizer.
+    `beat` is called after each stage. UsageError if the checkpoint is of another model.
     """
-    if (name := settings["optimizer"]) != manifest.settings["optimizer"]:
-        raise UsageError(f"the optimizer is {name}: {manifest.folder} was made with {manifest.settings['optimizer']}")
-    before, now = both_options(manifest.settings, settings)
-    known = set(now).intersection(settings["options"])  # the optimizer need not read other entries of its groups
-    switched = [key for key in sorted(known) if _is_switch(now[key]) and before.get(key, now[key]) != now[key]]
-    if switched:
-        raise UsageError(
-            f"the optimizer has another {switched[0]} than that of {manifest.folder}, whose state does not fit"
-        )
     weights, kept = (Entries(manifest.folder, manifest.entry_files(kind)) for kind in ("weights", "optimizer"))
     of_parameter: dict[str, list[str]] = {}  # entries of the optimizer
     for entry in kept.names:
@@ -94,11 +78,6 @@ def restore(
         reader.restore_optimizer(kept, of_parameter, optimizer)
         beat()
     return read
-
-
-def _is_switch(value: object) -> bool:
-    """Whether an option is a bool, in some parameter groups at least."""
-    return any(isinstance(one, bool) for one in (value if isinstance(value, list) else [value]))
 
 
 def check_all_read(manifest: Manifest, read: Iterable[Collection[str]]) -> None:
@@ -141,8 +120,6 @@ class _StageReader:
         dims = {state: self.dims[entry] for state, entry in parameters.items() if entry in self.dims}
         values = kept.read(list(parameters), dims)
         for state, entry in parameters.items():
-            if state not in values:  # a share of it is missing
-                raise UsageError(f"{self.folder}: has no {state}: is it of another model?")
             value, dim = values[state], dims.get(state) if self.slice.count > 1 else None
             as_saved = state in kept.files and -1 in self.stage.owned and dim is None  # whole when saved, and whole now
             if not as_saved and isinstance(value, Tensor) and value.dim():

@@ -19,43 +19,28 @@ def run_settings(
     optimizer: tuple[str, dict[str, Any]],
     groups: Iterable[Mapping[str, Any]],
     schedule: str,
-    rank: int,
 ) -> dict[str, Any]:
-    """The manifest's entries besides step and files. The text is hashed on rank 0 only.
+    """The manifest's entries besides step and files; `options` are those that a resumed run should have, too.
 
     `optimizer`: its name and its settings; `groups`: the options of all parameter groups; `schedule`: its SHA-256.
     """
     name, settings = optimizer
-    versions = header.lowering.get("updates")
-    options = {**settings, "autocast": "bf16" if setup.autocast_dtype else None, "weight versions": versions}
-    return {
+    text = hashlib.sha256(setup.text.numpy().data).hexdigest()[:8] if setup.text is not None else None
+    options = {
         "seed": setup.seed,
+        "text": text,
+        "microbatches": header.microbatches * setup.passes,
+        **settings,
+        **_set_in_groups(groups, settings),
+        "autocast": "bf16" if setup.autocast_dtype else None,
+        "weight versions": header.lowering.get("updates"),
+        "threads": torch.get_num_threads() if setup.device.torch.type == "cpu" else None,  # bits of sums depend on it
+    }
+    return {
         "optimizer": name,
         "schedule": {"sha256": schedule, "scheme": dict(header.scheme)},
-        "data": {
-            "text": hashlib.sha256(setup.text.numpy().data).hexdigest() if rank == 0 and setup.text is not None else "",
-            "microbatches": header.microbatches * setup.passes,
-        },
         "options": {option: value for option, value in options.items() if value is not None},
-        "groups": _set_in_groups(groups, settings),
-        "threads": [torch.get_num_threads()] if setup.device.torch.type == "cpu" else [],  # by run, this one last
-        "sums": [_sums(header, setup)],
-        "changed": [],  # settings that changed across resumes, as text
     }
-
-
-def _sums(header: Header, setup: Setup) -> str:
-    """In which order gradients are summed, as far as the bits of a sum depend on it."""
-    graph, tensor = header.model_graph, header.tensor_parallel.degree
-    tied = sum(map(len, header.model_ties))
-    parts = [
-        f"{'' if setup.canonical else 'no '}canonical",
-        f"{tensor} tensor slices" * (tensor > 1),
-        f"{setup.passes} passes of {header.microbatches} microbatches" * (setup.passes > 1),
-        f"{tied} tied stages" * (tied > 0),  # a parameter's gradients add up in a stage, then over stages
-        f"{graph.stages} stages" * any(len(readers) > 1 for readers in graph.consumers),  # so do those of a value
-    ]
-    return " and ".join(filter(None, parts))
 
 
 def _set_in_groups(groups: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,48 +48,22 @@ def _set_in_groups(groups: Iterable[Mapping[str, Any]], settings: Mapping[str, A
 
     It depends on no schedule, although the parameters of a group are divided among optimizers.
     """
-    found: dict[str, dict[str, Any]] = {}
+    by_option: dict[str, dict[str, Any]] = {}
     for group in groups:
         for option, value in group.items():
-            found.setdefault(option, {})[repr(value)] = value
-    values = {option: [of[key] for key in sorted(of)] for option, of in found.items()}
+            by_option.setdefault(option, {})[repr(value)] = value
+    values = {option: [distinct[key] for key in sorted(distinct)] for option, distinct in by_option.items()}
     return {option: of if len(of) > 1 else of[0] for option, of in values.items() if of != [settings.get(option)]}
 
 
-def both_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of a checkpoint and the current ones; those of groups only if the checkpoint has recorded them."""
-    old, new = ({**of["options"], **(of["groups"] if "groups" in saved else {})} for of in (saved, current))
-    return old, new
-
-
-def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The settings of a checkpoint that are not the current ones, each as text. Correct on rank 0 only."""
-    before, now = saved["data"], current["data"]
-    counts = f"{before['microbatches']} microbatches a step, not {now['microbatches']}"
-    differs = {
-        f"seed {saved['seed']}, not {current['seed']}": saved["seed"] != current["seed"],
-        "another text": before["text"] != now["text"],
-        counts: before["microbatches"] != now["microbatches"],
-    }
-    old, new = both_options(saved, current)
-    differs |= {
-        f"{_in_words(name, old.get(name))}, not {_in_words(name, new.get(name))}": old.get(name) != new.get(name)
-        for name in {**old, **new}
-    }
-    return [one_line(words) for words, differ in differs.items() if differ]
-
-
-def other_sums(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The latest earlier order of gradient sums that differs from the current one, as text; empty: none."""
-    now = current["sums"][-1]
-    return [f"{then}, not {now}" for then in saved["sums"] if then != now][-1:]
-
-
-def other_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The latest earlier number of torch threads per rank that differs, which changes bits of sums; empty: none."""
-    now = current["threads"][-1:]  # none on a GPU
-    others = [threads for threads in saved["threads"] if now and threads != now[0]]
-    return [f"{others[-1]} thread{'s' * (others[-1] > 1)} a rank, not {now[0]}"] if others else []
+def differing_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """The options of a checkpoint that are not the current ones, each as text."""
+    pairs = {name: (saved.get(name), current.get(name)) for name in {**saved, **current}}
+    return [
+        one_line(f"{_in_words(name, old)}, not {_in_words(name, new)}")
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
 
 
 def _in_words(name: str, value: object) -> str:

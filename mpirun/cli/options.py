@@ -17,8 +17,8 @@ from mpi4py import MPI
 from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.engine.options import DEVICES, GPU_MESSAGES, ON_NAN, SetupOptions
 from schedgen.util.errors import UsageError
+from schedgen.util.option_fields import Number as number
 from schedgen.util.option_fields import Parser, refuse_overwriting
-from schedgen.util.option_types import number
 
 EXAMPLES = """built-in models: mpirun.examples.gpt:tiny, :small, :tied and :tensor; mpirun.examples.mlp:tiny and :small;
 mpirun.examples.seq2seq:tiny and :small

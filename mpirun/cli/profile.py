@@ -26,13 +26,13 @@ from mpirun.cli.options import ProfileOptions
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.comm.link_speed import measure_link_speed
 from mpirun.comm.output import note, write_output
-from mpirun.engine.act import Act
-from mpirun.engine.allreduces import parameters_of_tie
 from mpirun.engine.build import build_interpreter
-from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.core.context import Act
+from mpirun.engine.core.interpreter import Interpreter
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
+from mpirun.engine.other_sums import parameters_of_tie
 from mpirun.engine.setup import set_up_command
-from mpirun.engine.stage import LocalStage
 from mpirun.model.dataflow import ALIGN
 from mpirun.model.load_model import load_model
 from schedgen.checker.files import checked
@@ -164,7 +164,7 @@ class Profile:
         }
 
     def _tied(self) -> list[int]:
-        """By tie: the bytes of the trained parameters that its stages share, as `tied_allreduce` packs them."""
+        """By tie: the bytes of the trained parameters that its stages share, as `tied_sum` packs them."""
         sizes = []
         for stages in self.program.header.tied:
             shape = self.setup.shapes[stages[0]]

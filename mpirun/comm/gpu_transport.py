@@ -8,6 +8,28 @@
 4. Sums over ranks are added up in a stream of their own, and their sends wait for that stream alone. Queued after a
    send of the list, they might wait for kernels that wait for a message from the rank that the sum is sent to.
 
+What could go wrong, and what prevents it, for messages that MPI takes from GPU memory (direct) or that go through the
+host, with events or with words:
+
+    hazard                          direct                              host
+    ------------------------------  ----------------------------------  ---------------------------------------------
+    MPI sends before kernels have   the send begins at a mark           the copy's stream waits for the mark, the send
+    written the tensor                                                  begins at a mark after the copy
+    kernels change the tensor       none is launched before `done`: FREE and STEP wait for it
+    before it is sent
+    MPI writes while kernels still  the receive begins at a mark        the same mark: then MPI writes host memory, and
+    read the old values                                                 the copy to the GPU follows
+    kernels read before the message events: the host waits for MPI      events: the host waits until the copy is
+    is there                        words: the stream waits for a       launched, the stream for the copy's mark
+                                    number that the thread writes       words: the stream waits for a number that the
+                                                                        copy's stream writes
+    the next message overwrites     there is no host memory             a place in a mirror stands for GPU memory: the
+    host memory that is still read                                      mark of the next receive is after the last copy
+    a sum waits behind a send of    its transfers have queues, and its additions a stream, of their own
+    the list, and ranks in a circle
+    a stream that waits for a word  words are used only in passes that neither allocate nor load kernels; if the thread
+    blocks the host or the thread   fails, it aborts all ranks
+
 A thread polls marks and messages, and advances sums, so that a transfer begins when its kernels end, whatever the
 launching thread does. If MPI allows only one thread, the launching thread does this whenever it polls.
 """

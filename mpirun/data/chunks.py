@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
     A list or tuple of strings, one for each sample, is cut as a tensor is. Leaves with None in `dims`, and other values
     that are no tensors, go to every microbatch uncut. UsageError if samples are too few.
     """
-    if count < 1:
-        raise UsageError(f"{count} microbatches: there should be one at least")
     samples = sample_count(tree, dims)
     if samples < count:
         raise UsageError(f"the minibatch has {samples} samples, too few for {count} microbatches")
@@ -90,27 +87,23 @@ def leaf_dims(tree: Any, dims: Dims, is_leaf: Callable[[Any], bool] = lambda x: 
 
     `is_leaf`: lists and tuples of which it is true are leaves.
     """
-    spread = _spread(tree, dims, is_leaf)
+    leaves, spread = pytree.tree_leaves(tree, is_leaf=is_leaf), _spread(tree, dims, is_leaf)
     for dim in spread:
         if dim is not None and type(dim) is not int:
             raise UsageError(f"dims: {dim!r} is neither a dimension nor None")
-    leaves = pytree.tree_leaves(tree, is_leaf=is_leaf)
     return [dim if isinstance(leaf, Tensor | list | tuple) else None for leaf, dim in zip(leaves, spread, strict=True)]
 
 
 def _spread(tree: Any, dims: Dims, is_leaf: Callable[[Any], bool]) -> list[Any]:
     """The entry of `dims` that stands for each leaf; dicts are matched by key."""
-    if is_leaf(tree):
-        has_equal = type(dims) is type(tree) and len(dims) == len(tree) and dims.count(dims[0]) == len(dims)
-        return [dims[0] if has_equal else dims]
+    if not isinstance(dims, dict | list | tuple):
+        return [dims] * len(pytree.tree_leaves(tree, is_leaf=is_leaf))
+    if type(dims) is not type(tree) or len(dims) != len(tree) or is_leaf(tree):
+        raise UsageError(f"dims: {clip(repr(dims))} is not nested as the minibatch")
     if isinstance(dims, dict) and isinstance(tree, dict):
-        if dims.keys() == tree.keys():
-            return [dim for key, part in tree.items() for dim in _spread(part, dims[key], is_leaf)]
-    elif isinstance(dims, tuple | list) and type(dims) is type(tree) and len(dims) == len(tree):
-        return [dim for part, part_dims in zip(tree, dims, strict=True) for dim in _spread(part, part_dims, is_leaf)]
+        if dims.keys() != tree.keys():
+            raise UsageError(f"dims: {clip(repr(dims))} has other keys than the minibatch")
+        pairs = [(part, dims[key]) for key, part in tree.items()]
     else:
-        with suppress(ValueError):
-            spread = pytree._broadcast_to_and_flatten(dims, pytree.tree_structure(tree, is_leaf=is_leaf))
-            if spread is not None:
-                return spread
-    raise UsageError(f"dims: {clip(repr(dims))} is not nested as the minibatch")
+        pairs = list(zip(tree, dims, strict=True))
+    return [dim for part, part_dims in pairs for dim in _spread(part, part_dims, is_leaf)]

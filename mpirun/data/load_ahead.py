@@ -18,13 +18,12 @@ import torch
 from torch.utils.data import DataLoader
 
 _PR_SET_PDEATHSIG = 1
-_LEAVING = signal.SIGINT, signal.SIGTERM
 States = tuple[Any, Any, Any]  # of the generators of torch (CPU), numpy and Python
 
 
 def items_of(data: DataLoader[Any]) -> Generator[Any, None, None]:
     """The items of a DataLoader; on exit its workers have ended."""
-    with warnings.catch_warnings(), _signals_wait():
+    with warnings.catch_warnings():
         # Since Python 3.12; workers touch none of what a rank's threads may have locked.
         warnings.filterwarnings("ignore", ".* multi-threaded, use of fork", DeprecationWarning)
         items: Any = iter(data)
@@ -35,21 +34,10 @@ def items_of(data: DataLoader[Any]) -> Generator[Any, None, None]:
             items._shutdown_workers()
 
 
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM wait; they would end a worker that starts and does not ignore them yet."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def start_worker(_: int) -> None:
     """Let a worker end with its rank, not by a signal that both get: the rank may have something to save first."""
-    for number in _LEAVING:
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVING)
     with suppress(AttributeError):  # only on Linux; elsewhere torch's worker looks for its parent every 5 s
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,7 +1,7 @@
 """The batches of a run, from a dataset: each rank makes the microbatches that its list reads.
 
 In: a dataset, and the numbers of the microbatches that this rank reads. Out: a `Batch` per step. No MPI: every rank has
-its own loader. Microbatches are made by their numbers (`numbered_loader`) or read in order (`stream_loader`).
+its own loader. A `MapLoader` or `FunctionLoader` makes any step by its number, a `StreamLoader` reads steps in order.
 
 The content of a microbatch depends on the dataset, the seed, the epoch, the step and its number; not on ranks, workers,
 or what was read before. This includes random numbers that samples or their collation draw from the global generators of
@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from itertools import count
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from mpirun.data.chunks import in_own_memory
-from mpirun.data.load_ahead import items_of, start_worker
+from mpirun.data.load_ahead import items_of, start_worker, states_kept
 from mpirun.data.microbatches import Microbatch, plain
-from mpirun.data.sampling import Dealt
 from mpirun.data.values import named_leaves
 from schedgen.util.errors import UsageError
+
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -47,6 +49,24 @@ class Batch(NamedTuple):
         return self.loader is not None and any(0 < real < self.loader.microbatch_size for real in self.samples)
 
 
+class Step(NamedTuple):
+    """A step as a worker makes it."""
+
+    samples: int  # without padding
+    is_last: bool  # of its epoch
+    dropped: int  # samples of the epoch after it, less than a step
+    collated: dict[int, Any]  # by microbatch that this rank reads, its collated samples
+
+
+def deal(samples: Sequence[T], size: int, microbatches: int) -> list[list[T]]:
+    """The samples of each microbatch of a step that has from 1 to `size * microbatches` samples.
+
+    All have `size`: the samples fill the first microbatches, then they are repeated from the first one on.
+    """
+    places = range(size * microbatches)
+    return [[samples[place % len(samples)] for place in places[begin : begin + size]] for begin in places[::size]]
+
+
 @dataclass(eq=False)
 class Loader(ABC):
     """The batches of a dataset: an iteration goes through the rest of the epoch, the next one through the next epoch.
@@ -61,7 +81,7 @@ class Loader(ABC):
     pair          collated samples -> (input, target)
     say           prints a line on what is done with the last step; it may get a line twice
     shuffle       a new order in every epoch
-    workers       processes that make microbatches ahead; 0: this one does, between the steps
+    workers       processes that make the next steps ahead; 0: this one makes them, between the steps
     last          if the last step of an epoch has too few samples: "pad" repeats some, which do not count, "drop"
                   leaves the step out
     collate       a list of samples -> a microbatch, instead of torch's default_collate
@@ -131,12 +151,12 @@ class Loader(ABC):
 
     def state(self) -> dict[str, Any]:
         """The position of the next batch, and the settings that must not change; for JSON."""
-        cut = {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
-        return {"epoch": self.epoch, "step": self.step, **cut, **self._unchanging()}
+        sizes = {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
+        return {"epoch": self.epoch, "step": self.step, **sizes, **self._unchanging()}
 
     @contextmanager
     def from_the_start(self) -> Iterator[None]:
-        """Inside, iterations go through the whole epoch; on exit the position is restored."""
+        """Inside, iterations begin with the epoch's first batch; afterwards the position is what it was."""
         position = self.epoch, self.step
         self.step = 0
         try:
@@ -166,8 +186,8 @@ class Loader(ABC):
     # For subclasses
 
     @abstractmethod
-    def _batches(self) -> Generator[Batch, None, None]:
-        """The batches of the rest of the epoch."""
+    def _steps(self, epoch: int, first: int) -> tuple[Dataset[Step], Iterable[int] | None]:
+        """The steps of an epoch from `first` on: by the numbers that come with them, or in their order."""
 
     def _unchanging(self) -> dict[str, Any]:
         return {
@@ -194,26 +214,55 @@ class Loader(ABC):
             name = f"the {type(self.dataset).__name__}{length}"
             self.say(f"{name}: the last step of an epoch has {samples} of {self.step_size}: {done}")
 
-    def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
-        """A `Microbatch` from its collated samples; `real`: samples of the step, without padding."""
+    def _batches(self) -> Generator[Batch, None, None]:
+        """The batches of the rest of the epoch."""
+        epoch, first, samples = self.epoch, self.step, 0
+        with closing(self._made(*self._steps(epoch, first))) as made_steps:
+            for number in count(first):
+                with states_kept():
+                    made = next(made_steps, None)
+                    samples = made.samples if made is not None else 0
+                    if made is None or (self.last == "drop" and samples < self.step_size):
+                        break
+                    mine = {mb: self._microbatch(mb, samples, of_mb) for mb, of_mb in made.collated.items()}
+                if made.is_last:
+                    self._say_of_last(made.dropped or samples)
+                yield Batch(epoch, number, self._real(samples), mine, self, made.is_last)
+                if made.is_last:
+                    return
+        if first == 0:
+            self._check_samples(samples)
+        if not samples:
+            raise UsageError(f"the dataset ended before step {first} of epoch {epoch}, where the run should continue")
+        self.epoch, self.step = epoch + 1, 0  # steps are larger than before a restart, or the last is dropped now
+        yield from self._batches()
+
+    def _real(self, samples: int) -> list[int]:
+        """By microbatch of a step with so many samples, how many of its own are no padding."""
+        size = self.microbatch_size
+        return [min(size, max(0, samples - begin)) for begin in range(0, self.step_size, size)]
+
+    def _microbatch(self, number: int, samples: int, collated: Any) -> Microbatch:
+        """A microbatch of a step from its collated samples; `samples`: of the step, without padding."""
         data, target = pytree.tree_map(in_own_memory, self.pair(plain(collated)))
         leaves, names = named_leaves(data)
-        divisor = real / dealt.real if dealt.real else math.inf
-        return Microbatch(leaves, target, divisor, len(dealt.samples), dealt.padding, names)
+        real = self._real(samples)[number]
+        divisor = samples / real if real else math.inf
+        return Microbatch(leaves, target, divisor, self.microbatch_size, self.microbatch_size - real, names)
 
-    def _made(self, items: Dataset[Any], ahead: int, **batches: Any) -> Generator[Any, None, None]:
-        """The items that torch's DataLoader makes of `items`; workers prefetch `ahead` of them."""
-        workers = self.workers if ahead else 0
-        data: DataLoader[Any] = DataLoader(
-            items,
-            collate_fn=lambda made: made,
-            num_workers=workers,
-            prefetch_factor=ahead // workers + 1 if workers else None,
+    def _made(self, steps: Dataset[Step], numbers: Iterable[int] | None) -> Generator[Step, None, None]:
+        """The steps that torch's DataLoader makes, ahead if there are workers."""
+        data: DataLoader[Step] = DataLoader(
+            steps,
+            batch_size=None,
+            sampler=numbers,
+            collate_fn=lambda step: step,
+            num_workers=self.workers,
+            prefetch_factor=1 if self.workers else None,  # by worker
             # So a script needs neither an `if __name__ == "__main__"`, nor data that can be pickled. Workers leave by
             # _exit, which neither finalizes MPI nor runs the exit handlers of the rank.
-            multiprocessing_context="fork" if workers else None,
+            multiprocessing_context="fork" if self.workers else None,
             worker_init_fn=start_worker,
             generator=torch.Generator(),  # not the one from which the model draws
-            **batches,
         )
         return items_of(data)

@@ -107,25 +107,18 @@ class Microbatches(MicrobatchSource):
         self.batch, self.text, self.seed, self.count = batch, text, seed, count
         self.chunked_step = -1  # the step of `chunks`, where `batch` is a Minibatch
         self.chunks: list[Microbatch] = []
-        self.names: tuple[str, ...] | None = None  # of the first input that this rank has made
 
     def __call__(self, step: int, number: int) -> Microbatch:
-        """Microbatch `number` of a step; UsageError if it is not a pair, cannot be cut, or has other names."""
-        made = self._make(step, number)
-        self.names = made.names if self.names is None else self.names
-        made.check_names(self.names)
-        return made
-
-    def _make(self, step: int, number: int) -> Microbatch:
-        if not isinstance(self.batch, Minibatch):
-            pair = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
-            data, target = pytree.tree_map(in_own_memory, checked_pair(pair, "the model's batch should return"))
-            leaves, names = named_leaves(data)
-            return Microbatch(leaves, target, self.count, names=names)
-        if step != self.chunked_step:
-            self.chunks = self._chunks(self.batch, step)
-            self.chunked_step = step
-        return self.chunks[number]
+        """Microbatch `number` of a step; UsageError if it is not a pair, or cannot be cut."""
+        if isinstance(self.batch, Minibatch):
+            if step != self.chunked_step:
+                self.chunks = self._chunks(self.batch, step)
+                self.chunked_step = step
+            return self.chunks[number]
+        pair = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
+        data, target = pytree.tree_map(in_own_memory, checked_pair(pair, "the model's batch should return"))
+        leaves, names = named_leaves(data)
+        return Microbatch(leaves, target, self.count, names=names)
 
     def _chunks(self, batch: Minibatch, step: int) -> list[Microbatch]:
         pair = checked_pair(batch.make(self.text, np.random.default_rng([self.seed, step])), "the minibatch should be")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from mpi4py import MPI
 from torch import nn
@@ -10,20 +12,27 @@ from torch import nn
 from mpirun.comm.fail_together import together
 from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
+from mpirun.comm.progress_thread import MessageProgress
 from mpirun.comm.transport import NO_ROW
-from mpirun.engine.act import Position
-from mpirun.engine.buffers import LocalBuffers
-from mpirun.engine.context import Context
-from mpirun.engine.grad_buffers import GradBuffers
-from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.loss import check_forwards_first
+from mpirun.engine.core.buffers import LocalBuffers
+from mpirun.engine.core.context import Around, Context
+from mpirun.engine.core.grad_buffers import GradBuffers
+from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.first_step import RunInterpreter
+from mpirun.engine.grad_norm import GradNorms
+from mpirun.engine.job_graphs import Job, JobGraphs
+from mpirun.engine.loss import MinibatchLoss, check_forwards_first, score
 from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.other_sums import SliceSums, tied_sum
 from mpirun.engine.planned_memory import MemorySlots
+from mpirun.engine.running_statistics import KeptBuffers
 from mpirun.engine.same_start import Values, check_same_start, value_digests
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import StageEntry
+from mpirun.model.rng import LOSS, derived_seed
 from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
@@ -38,9 +47,9 @@ def build_interpreter(
     instructions: Sequence[Instruction],
     setup: Setup,
     state: memoryview | None = None,
-    other: Interpreter | None = None,
+    other: RunInterpreter | None = None,
     resumes: bool = False,
-) -> Interpreter:
+) -> RunInterpreter:
     """Build one rank's interpreter. Collective; Stop if the model does not fit the schedule.
 
     program, instructions  this rank's list, as a table and as single instructions
@@ -50,12 +59,12 @@ def build_interpreter(
                            buffers of what the rank owns
     resumes                a checkpoint will replace all values
     """
-    header = program.header
-    if setup.model.loss_of == "minibatch":
+    header, whole = program.header, setup.model.loss_of == "minibatch"
+    if whole:
         together(comm, lambda: check_forwards_first(header, instructions))
     slots = MemorySlots(
         comm, program, instructions, setup.shapes, setup.dataflows[0], setup.canonical, setup.device.torch,
-        () if other is None else other.context.slots.blocks,
+        () if other is None else other.slots.blocks,
     )  # fmt: skip
     if other is None:
         stages, digests = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
@@ -67,13 +76,44 @@ def build_interpreter(
         optimizer = other.optimizer
     state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
     transport = make_transport(comm, header.groups, setup.crowded, _show_waits(state), device=setup.device)
-    grad_buffers = GradBuffers(header, stages, slots, comm.rank, None if other is None else other.context.grad_buffers)
+    position = Position(setup.passes)
+    graphs = JobGraphs(setup.device, comm.rank, slots.blocks) if setup.graphs else None
+
+    def seed_loss() -> None:
+        setup.device.seed(derived_seed(setup.seed, position.step, LOSS))
+
+    slice_sums = SliceSums()
+    count, kind, dtype = header.microbatches, setup.device.kind, setup.autocast_dtype
     context = Context(
-        header, instructions, setup, stages, slots, transport, AllreduceQueue(transport), LocalBuffers(transport),
-        grad_buffers, optimizer, Position(setup.passes),
+        header=header, instructions=instructions, shapes=setup.shapes, dataflows=setup.dataflows, seed=setup.seed,
+        device=setup.device, position=position, stages=stages, slots=slots, transport=transport,
+        allreduces=AllreduceQueue(transport), buffers=LocalBuffers(transport),
+        grad_buffers=GradBuffers(
+            header, stages, slots, comm.rank, None if other is None else other.context.grad_buffers
+        ),
+        microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position, count),
+        score=partial(score, setup.model.loss),
+        minibatch_loss=MinibatchLoss(setup.model, count, kind, dtype, seed_loss) if whole else None,
+        around=_around(instructions, graphs), versions=StageVersions(instructions, stages, slots), optimizer=optimizer,
+        norms=GradNorms(header, setup.shapes, comm.rank, setup.canonical),
+        other_sums={Kind.T: partial(tied_sum, setup.model), Kind.X: slice_sums.prepare, Kind.G: slice_sums.prepare},
     )  # fmt: skip
+    progress = MessageProgress(comm, setup.device) if other is None else other.progress
     under_way = bytes_under_way(program, slots.bytes).tolist()
-    return Interpreter(context, state, under_way, None if other is None else other.progress)
+    return RunInterpreter(context, state, optimizer, slots, under_way, progress, graphs)
+
+
+def _around(instructions: Sequence[Instruction], graphs: JobGraphs | None) -> Around:
+    """What surrounds the computation of a job: the capture as a graph, and buffers that a RECOMPUTE restores."""
+    kept = KeptBuffers(instructions)
+
+    def around(i: Instruction, stage: LocalStage, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def captured(job: Callable[..., Any]) -> Callable[..., Any]:
+            return job if graphs is None else Job(graphs, i, stage.layer_rng, job)
+
+        return kept.around(i, stage, compute, captured)
+
+    return around
 
 
 def _show_waits(state: memoryview) -> Callable[[int | None], None]:

@@ -7,21 +7,61 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from mpirun.comm.progress_thread import LONG, needs_calls
+from mpirun.comm.progress_thread import MessageProgress, needs_calls
 from mpirun.comm.transport import Transport
-from mpirun.engine.act import Act
-from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.optimizer_step import StepResult
+from mpirun.engine.core.context import Act, Context
+from mpirun.engine.core.interpreter import Interpreter
+from mpirun.engine.core.optimizer_step import StepResult
+from mpirun.engine.job_graphs import JobGraphs
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.planned_memory import MemorySlots
 from schedgen.ir.instructions import COMPUTE, Instruction, Op
 
 
-def run_first(interpreter: Interpreter, step: int) -> StepResult:
+class RunInterpreter(Interpreter):
+    """The core's interpreter, with what surrounds its passes: graphs, stream words, calls of MPI during long jobs."""
+
+    def __init__(
+        self,
+        context: Context,
+        state: memoryview,
+        optimizer: Optimizer,
+        slots: MemorySlots,
+        under_way: Sequence[int],
+        progress: MessageProgress,
+        graphs: JobGraphs | None,
+    ) -> None:
+        """Prepare all instructions. Collective.
+
+        state      the words that the watchdog reads
+        optimizer  the context's, as all other than the core see it; `slots` too
+        under_way  by row, the bytes in flight while the instruction runs
+        progress   calls MPI; interpreters with the same modules share it
+        graphs     captures and replays jobs; None: no job is captured
+        """
+        super().__init__(context, state)
+        self.optimizer, self.slots = optimizer, slots
+        self.under_way, self.progress, self.graphs = under_way, progress, graphs
+        self.timed = False  # whether the first step is done
+        self.reached: set[tuple[int, str]] = set()  # (stage, parameter) that got a gradient in the first step
+
+    def begin_pass(self) -> None:
+        """Count the passes of graphs; use words once passes neither allocate memory nor load kernels.
+
+        Both may wait for streams that wait for words.
+        """
+        if self.graphs is not None:
+            self.graphs.begin_pass()
+        self.context.device.use_words(self.timed and (self.graphs is None or self.graphs.captured))
+
+
+def run_first(interpreter: RunInterpreter, step: int) -> StepResult:
     """As `interpreter.run`, for the first step: note in `reached` which parameters got a gradient, and time its jobs.
 
     In later steps, long jobs with messages in flight let MPI make progress.
@@ -34,7 +74,7 @@ def run_first(interpreter: Interpreter, step: int) -> StepResult:
 
 
 @contextlib.contextmanager
-def _time_jobs(interpreter: Interpreter) -> Iterator[dict[tuple[int, int], float]]:
+def _time_jobs(interpreter: RunInterpreter) -> Iterator[dict[tuple[int, int], float]]:
     """Time the jobs of the block, without their waits; yields the least seconds of each stage and opcode."""
     transport, acts = interpreter.transport, interpreter.code
     seconds: dict[tuple[int, int], float] = {}
@@ -57,9 +97,9 @@ def _time_jobs(interpreter: Interpreter) -> Iterator[dict[tuple[int, int], float
 
 
 @contextlib.contextmanager
-def _note_reached(interpreter: Interpreter) -> Iterator[None]:
+def _note_reached(interpreter: RunInterpreter) -> Iterator[None]:
     """Add the parameters that get a gradient in the block to the interpreter's `reached`."""
-    stage_of, instructions = interpreter.forward_backward.stage_of, interpreter.context.instructions
+    stage_of, instructions = interpreter.context.stage_of, interpreter.context.instructions
     stages = {stage_of(i) for i in instructions if i.op in (Op.BWD, Op.BWD_W)}
     # An AccumulateGrad node lives as long as it is held here. A hook on the parameter would slow down later steps.
     places = [((s.index, n), p) for s in stages for n, p in zip(s.names, s.parameters, strict=True)]
@@ -75,25 +115,14 @@ def _note_reached(interpreter: Interpreter) -> Iterator[None]:
         yield
 
 
-def _let_mpi_go_on(interpreter: Interpreter, seconds: Mapping[tuple[int, int], float]) -> None:
+def _let_mpi_go_on(interpreter: RunInterpreter, seconds: Mapping[tuple[int, int], float]) -> None:
     """Let MPI make progress during jobs where this pays; `seconds`: how long a job takes, by stage and opcode."""
-    transport, progress, code = interpreter.transport, interpreter.progress, interpreter.code
+    transport, code = interpreter.transport, interpreter.code
     if transport.moves_alone or interpreter.graphs is not None:  # a rank is never inside a replayed job for long
         return
-    last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch; it places the backward's hooks
     for row, i in enumerate(interpreter.context.instructions):
-        if i.op in (Op.FWD, Op.RECOMPUTE):
-            last_forward[i.stage, i.mb] = row
-        if i.op not in COMPUTE or not needs_calls(seconds[i.stage, i.op], interpreter.under_way[row]):
-            continue
-        module = interpreter.forward_backward.stage_of(i).module
-        if seconds[i.stage, i.op] > LONG * progress.layer_count(module):
-            code[row] = _where_messages_move(transport, progress.with_thread(code[row]), code[row])
-        else:
-            at, backward = last_forward[i.stage, i.mb], i.op not in (Op.FWD, Op.RECOMPUTE)
-            with_hooks = progress.with_hooks(code[at], module, seconds[i.stage, i.op], backward)
-            # Messages in flight during a backward may not have started yet when its forward places the hooks.
-            code[at] = with_hooks if backward else _where_messages_move(transport, with_hooks, code[at])
+        if i.op in COMPUTE and needs_calls(seconds[i.stage, i.op], interpreter.under_way[row]):
+            code[row] = _where_messages_move(transport, interpreter.progress.with_thread(code[row]), code[row])
 
 
 def _where_messages_move(transport: Transport, with_calls: Act, act: Act) -> Act:

@@ -18,18 +18,17 @@ from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW
 from mpirun.data.microbatches import Microbatch
-from mpirun.engine.act import Act, Position
-from mpirun.engine.allreduces import SliceAllreduce
-from mpirun.engine.buffers import LocalBuffers
-from mpirun.engine.context import Context
-from mpirun.engine.forward import Score
-from mpirun.engine.forward_backward import ForwardBackward
-from mpirun.engine.messages import Transfers
+from mpirun.engine.core.buffers import LocalBuffers
+from mpirun.engine.core.context import Context, Score
+from mpirun.engine.core.interpreter import Interpreter
+from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.other_sums import SliceSums
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.loss import loss_input
+from mpirun.watchdog import WORDS
 from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.program import Program
 
@@ -47,6 +46,7 @@ class ForwardList:
         run      the context of the run's own list
         """
         header, instructions = program.header, program.instructions(comm.rank)
+        self.header = header
         slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflows[0], False, setup.device.torch)
         memory = {index: slots.weights(index) for index in run.stages}
         self.stages: dict[int, LocalStage] = {}
@@ -63,30 +63,38 @@ class ForwardList:
         self.transport = transport = make_transport(comm, header.groups, setup.crowded, show, device=setup.device)
         self.position = Position(setup.passes)
         context = replace(
-            run, header=header, instructions=instructions, setup=setup, stages=self.stages, slots=slots,
-            transport=transport, buffers=LocalBuffers(transport), allreduces=AllreduceQueue(transport),
-            position=self.position,
+            run, header=header, instructions=instructions, shapes=setup.shapes, dataflows=setup.dataflows,
+            position=self.position, stages=self.stages, slots=slots, transport=transport,
+            buffers=LocalBuffers(transport), allreduces=AllreduceQueue(transport),
+            microbatches=MicrobatchReader(setup.microbatches, self.device.torch, self.position, header.microbatches),
+            other_sums={Kind.X: SliceSums().prepare},
+            pending={}, losses={}, metrics={}, score=self._give, minibatch_loss=None,
+            around=lambda i, stage, compute: compute, versions=StageVersions(instructions, self.stages, slots),
         )  # fmt: skip
-        messages, self.jobs = Transfers(context), _Forwards(context)
-        table: dict[int, Callable[[int, Instruction], Act]] = {
-            Op.FETCH_W: messages.fetch_w,
-            Op.RECV: messages.recv,
-            Op.SEND: messages.send,
-            Op.FWD: self.jobs.fwd,
-            Op.ALLREDUCE: SliceAllreduce(context).allreduce,
-            Op.FREE: messages.free,
-        }
-        self.code = [table[i.op](row, i) for row, i in enumerate(instructions)]
+        self.outcome: Outcome
+        self.interpreter = Interpreter(context, memoryview(bytearray(8 * WORDS)).cast("q"))
         self.buffers = context.buffers
         weights = [i for i in instructions if i.op == Op.SEND and i.kind == Kind.W]
         self.sent_weights = {self.buffers.named_by(i) for i in weights}  # no STEP waits for their sends
+
+    def _give(self, stage: LocalStage, i: Instruction) -> Score:
+        """In place of a loss: a function that gives the last stage's outputs to `outcome`."""
+        zero = torch.zeros((), device=self.device.torch)
+        first_slice, position, count = self.header.is_first_slice(i.stage), self.position, self.header.microbatches
+
+        def give(batch: Microbatch, metrics: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
+            if first_slice:
+                self.outcome(position.accumulation_pass * count + i.mb, loss_input(outputs), batch)
+            return zero
+
+        return give
 
     def execute(self, step: int, outcome: Outcome) -> None:
         """Run all microbatches of a step, the list once per accumulation pass, and restore the modules for the run.
 
         `outcome` is called for each microbatch on the rank that has the last stage's output.
         """
-        self.jobs.outcome = outcome
+        self.outcome = outcome
         self.device.use_words(ready=False)
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
         for stage in self.stages.values():
@@ -97,8 +105,7 @@ class ForwardList:
             self.position.step = step
             for number in range(self.position.passes):
                 self.position.accumulation_pass = number
-                for act in self.code:
-                    act()
+                self.interpreter.execute()
             for weights in self.sent_weights:
                 self.buffers.wait_sent(weights)
         finally:
@@ -109,28 +116,3 @@ class ForwardList:
             for module, training in modes:  # parents come first: `train`, which may do more, sets children, too
                 if module.training != training:
                     module.train(training)
-
-
-class _Forwards(ForwardBackward):
-    """FWD without a backward: the last stage passes its output to `outcome` and computes no loss."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context, StageVersions(context))
-        self.outcome: Outcome
-
-    def has_minibatch_loss(self, i: Instruction) -> bool:
-        """Never: no loss is computed."""
-        return False
-
-    def score(self, i: Instruction) -> Score:
-        """A function that gives the outputs to `outcome`, and returns no loss."""
-        first_slice = self.header.is_first_slice(i.stage)
-        first, mb = self.header.microbatches, i.mb
-        zero = torch.zeros((), device=self.device)
-
-        def give(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
-            if first_slice:
-                self.outcome(self.position.accumulation_pass * first + mb, loss_input(outputs), batch)
-            return zero
-
-        return give

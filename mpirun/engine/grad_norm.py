@@ -3,6 +3,16 @@
 With --canonical a norm has the same bits however the parameter is divided. Squares are added in float64 along a binary
 tree whose leaves are the parameter's 64-byte lines; no shard boundary cuts a line. The owner of a piece contributes the
 sums of the largest subtrees that the piece covers, at most two of each height.
+
+For example, a parameter of six lines with the sums of squares a to f, whose lines 0-2 and 3-5 are on two ranks:
+
+    height 3                    (3, 0)                    all
+    height 2        (2, 0)                 (2, 1)         a + b + c + d, e + f + 0
+    height 1  (1, 0)     (1, 1)      (1, 2)               a + b, c + d, e + f
+    lines     a    b     c  |  d     e    f
+
+The first rank contributes (1, 0) = a + b and (0, 2) = c, the second (0, 3) = d and (1, 2) = e + f. All ranks then add
+((a + b) + (c + d)) + ((e + f) + 0), as the owner of the whole parameter does, which contributes (2, 0) and (1, 2).
 """
 
 from __future__ import annotations
@@ -17,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Piece, Unit, pieces, shard_spans
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Piece, Unit, pieces, shard_spans
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.weight_shards import LINE

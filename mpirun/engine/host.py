@@ -13,7 +13,6 @@ from mpi4py import MPI
 
 from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import together
-from mpirun.comm.output import note
 from mpirun.comm.waiting import sleeping_barrier
 
 _threads_before: list[int] = []  # torch's threads before each run that has not ended, oldest first
@@ -51,8 +50,4 @@ def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, 
     cores = sum(Fraction(1, ranks[core]) for core in own)
     torch.set_num_threads(threads or max(1, int(cores)))
     chosen = together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words))
-    of_rank = comm.gather(torch.get_num_threads())
-    if of_rank and chosen.kind == "cpu" and min(of_rank) < max(of_rank):
-        what = f"{min(of_rank)} to {max(of_rank)} threads a rank, on which the bits of its sums depend"
-        note(comm, f"torch has {what}: with --threads, or threads= of an Engine, all ranks have as many")
     return Host(device=chosen, crowded=cores < 1)

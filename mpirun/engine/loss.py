@@ -1,4 +1,4 @@
-"""The loss of one microbatch, or of the whole minibatch, and the gradient that its backward starts from.
+"""The loss of one microbatch, or of the whole minibatch, as the core calls it.
 
 - The backward of a microbatch's loss starts from the microbatch's share of the minibatch, usually 1 / (microbatches of
   a step), so that the gradients of a step add up to the gradient of the mean loss. With weight versions it starts from
@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -20,21 +19,33 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpirun.data.chunks import cut_dims
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch
-from mpirun.data.values import to_device
+from mpirun.data.microbatches import Microbatch, Minibatch
+from mpirun.engine.core.context import Score
+from mpirun.engine.core.stage import LocalStage
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Dataflow
-from mpirun.model.loss import check_real, loss_input, try_loss
+from mpirun.model.loss import check_real, loss_and_metrics, loss_input
+from mpirun.model.rng import LOSS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError
 
 
-@lru_cache(256)  # a step's microbatches may have any weights
-def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> Tensor:
-    """The gradient of a loss divided by `divisor`, with respect to the loss; a cached tensor."""
-    return torch.ones((), dtype=dtype, device=device).div_(divisor)
+def score(function: Callable[[Any, Any], Any], stage: LocalStage, i: Instruction) -> Score:
+    """A function that computes the loss of a microbatch and its metrics, after the forward `i` of the last stage."""
+    facts, rng = stage.shape.loss, stage.layer_rng
+    draws = facts is not None and facts.draws
+
+    def loss_of(batch: Microbatch, metrics: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
+        if draws:
+            rng.begin(LOSS)
+        loss, returned = loss_and_metrics(function, loss_input(outputs), batch)
+        if not loss.requires_grad:
+            raise ValueError("the loss has no gradient: it depends on no parameter")
+        metrics |= returned
+        return loss
+
+    return loss_of
 
 
 def check_minibatch_loss(header: Header, passes: int) -> None:
@@ -64,39 +75,20 @@ def check_forwards_first(header: Header, instructions: Sequence[Instruction]) ->
         )
 
 
-def try_minibatch_loss(
-    model: Model,
-    microbatches: MicrobatchSource,
-    dataflows: Sequence[Dataflow],
-    autocast_dtype: torch.dtype | None,
-    device: torch.device,
-    real_outputs: Callable[[Microbatch], Sequence[Tensor]],
-) -> None:
-    """UsageError if the loss cannot be computed from outputs of a step's shapes.
-
-    These are zeros or, if the loss fails on zeros, the model's outputs for the first microbatch of each shape.
-    """
-    firsts = [dataflows.index(dataflow) for dataflow in dataflows]
-
-    def real() -> list[Sequence[Tensor]]:
-        made = {mb: real_outputs(microbatches(0, mb)) for mb in sorted(set(firsts))}
-        return [made[mb] for mb in firsts]
-
-    def loss_of(outputs: Sequence[Sequence[Tensor]]) -> None:
-        loss = MinibatchLoss(model, len(dataflows), device.type, autocast_dtype)
-        for mb, of_mb in enumerate(outputs):
-            loss.add_outputs(mb, of_mb, to_device(microbatches(0, mb), device))
-
-    zeros: list[Sequence[Tensor]] = [[spec.zeros(device) for spec in each.outputs[-1]] for each in dataflows]
-    try_loss(loss_of, zeros, real)
-
-
 class MinibatchLoss:
     """A step's loss, computed from the outputs of all its microbatches."""
 
-    def __init__(self, model: Model, count: int, device_type: str, autocast_dtype: torch.dtype | None) -> None:
-        """`count`: microbatches of a step; `device_type`: cpu or cuda, for autocast."""
+    def __init__(
+        self,
+        model: Model,
+        count: int,
+        device_type: str,
+        autocast_dtype: torch.dtype | None,
+        seed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`count`: microbatches of a step; `device_type`: cpu or cuda, for autocast; `seed`: called before the loss."""
         self.model, self.count, self.device_type, self.autocast_dtype = model, count, device_type, autocast_dtype
+        self.seed = seed
         self.collected: dict[int, tuple[list[Tensor], Microbatch]] = {}  # by number: outputs, and all but the input
 
     def add_outputs(self, mb: int, outputs: Sequence[Tensor], batch: Microbatch) -> dict[int, Tensor]:
@@ -109,6 +101,7 @@ class MinibatchLoss:
         self.collected[mb] = leaves, batch._replace(leaves=[])
         if len(self.collected) < self.count:
             return {}
+        self.seed()
         outputs_of, batches = zip(*(self.collected[number] for number in sorted(self.collected)), strict=True)
         with torch.enable_grad(), autocast(self.device_type, self.autocast_dtype):
             joined = [torch.cat(parts) for parts in zip(*outputs_of, strict=True)]

@@ -56,7 +56,6 @@ class MemoryTracker(TorchDispatchMode):
         before = {storage._cdata for storage in _storages((args, kwargs))}
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): made just now, outside of any op
             before.clear()
-        self._peak = max(self._peak, self.live)  # a storage may have been resized since the last op
         result = func(*args, **kwargs)
         self._storages.update(storage for storage in _storages(result) if storage._cdata not in before)
         self._peak = max(self._peak, self.live)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpirun.engine.grad_buffers import GradBuffer
+from mpirun.engine.core.grad_buffers import GradBuffer
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Unit, pieces
 from mpirun.engine.recipe import NO_OPTIONS, NamedParameter, Recipe, SteppedOptimizer, class_name, is_plain
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
+from mpirun.model.meta_values import like_parameter
 from schedgen.util.errors import UsageError, clip
 
 
@@ -29,7 +30,7 @@ class Optimizer:
         # Parameters, or pieces of them, that only the optimizers hold: a STEP points them to a version's weights.
         # `data` hides the STEP from autograd, because graphs of other versions may be alive.
         self.parameters = {
-            (index, shard): stage.new_parameters(shard) for index, stage in stages.items() for shard in stage.owned
+            (index, shard): _new_parameters(stage, shard) for index, stage in stages.items() for shard in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
         # Parameters of modules, and the weights that their `data` are, except within a step.
@@ -206,6 +207,14 @@ class Optimizer:
             if parameter.data_ptr() != view.data_ptr():  # messages and jobs read the weights from the view
                 view.copy_(parameter.data)
                 parameter.data = view
+
+
+def _new_parameters(stage: LocalStage, shard: int) -> list[nn.Parameter]:
+    """The parameters in an owned shard, or pieces of them, as new ones with the attributes of the module's."""
+    trained = [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
+    of_shard = trained if shard < 0 else [trained[p.parameter] for p in pieces(stage.layout, stage.shard_spans[shard])]
+    views = stage.views_of_shard(shard, stage.owned[shard])
+    return [like_parameter(parameter, view.data) for parameter, view in zip(of_shard, views, strict=True)]
 
 
 def _named(model: Model, stage: LocalStage, shard: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:

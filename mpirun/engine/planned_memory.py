@@ -14,8 +14,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Unit
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Unit
 from mpirun.model.dataflow import Dataflow
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header

@@ -1,12 +1,10 @@
 """Buffers that forwards change, such as running statistics: each rank's copy reflects the microbatches it has seen.
 
-The copy on the rank that computes a stage's first microbatch is the model's: evaluation and checkpoints use it. A
-backward that needs a buffer as it was before later forwards changed it fails, and the error names the buffer.
+The copy on the rank that computes a stage's first microbatch is the model's: evaluation and checkpoints use it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,20 +12,16 @@ from typing import Any
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.core.stage import LocalStage
 from mpirun.model.contract import Model
-from mpirun.model.frozen_statistics import buffer_copies, set_buffers
+from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics, set_buffers
 from mpirun.model.module_tensors import shared_buffers
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import F
+from schedgen.ir.instructions import F, Instruction, Op
 from schedgen.util.errors import UsageError
 
-# Torch's message when a backward needs a tensor that no operation made and that has changed since it was saved.
-# It names the tensor's type as torch.FloatTensor, torch.cuda.FloatTensor or CPUBFloat16Type.
-CHANGED = re.compile(
-    r"modified by an inplace operation: \[\S*?(?:\.|CPU|CUDA)(\w+)(?:Tensor|Type) (\[[\d, ]*\])\] is at version (\d+)"
-)
+Job = Callable[..., Any]  # computes a job
 
 
 def statistics_rank(header: Header, stage: int) -> int:
@@ -76,21 +70,38 @@ def share_buffers(
                 buffer.copy_(values[name])
 
 
-def naming_buffers(stage: LocalStage, job: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a job. If its backward needs buffers that later forwards have changed, the RuntimeError names them."""
-    try:
-        return job(*arguments)
-    except RuntimeError as error:
-        found = CHANGED.search(str(error))
-        names = [name for name, x in stage.module.named_buffers() if found and _as_torch_says(x) == found.groups()]
-        if not names:
-            raise
-        raise RuntimeError(
-            f"stage {stage.index} changes {' or '.join(names)} in place in every forward, but the backward of an "
-            "earlier forward still needs the buffer as it was: compute with a clone of it"
-        ) from None
+class KeptBuffers:
+    """A forward that changes buffers and is recomputed: the RECOMPUTE changes none.
 
+    It reads their values from before the FWD, or their current ones if another rank did the FWD.
+    """
 
-def _as_torch_says(x: Tensor) -> tuple[str, ...]:
-    """The type, the shape and the version of a tensor, as `CHANGED` finds them."""
-    return x.type().rpartition(".")[2].removesuffix("Tensor"), str(list(x.shape)), str(x._version)
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        """`instructions`: the list of this rank."""
+        self.redone = {(i.stage, i.mb) for i in instructions if i.op == Op.RECOMPUTE}
+        self.before: dict[tuple[int, int], dict[str, Tensor]] = {}  # by stage and microbatch: from before the FWD
+
+    def around(self, i: Instruction, stage: LocalStage, compute: Job, captured: Callable[[Job], Job]) -> Job:
+        """What computes a job; `captured` of its own part, copies among it, can be a graph."""
+        key = i.stage, i.mb
+        if i.op not in (Op.FWD, Op.RECOMPUTE) or not stage.shape.overwrites_buffers or key not in self.redone:
+            return captured(compute)
+
+        def noting(*inputs: Any) -> tuple[Any, dict[str, Tensor]]:
+            kept = buffer_copies(stage.module, every_name=True)
+            return compute(*inputs), kept
+
+        def frozen(before: dict[str, Tensor], *inputs: Any) -> Any:
+            with frozen_statistics(stage.module, before):
+                return compute(*inputs)
+
+        job = captured(noting if i.op == Op.FWD else frozen)
+
+        def first(*inputs: Any) -> Any:
+            result, self.before[key] = job(*inputs)
+            return result
+
+        def again(*inputs: Any) -> Any:
+            return job(self.before.pop(key, {}), *inputs)
+
+        return first if i.op == Op.FWD else again

@@ -11,13 +11,13 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from mpirun.comm.device import Device
-from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, raised_at, together
+from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, raised_at, together
 from mpirun.comm.output import print_notes
 from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource, Shape
 from mpirun.data.text import training_text
 from mpirun.engine.expand_slices import check_slices, expanded_model
 from mpirun.engine.host import Host, use_host
-from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
+from mpirun.engine.loss import check_minibatch_loss
 from mpirun.engine.options import SetupOptions
 from mpirun.engine.recipe import Recipe, command_line_recipe
 from mpirun.engine.running_statistics import check_shared_buffers
@@ -103,12 +103,6 @@ def set_up(
     distinct = [Dataflow(outputs_read, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
     dataflow_of = dict(zip(dict.fromkeys(source.input_shapes), distinct, strict=False))
     dataflows = [dataflow_of[shape] for shape in source.input_shapes[: header.microbatches]]
-    if model.loss_of == "minibatch":
-
-        def real(batch: Microbatch) -> Sequence[Tensor]:
-            return trial(batch).last_outputs()
-
-        on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, dtype, device, real))
     return Setup(
         **vars(options), **vars(host), model=model, unsliced_model=unsliced_model, shapes=shapes_by_size[0],
         dataflows=dataflows, microbatches=source, text=text,

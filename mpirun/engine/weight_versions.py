@@ -11,31 +11,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
-from mpirun.engine.act import Act
-from mpirun.engine.context import Context
+from mpirun.engine.core.context import Act, Context
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.grad_norm import norms_on_device
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.planned_memory import MemorySlots
 from schedgen.ir.instructions import Instruction, Op
 
 
 class StageVersions:
     """The versions of the stages that a rank owns, each with parameters that lie in its memory."""
 
-    def __init__(self, context: Context) -> None:
-        """The stages of the context have version 0 of their weights."""
-        self.context, self.version_0 = context, context.stages
+    def __init__(
+        self, instructions: Sequence[Instruction], stages: Mapping[int, LocalStage], slots: MemorySlots
+    ) -> None:
+        """`stages` have version 0 of their weights."""
+        self.version_0 = stages
         self.by_version: dict[tuple[int, int], LocalStage] = {}
         self.last: dict[int, LocalStage] = {}  # by stage
         self.unsound: dict[int, Tensor] = {}  # by stage and parameter: 0, or NaN after an update that is not finite
         in_slot: dict[tuple[int, int], LocalStage] = {}
-        for i in context.instructions:
+        for i in instructions:
             if i.op == Op.STEP and i.version >= 0:
-                stage, memory = context.stages[i.stage], context.slots.version(i)
+                stage, memory = stages[i.stage], slots.version(i)
                 if memory is not None:
-                    key = i.stage, context.slots.number[i]
+                    key = i.stage, slots.number[i]
                     if key not in in_slot:
                         in_slot[key] = stage.version(memory)
                     stage = in_slot[key]
@@ -46,11 +50,11 @@ class StageVersions:
         """The stage with that version of its weights."""
         return self.by_version[stage, version] if version else self.version_0[stage]
 
-    def step(self, i: Instruction) -> Act:
+    def step(self, context: Context, i: Instruction) -> Act:
         """STEP to a version: from the previous one, by the mean gradient of the microbatches since the last STEP."""
         before, after = self.at(i.stage, i.version - 1), self.at(i.stage, i.version)
-        header, allreduces, optimizer = self.context.header, self.context.allreduces, self.context.optimizer
-        position, gradient = self.context.position, self.context.grad_buffers.of_stage(i.stage)
+        header, allreduces, optimizer = context.header, context.allreduces, context.optimizer
+        position, gradient = context.position, context.grad_buffers.of_stage(i.stage)
         size = header.weight_versions.round(i.stage)
         count = min(size, header.microbatches - size * (i.version - 1))
         unsound, gradients = self.unsound[i.stage], self.version_0[i.stage].views(gradient.total)

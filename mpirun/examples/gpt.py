@@ -1,7 +1,7 @@
 """A byte-level GPT: embedding, blocks of attention and MLP, head.
 
-`--model mpirun.examples.gpt:tiny`, `:small`, `:tied` or `:tensor`. Its layers are divided among the stages of the
-schedule as evenly as possible.
+`--model mpirun.examples.gpt:tiny`, `:tied` or `:tensor`. Its layers are divided among the stages of the schedule as
+evenly as possible.
 """
 
 from __future__ import annotations
@@ -97,15 +97,9 @@ class Head(nn.Module):
 
 
 def gpt(
-    stages: int,
-    blocks: int,
-    width: int,
-    heads: int,
-    length: int,
-    sequences: int,
-    tied: bool = False,
+    stages: int, blocks: int, width: int, heads: int, length: int, sequences: int, tied: bool = False,
     halves: bool = False,
-) -> Model:
+) -> Model:  # fmt: skip
     """A GPT of `blocks` blocks on microbatches of `sequences` pieces of text of `length` bytes.
 
     `tied`: embedding and head share the vectors of bytes. `halves`: attention and MLP of a block are separate layers,
@@ -151,8 +145,3 @@ def tensor(stages: int) -> Model:
     Compile with --tensor 2, the graph file of 8 stages and, for 4 ranks, --stages 2.
     """
     return gpt(stages, blocks=3, width=64, heads=4, length=64, sequences=4, halves=True)
-
-
-def small(stages: int) -> Model:
-    """10 million parameters, 1024 bytes a microbatch; up to 14 stages."""
-    return gpt(stages, blocks=12, width=256, heads=8, length=256, sequences=4)

@@ -1,7 +1,6 @@
 """An MLP that guesses the next byte from the 16 before it, after Bengio et al. (2003).
 
-`--model mpirun.examples.mlp:tiny` or `:small`. Its layers are divided among the stages of the schedule as evenly as
-possible.
+`--model mpirun.examples.mlp:tiny`. Its layers are divided among the stages of the schedule as evenly as possible.
 """
 
 from __future__ import annotations
@@ -64,8 +63,3 @@ def mlp(stages: int, hidden: int, width: int, samples: int) -> Model:
 def tiny(stages: int) -> Model:
     """0.2 million parameters, 64 samples a microbatch; up to 12 stages."""
     return mlp(stages, hidden=10, width=128, samples=64)
-
-
-def small(stages: int) -> Model:
-    """17 million parameters, 256 samples a microbatch; up to 18 stages."""
-    return mlp(stages, hidden=16, width=1024, samples=256)

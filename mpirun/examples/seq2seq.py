@@ -1,7 +1,7 @@
 """A byte-level encoder and decoder: an nn.Module written without any thought of stages, split by `mpirun.split`.
 
-`--model mpirun.examples.seq2seq:tiny` or `:small`. The encoder reads a piece of text, the decoder predicts what
-follows; every stage of the decoder reads the encoder's output.
+`--model mpirun.examples.seq2seq:tiny`. The encoder reads a piece of text, the decoder predicts what follows; every
+stage of the decoder reads the encoder's output.
 """
 
 from __future__ import annotations
@@ -65,9 +65,3 @@ def seq2seq(stages: int, layers: int, width: int, heads: int, length: int, seque
 def tiny(stages: int) -> Model:
     """0.5 million parameters, 256 bytes a microbatch."""
     return seq2seq(stages, layers=4, width=64, heads=4, length=32, sequences=4)
-
-
-@cache
-def small(stages: int) -> Model:
-    """12 million parameters, 1024 bytes a microbatch."""
-    return seq2seq(stages, layers=6, width=256, heads=8, length=128, sequences=4)

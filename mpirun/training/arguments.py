@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import refusing
 from mpirun.checkpoint.pretrained import Pretrained
+from mpirun.data.dataset_loaders import FunctionLoader
 from mpirun.data.loader import Batch, Loader
-from mpirun.data.numbered_loader import FunctionLoader
 from mpirun.engine.options import DEVICES, GPU_MESSAGES, ON_NAN
 from mpirun.engine.recipe import Factory, Recipe
 from mpirun.model.contract import Model

@@ -28,9 +28,8 @@ from mpirun.checkpoint.export import export as write_export
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.output import note, print_notes
 from mpirun.comm.run_comm import RunComm
+from mpirun.data.dataset_loaders import FunctionLoader, MapLoader, StreamLoader, loader_class
 from mpirun.data.loader import Batch, Loader
-from mpirun.data.numbered_loader import FunctionLoader, NumberedLoader
-from mpirun.data.stream_loader import StreamLoader, loader_class
 from mpirun.engine.expand_slices import expanded_model
 from mpirun.engine.host import threads_kept, use_host
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
@@ -289,7 +288,7 @@ class Engine:
         options = {"shuffle": shuffle, "seed": loader.seed, "last": last, "collate": collate}
         samples = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
         check_same_options(self.comm, {**samples, **options})
-        if isinstance(loader, NumberedLoader):
+        if isinstance(loader, MapLoader):
             on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
         self._loaders.add(loader)
         return loader

@@ -20,8 +20,8 @@ from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import print_notes
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, Shape, tokens
+from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.host import Host
-from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Setup, StepOptions, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
@@ -36,7 +36,7 @@ from schedgen.util.errors import MpirunWarning, UsageError
 class OfShape(NamedTuple):
     """What a run needs to train on microbatches of one shape."""
 
-    interpreter: Interpreter
+    interpreter: RunInterpreter
     tokens: int  # elements of the target per sample
     why_uncut: Callable[[], str | None]  # why padding cannot be removed from a microbatch; None: it can. Collective
     example: Microbatch
@@ -176,7 +176,7 @@ def _real(microbatch: Microbatch) -> int:
     return microbatch.size - microbatch.padding
 
 
-def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> OfShape:
+def _of_shape(interpreter: RunInterpreter, setup: Setup, example: Microbatch) -> OfShape:
     why_uncut = cache(lambda: _why_uncut(setup, example, scores=True))
     return OfShape(interpreter, tokens(example) // max(1, example.size), why_uncut, example)
 

@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.run_settings import differing_settings, other_sums, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, together
+from mpirun.comm.fail_together import Stop, first_difference, refuse, together
 from mpirun.comm.output import say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleep_until, sleeping_barrier
 from mpirun.engine.build import build_interpreter
-from mpirun.engine.first_step import run_first
-from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.core.optimizer_step import StepResult
+from mpirun.engine.first_step import RunInterpreter, run_first
 from mpirun.engine.nonfinite import find_nonfinite
-from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared, share_buffers
 from mpirun.engine.same_start import check_same_start, given_digests
@@ -37,7 +35,7 @@ from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
-from mpirun.verify.verification import Verification, check_repeatable
+from mpirun.verify.verification import Verification
 from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, SAVING, TRYING, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
 
@@ -93,7 +91,7 @@ class Session:
         self.steps = 0  # steps done
         self.writer: CheckpointWriter | None = None
         self.verification: Verification | None = None
-        self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
+        self.interpreters: list[RunInterpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
 
     def build(self, setup: Setup, verify: bool, resumes: bool) -> None:
@@ -106,7 +104,7 @@ class Session:
         start = first_values(setup.unsliced_model, setup.seed) if verify and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
-        self.interpreter: Interpreter = build_interpreter(
+        self.interpreter: RunInterpreter = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state, resumes=resumes
         )
         self.interpreters.append(self.interpreter)
@@ -119,7 +117,7 @@ class Session:
             say(self.setup.device.description, sys.stdout)
         note_odd_model(self.comm, setup, self.header)
 
-    def add_interpreter(self, setup: Setup) -> Interpreter:
+    def add_interpreter(self, setup: Setup) -> RunInterpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
         made = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state, self.interpreters[-1]
@@ -129,11 +127,9 @@ class Session:
         self.interpreters.append(made)
         return made
 
-    def use(self, interpreter: Interpreter) -> None:
+    def use(self, interpreter: RunInterpreter) -> None:
         """Do the next steps with this interpreter."""
         self.interpreter = interpreter
-        if len(self.interpreters) > 1:
-            interpreter.use()
         if self.trace is not None:
             self.trace.attach(interpreter)
 
@@ -159,16 +155,10 @@ class Session:
     def resume(self, manifest: Manifest) -> None:
         """Resume from a checkpoint. Stop if it is of another model or optimizer."""
         writer = self.checkpoint_writer()
-        if self.verification is not None:
-            saved = manifest.settings
-            changed = [*saved["changed"], *differing_settings(saved, writer.settings)]
-            if self.setup.canonical:
-                changed += [*other_sums(saved, writer.settings), *other_threads(saved, writer.settings)]
-            on_rank_0(self.comm, lambda: check_repeatable(changed))
+        again = "verify repeats all steps from the first, not those before a checkpoint: resume without it"
+        refuse(self.comm, self.verification is not None, again)
         self.interpreter.optimizer.take_assigned()
         writer.resume(manifest)
-        if self.verification is not None:
-            self.verification.resumed()
         self.begun = self.steps = manifest.step
 
     def save(self, keep: int) -> bool:
@@ -289,7 +279,7 @@ class Session:
         if self.verification is None:
             return 0
         self.watchdog.state[PHASE] = VERIFYING
-        return self.verification.compare(self.begun, self.steps, self.beat, tolerance)
+        return self.verification.compare(self.steps, self.beat, tolerance)
 
     def _end_saving(self) -> None:
         if self.writer is not None:

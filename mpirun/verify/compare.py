@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpirun.data.values import digest_of
 from mpirun.engine.setup import Setup
-from mpirun.verify.record import Parameters, Record, tensor_bytes
+from mpirun.verify.record import Parameters, Record
 
 ROUNDING = 8  # times float32's epsilon: what sums in another order may differ by
 EPSILON = torch.finfo(torch.float32).eps
 UPDATES = 0.1  # of a parameter's change since the start: one missing step out of a few exceeds it
-Buffers = Mapping[tuple[int, str], Tensor]  # by stage and name
+Tensors = Mapping[tuple[int, str], Tensor]  # by stage and name
 NARROW, MIXED, PLAIN = 5e-2, 1e-2, 1e-5  # defaults of --tolerance: 100 times float32's rounding, 6 times bf16's
 
 
@@ -60,7 +61,7 @@ def compare(
         _worst("parameters", [("", parameters, theirs.parameters)], limit),
     ]
     if theirs.buffers:
-        differences.append(_buffers(ours.buffers, theirs.buffers, limit))
+        differences.append(_worst("buffers", [("", ours.buffers, theirs.buffers)], limit))
     updates = _updates(parameters, theirs)
     return differences + [updates] * (limit > 0 and not updates.size <= updates.limit)
 
@@ -70,7 +71,7 @@ def same_bits(ours: Record, theirs: Record) -> bool:
     losses = [np.array(record.losses, np.float64).tobytes() for record in (ours, theirs)]
     pairs = zip((*ours.gradients, ours.parameters), (*theirs.gradients, theirs.parameters), strict=True)
     return losses[0] == losses[1] and all(
-        a.keys() == b.keys() and all(tensor_bytes(a[key]) == tensor_bytes(b[key]) for key in a) for a, b in pairs
+        a.keys() == b.keys() and all(digest_of([a[key]]) == digest_of([b[key]]) for key in a) for a, b in pairs
     )
 
 
@@ -102,16 +103,27 @@ def _norm(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(value.to(torch.promote_types(value.dtype, torch.float64))))
 
 
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    """The norm of the difference; NaN equals NaN, and an infinity itself."""
+    differs = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
+    wide = torch.promote_types(theirs.dtype, torch.float64)
+    return _norm(torch.where(differs, ours.to(wide) - theirs.to(wide), 0))
+
+
 def _relative(distance: float, norm: float) -> float:
     """Infinite where nothing should be there."""
     return 0.0 if distance == 0 else distance / norm if norm else math.inf
 
 
-def _rounding(values: Parameters) -> dict[int, float]:
+def _is_exact(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def _rounding(values: Tensors) -> dict[int, float]:
     """By stage, the error that rounding may make in an element of a parameter."""
     norms: dict[int, list[float]] = {}
     for (stage, _), value in values.items():
-        norms.setdefault(stage, []).append(_norm(value))
+        norms.setdefault(stage, []).append(0.0 if _is_exact(value) else _norm(value.nan_to_num(0, 0, 0)))
     return {stage: ROUNDING * float(np.linalg.norm(each)) * EPSILON for stage, each in norms.items()}
 
 
@@ -120,35 +132,19 @@ def _worse(worst: Difference, size: float, where: str) -> Difference:
     return worst if size <= worst.size or np.isnan(worst.size) else worst._replace(size=size, where=where)
 
 
-def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], limit: float) -> Difference:
+def _worst(what: str, pairs: Sequence[tuple[str, Tensors, Tensors]], limit: float) -> Difference:
+    """The largest difference of tensors, whose values may be NaN or infinite; integers may not differ at all."""
     worst = Difference(what, 0.0, "", limit)
     for suffix, ours, theirs in pairs:
         rounding = _rounding(theirs)
         for key, value in theirs.items():
-            distance, norm = _norm(ours[key] - value), _norm(value)
+            distance, norm = _distance(ours[key], value), _norm(value.nan_to_num(0, 0, 0))
             size = _relative(distance, norm)
-            if size > limit > 0:
+            if _is_exact(value) and distance:
+                size = max(size, 1.0)
+            elif size > limit > 0:
                 size = _relative(max(0.0, distance - rounding[key[0]]), norm)
             worst = _worse(worst, size, f"{key[1]} of stage {key[0]}{suffix}")
-    return worst
-
-
-def _buffers(ours: Buffers, theirs: Buffers, limit: float) -> Difference:
-    """The difference of buffers, whose values may be NaN or infinite; integers may not differ at all."""
-    inexact = {key: x for key, x in theirs.items() if x.is_floating_point() or x.is_complex()}
-    finite = {key: x.nan_to_num(0, 0, 0) for key, x in inexact.items()}
-    worst, rounding = Difference("buffers", 0.0, "", limit), _rounding(finite)
-    for key, value in theirs.items():
-        apart = (ours[key] != value) & ~((ours[key] != ours[key]) & (value != value))  # NaN equals NaN
-        whole = torch.promote_types(value.dtype, torch.float64)
-        distance = _norm(torch.where(apart, ours[key].to(whole) - value.to(whole), 0))
-        norm = _norm(finite.get(key, value))
-        size = _relative(distance, norm)
-        if key not in finite and distance:
-            size = max(size, 1.0)
-        elif size > limit > 0:
-            size = _relative(max(0.0, distance - rounding[key[0]]), norm)
-        worst = _worse(worst, size, f"{key[1]} of stage {key[0]}")
     return worst
 
 

@@ -33,56 +33,35 @@ def used_versions(comm: MPI.Intracomm, program: Program) -> UsedVersions | None:
 
 
 def run_with_delayed_updates(
-    setup: Setup,
-    header: Header,
-    used: UsedVersions,
-    start: Start,
-    statistics: Statistics,
-    begun: int,
-    steps: int,
+    setup: Setup, header: Header, used: UsedVersions, start: Start, statistics: Statistics, steps: int,
     beat: Callable[[], None],
-) -> Record:
-    """All steps from the first, recorded from step `begun` on; gradients are those of each stage's last update."""
+) -> Record:  # fmt: skip
+    """The record of `steps` steps; gradients are those of each stage's last update."""
     stages: list[_Versions] = []
     for index in range(header.stages):
         stages.append(_Versions(setup, index, stages, start))
-    modules = [stage.module for stage in stages]
     begin = _by_key({stage.index: stage.kept[0] for stage in stages})
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
         losses.append([])
-        if step == begun:
-            statistics.put(statistics.resumed, modules)
         for mb in range(header.microbatches):
-            losses[-1].append(_microbatch(setup, header, stages, used, statistics, step, mb))
+            for stage in stages:
+                stage.use(used[stage.index, mb])
+                stage.layer_rng.at = (setup.seed, step, mb)
+            modules = statistics.of_microbatch(stages, mb)
+            losses[-1].append(forward_backward(setup, header, modules, step, mb, divisor=1))
+            for stage in stages:
+                stage.gradients.append((int(header.compute[F, stage.index, mb]), stage.take_gradients()))
+                complete = len(stage.gradients) == header.weight_versions.round(stage.index)
+                if complete or mb + 1 == header.microbatches:
+                    stage.update(step)
             beat()
         gradients.append(_by_key({stage.index: stage.gradient for stage in stages}))
         for stage in stages:
             stage.kept = stage.kept[-1:]
     parameters = _by_key({stage.index: stage.kept[-1] for stage in stages})
-    return Record(losses[begun:], gradients[begun:], parameters, begin, on_host(statistics.of(modules)))
-
-
-def _microbatch(
-    setup: Setup,
-    header: Header,
-    stages: list[_Versions],
-    used: UsedVersions,
-    statistics: Statistics,
-    step: int,
-    mb: int,
-) -> float:
-    """Run one microbatch of a step, and the updates that it completes; return its loss."""
-    for stage in stages:
-        stage.use(used[stage.index, mb])
-        stage.layer_rng.at = (setup.seed, step, mb)
-    loss = forward_backward(setup, header, statistics.of_microbatch(stages, mb), step, mb, divisor=1)
-    for stage in stages:
-        stage.gradients.append((int(header.compute[F, stage.index, mb]), stage.take_gradients()))
-        if len(stage.gradients) == header.weight_versions.round(stage.index) or mb + 1 == header.microbatches:
-            stage.update(step)
-    return loss
+    return Record(losses, gradients, parameters, begin, on_host(statistics.of(stages)))
 
 
 class _Versions(ReferenceStage):

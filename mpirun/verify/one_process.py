@@ -1,7 +1,7 @@
 """The steps of a run in one process, without any schedule: the reference that a run is compared with.
 
 The reference is the usual loop: forward through all stages, loss / B, backward, microbatch after microbatch; then clip
-and step. Gradients are added in the order of the microbatches' numbers, in whatever order they are computed.
+and step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 from mpirun.engine.grad_norm import tensor_norms, total_norm
 from mpirun.engine.optimizer import clip_factor
 from mpirun.engine.setup import Setup
-from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward, sum_in_order
+from mpirun.model.frozen_statistics import buffer_copies, set_buffers
+from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
 from mpirun.verify.reference_stage import ReferenceStage, Start, optimizer_of
 from mpirun.verify.statistics import Statistics
@@ -22,34 +23,26 @@ from schedgen.ir.header import Header
 
 
 def run_in_one_process(
-    setup: Setup,
-    header: Header,
-    start: Start,
-    statistics: Statistics,
-    begun: int,
-    steps: int,
-    beat: Callable[[], None],
+    setup: Setup, header: Header, start: Start, statistics: Statistics, steps: int, beat: Callable[[], None]
 ) -> Record:
-    """All steps from the first, recorded from step `begun` on. `beat` is called after each microbatch."""
+    """The record of `steps` steps. `beat` is called after each microbatch."""
     model = _Model(setup, header, start, statistics, beat)
     begin = on_host(model.parameters)
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
-        if step == begun:
-            statistics.put(statistics.resumed, model.modules)
-        before = statistics.of(model.modules)
+        before = {stage: buffer_copies(model.stages[stage].module) for stage in statistics.seen}
         of_step, total = model.forward_backward(step)
         losses.append(of_step)
         sizes = zip(total, tensor_norms(list(total.values()), setup.canonical), strict=True)
         once = [0.0 if name in setup.model.tied_to_earlier(stage, [name]) else size for (stage, name), size in sizes]
         if not np.isfinite([*of_step, *once]).all():
-            statistics.put(before, model.modules)
+            for stage, buffers in before.items():
+                set_buffers(model.stages[stage].module, buffers)
             continue
-        if step >= begun:
-            gradients.append(on_host(total))
+        gradients.append(on_host(total))
         model.update(step, total, total_norm(once))
-    return Record(losses[begun:], gradients, on_host(model.parameters), begin, on_host(statistics.of(model.modules)))
+    return Record(losses, gradients, on_host(model.parameters), begin, on_host(statistics.of(model.stages)))
 
 
 class _Model:
@@ -62,7 +55,6 @@ class _Model:
         self.stages: list[ReferenceStage] = []
         for stage in range(header.stages):
             self.stages.append(ReferenceStage(setup, stage, self.stages, start))
-        self.modules = [stage.module for stage in self.stages]
         self.parameters = {(stage.index, name): x for stage in self.stages for name, x in stage.parameters.items()}
         self.optimizer = optimizer_of(setup, self.stages)
 
@@ -78,27 +70,18 @@ class _Model:
 
     def _pass(self, step: int, begin: int) -> list[float]:
         """The microbatches of one pass through a schedule's list, from number `begin`; their losses."""
-        losses: dict[int, float] = {}
-        forwards: dict[int, ForwardPass] = {}
-        gradients: dict[int, list[Tensor]] = {}
-        ascending = sorted(self.statistics.order)
-        for mb in self.statistics.order:
+        losses: list[float] = []
+        forwards: list[ForwardPass] = []
+        for mb in range(self.header.microbatches):
             for stage in self.stages:
                 stage.layer_rng.at = (self.setup.seed, step, begin + mb)
             modules = self.statistics.of_microbatch(self.stages, mb)
             if self.setup.model.loss_of == "minibatch":
-                forwards[mb] = forward(self.setup, self.header, modules, step, begin + mb)
+                forwards.append(forward(self.setup, self.header, modules, step, begin + mb))
             else:
-                losses[mb] = forward_backward(self.setup, self.header, modules, step, begin + mb)
-                if ascending != list(self.statistics.order):
-                    gradients[mb] = [x for stage in self.stages for x in stage.take_gradients().values()]
+                losses.append(forward_backward(self.setup, self.header, modules, step, begin + mb))
             self.beat()
-        if forwards:
-            return backward_of_minibatch(self.setup, self.header, [forwards[mb] for mb in ascending], step)
-        by_parameter = zip(*(gradients[mb] for mb in sorted(gradients)), strict=True)
-        for parameter, parts in zip(self.parameters.values(), by_parameter, strict=False):
-            parameter.grad = sum_in_order(parts)
-        return [losses[mb] for mb in ascending]
+        return backward_of_minibatch(self.setup, self.header, forwards, step) if forwards else losses
 
     def _take_gradients(self) -> Parameters:
         """Remove and return the parameters' gradients; those of tied ones are added in the order of the stages."""

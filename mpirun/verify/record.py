@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.data.values import digest_of, raw_bytes
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import pieces
+from mpirun.comm.fail_together import first_difference
+from mpirun.data.values import digest_of
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import pieces
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 
+Key = TypeVar("Key")
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name
 Pieces = dict[tuple[int, str, int], Tensor]  # by stage, name and where in the flat parameter it begins
-Packed = dict[tuple[int, str, int], tuple[torch.dtype, torch.Size, np.ndarray]]
 
 
 class Record(NamedTuple):
@@ -40,7 +40,7 @@ class RankRecord(NamedTuple):
     buffers: Parameters
 
 
-def on_host(tensors: Mapping[tuple[int, str], Tensor]) -> Parameters:
+def on_host(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Copies in host memory, where records of all devices are compared."""
     return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
@@ -55,35 +55,42 @@ def copy_pieces(stage: LocalStage, shard: int, flat: Tensor) -> Pieces:
     }
 
 
+def differing_copy(comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], record: RankRecord) -> str | None:
+    """A sentence, if two ranks end with different values of what should be one parameter. Collective."""
+    digests: dict[tuple[bool, int, str, int], str] = {}
+    for (stage, name, begin), value in record.parameters.items():
+        is_slice = header.tensor_parallel.sliced[stage] and name in shapes[stage].sliced_dims
+        digests[is_slice, stage if is_slice else header.model_stage(stage), name, begin] = digest_of([value])
+    if (difference := first_difference(comm, digests)) is None:
+        return None
+    (_, stage, name, _), one, other, *_ = difference
+    return f"ranks {one} and {other} end with different values of {name} of stage {stage}"
+
+
 def gather_record(
     comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], record: RankRecord
-) -> Record | str | None:
-    """The record of all stages on rank 0, or a sentence if owners of a stage differ; None elsewhere. Collective.
+) -> Record | None:
+    """The record of all stages on rank 0; None elsewhere. Collective.
 
-    Each rank gives the parameters it owns; gradients come from the first owner.
+    Gradients and parameters come from the first owner.
     """
-    hashes = {key: digest_of([value]) for key, value in record.parameters.items()}
     of_first_owner = {
         key: value
         for key, value in record.parameters.items()
         if header.is_sharded(key[0]) or header.owners[key[0]][0] == comm.rank
     }
-    packed_gradients = [_packed(gradients) for gradients in record.gradients]
-    of_ranks = comm.gather((hashes, packed_gradients, _packed(of_first_owner), record.buffers))
+    gradients_on_host = [on_host(gradients) for gradients in record.gradients]
+    of_ranks = comm.gather((gradients_on_host, on_host(of_first_owner), record.buffers))
     if of_ranks is None:
         return None
     parameters: Pieces = {}
     gradients: list[Pieces] = [{} for _ in record.gradients]
     buffers: Parameters = {}
-    for _, of_steps, of_rank, own_buffers in of_ranks:
-        parameters |= _unpacked(of_rank)
+    for of_steps, of_rank, own_buffers in of_ranks:
+        parameters |= of_rank
         buffers |= own_buffers
-        for merged, packed in zip(gradients, of_steps, strict=True):
-            merged |= _unpacked(packed)
-    for rank, (digests, _, _, _) in enumerate(of_ranks):
-        for key, digest in digests.items():
-            if digest_of([parameters[key]]) != digest:
-                return f"rank {rank} ends with another {key[1]} of stage {key[0]} than the stage's first owner"
+        for merged, of_step in zip(gradients, of_steps, strict=True):
+            merged |= of_step
     joined = [_joined(shapes, step) for step in gradients]
     return Record(record.losses, joined, _joined(shapes, parameters), buffers=buffers)
 
@@ -100,17 +107,3 @@ def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:
             if ordered or not place.size.numel():
                 joined[stage, name] = torch.cat([piece for _, piece in ordered] or [torch.zeros(0)]).view(place.size)
     return joined
-
-
-def tensor_bytes(value: Tensor) -> bytes:
-    """The bytes of a tensor's elements, one after the other."""
-    return raw_bytes(value).tobytes()
-
-
-def _packed(values: Pieces) -> Packed:
-    """Tensors as bytes, which pickle quickly and may be of types that numpy lacks."""
-    return {key: (value.dtype, value.shape, raw_bytes(value)) for key, value in values.items()}
-
-
-def _unpacked(values: Packed) -> Pieces:
-    return {key: torch.from_numpy(data).view(dtype).view(shape) for key, (dtype, shape, data) in values.items()}

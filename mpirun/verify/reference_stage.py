@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.recipe import NamedParameter, SteppedOptimizer
 from mpirun.engine.setup import Setup
-from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage, stage_apart, stage_with
 from mpirun.model.contract import Model
 from mpirun.model.module_tensors import given_modules, own_tensors

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-
-from torch import Tensor
 
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value
-from mpirun.verify.record import Parameters, Record, tensor_bytes
+from mpirun.verify.record import Parameters, Record
 from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 from schedgen.ir.tensor_parallel import TensorParallel
@@ -17,17 +14,14 @@ from schedgen.ir.tensor_parallel import TensorParallel
 
 def without_slices(
     setup: Setup, header: Header, record: Record, statistics: Statistics
-) -> tuple[Setup, Header, Record | str, Statistics]:
-    """A run's record, and the setup of its reference; a sentence instead of the record if copies differ.
+) -> tuple[Setup, Header, Record, Statistics]:
+    """A run's record, and the setup of its reference.
 
     In canonical mode the reference has slices and adds them up, as the ranks do; else it runs the model without slices.
     """
-    if not header.tensor_parallel:
+    if not header.tensor_parallel or setup.canonical:
         return setup, header, record, statistics
-    joined = _joined(setup, header, record)
-    if setup.canonical and isinstance(joined, Record):
-        return setup, header, record, statistics
-    return *_setup_of_model(setup, header), joined, _statistics_of_model(header, statistics)
+    return *_setup_of_model(setup, header), _joined(setup, header, record), _statistics_of_model(header, statistics)
 
 
 def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
@@ -50,41 +44,32 @@ def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
 
 
 def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
-    """The statistics of the model's stages."""
     of, is_split = header.model_stage, header.tensor_parallel.sliced
     seen = {of(s): order for s, order in statistics.seen.items() if header.is_first_slice(s) and not is_split[s]}
     split = {s: "each slice has its own" for s in statistics.seen if is_split[s]}
     left_out = {of(s): why for s, why in {**statistics.left_out, **split}.items()}
-    names = {of(s): names for s, names in statistics.names.items()}
-    return Statistics(seen, _of_whole(header, statistics.resumed), names, left_out, statistics.order)
+    return Statistics(seen, left_out)
 
 
-def _of_whole(header: Header, values: Mapping[tuple[int, str], Tensor]) -> Parameters:
-    """The values of the first replica of each stage that is not sliced."""
-    return {
-        (header.model_stage(stage), name): x
-        for (stage, name), x in values.items()
-        if header.is_first_slice(stage) and not header.tensor_parallel.sliced[stage]
-    }
-
-
-def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
-    """The record of the model's stages; a sentence if slices differ in a parameter that should be the same in all."""
+def _joined(setup: Setup, header: Header, record: Record) -> Record:
+    """The record of the model's stages."""
     tensor = header.tensor_parallel
-    differing: list[str] = []
 
     def joined(values: Parameters) -> Parameters:
         parameters: Parameters = {}
         for (stage, name), value in values.items():
             key = (header.model_stage(stage), name)
-            sliced = setup.shapes[stage].sliced_dims.get(name) if tensor.sliced[stage] else None
-            if sliced is not None:
-                parameters.setdefault(key, sliced.join([values[slice, name] for slice in tensor.slices_of(stage)]))
-            elif tensor_bytes(parameters.setdefault(key, value)) != tensor_bytes(value):
-                slice = stage % tensor.degree
-                differing.append(f"{name} of stage {key[0]} differs in slice {slice} from the first slice that has it")
+            dim = setup.shapes[stage].sliced_dims.get(name) if tensor.sliced[stage] else None
+            if dim is None:
+                parameters[key] = value  # the same in all slices
+            elif key not in parameters:
+                parameters[key] = dim.join([values[slice, name] for slice in tensor.slices_of(stage)])
         return parameters
 
+    buffers = {
+        (header.model_stage(stage), name): x
+        for (stage, name), x in record.buffers.items()
+        if header.is_first_slice(stage) and not tensor.sliced[stage]
+    }
     gradients = [joined(step) for step in record.gradients]
-    record = Record(record.losses, gradients, joined(record.parameters), buffers=_of_whole(header, record.buffers))
-    return differing[0] if differing else record
+    return Record(record.losses, gradients, joined(record.parameters), buffers=buffers)

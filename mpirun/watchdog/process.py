@@ -2,8 +2,8 @@
 
 1. A rank that ends before it is done, ranks whose scripts call different methods, or a whole job in which nothing has
    moved for the time limit, is explained in one message, and all ranks are ended.
-2. Watchdogs of other hosts report to the one beside rank 0, which speaks for all. Where a host is silent for too long,
-   the watchdogs on both sides end their ranks.
+2. Watchdogs of other hosts report to the one beside rank 0, which speaks for all. If a host is silent for too long, the
+   watchdogs on both sides end their ranks.
 3. Neither MPI nor the interpreter of any rank takes part in this.
 
 Standard input is one line, the plan that `rank_side` makes. It stays open while the rank that started this is alive.
@@ -15,7 +15,6 @@ import contextlib
 import json
 import mmap
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -24,9 +23,8 @@ import time
 from typing import Any
 
 from mpirun.watchdog import DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
-from mpirun.watchdog.hang import different_calls, explain_hang
 from mpirun.watchdog.hosts import SILENCE, Hosts, Link
-from mpirun.watchdog.rank_state import Rank, State, in_a_line, launcher, os_process
+from mpirun.watchdog.rank_state import Rank, State, different_calls, explain_hang, in_a_line, kernel_state
 
 TICK = 0.1  # seconds between two looks
 REPORT = 1.0  # seconds between two reports to the other watchdogs, and comparisons with the time limit
@@ -62,12 +60,14 @@ class WatchdogProcess:
             self.server = socket.socket(fileno=plan["listen"])
             self.server.setblocking(False)
             self.selector.register(self.server, selectors.EVENT_READ, "server")
-        elif plan["addresses"] and not self.hosts.connect(self.host, plan["addresses"], plan["port"]):
-            _speak(f"the watchdog on {self.host} cannot reach the one beside rank 0: hangs are explained host by host")
+        elif plan["addresses"]:
+            if not self.hosts.connect(plan["addresses"], plan["port"]):
+                alone = "cannot reach the one beside rank 0: hangs are explained host by host"
+                _speak(f"the watchdog on {self.host} {alone}")
+            self._report()
         self.compared = time.monotonic()
         self.ending: float | None = None  # when the ranks that are left are killed
-        self.stop = self.spoken = self.cut_off = False
-        self.launcher = launcher(os.getppid())
+        self.stop = self.spoken = False
 
     def run(self) -> None:
         """Watch until all ranks of this host have ended."""
@@ -91,8 +91,6 @@ class WatchdogProcess:
             if time.monotonic() - self.compared >= REPORT:
                 self._compare()
         self.hosts.send(bye=True)
-        if self.cut_off and self.launcher is not None:
-            self._end_launcher(self.launcher.pid, self.launcher.started)
 
     def _receive(self, link: Link) -> None:
         """Act on the messages of another watchdog."""
@@ -111,7 +109,7 @@ class WatchdogProcess:
         self._hear_failures()
         for rank in self.ranks:
             rank.look()
-            if not rank.reported and os_process(rank.pid) is None:
+            if not rank.reported and kernel_state(rank.pid) is None:
                 self._rank_ended(rank)
         if self.ending is not None and time.monotonic() >= self.ending:
             for rank in self.ranks:
@@ -146,22 +144,20 @@ class WatchdogProcess:
             self.spoken = True
         self._end_ranks(GRACE)
 
+    def _report(self) -> list[State]:
+        """Send the states of this host's ranks to the other hosts; returns them."""
+        states = [rank.state(self.host) for rank in self.ranks]
+        self.hosts.send(states=states)
+        return states
+
     def _compare(self) -> None:
         """Report to the other hosts; end the job if one is silent, scripts call different methods, or nothing moves."""
-        now = time.monotonic()
-        if (missed := now - self.compared - REPORT) > REPORT:  # suspended, as the ranks were: this time does not count
-            for rank in self.ranks:
-                rank.moved = min(now, rank.moved + missed)
-            for link in self.hosts.links:
-                link.heard = min(now, link.heard + missed)
-        self.compared = now
-        here = [rank.state(self.host) for rank in self.ranks]
-        self.hosts.send(states=here)
+        self.compared = time.monotonic()
+        here = self._report()
         if self.spoken or self.ending is not None:
             return
         if (lost := self.hosts.silent(self.silence)) is not None:
-            self.cut_off = True
-            reason = f"{lost.host or 'the host of rank 0'} has not answered for {self.silence:g} s"
+            reason = f"{lost} has not answered for {self.silence:g} s"
             self._end_job(f"{reason}: it is down, or the network is; the other ranks are", here)
             return
         if self.hosts.links and not self.first:
@@ -190,16 +186,6 @@ class WatchdogProcess:
         at = time.monotonic() + grace
         self.ending = at if self.ending is None else min(self.ending, at)
 
-    def _end_launcher(self, pid: int, started: int) -> None:
-        """End the launcher: MPICH's waits until all output of this host is closed, and then for the lost host."""
-        os.close(2)
-        for _ in range(5):
-            time.sleep(1)
-            process = os_process(pid)
-            if process is None or process.started != started:
-                break
-            os.kill(pid, signal.SIGTERM)
-
 
 def _speak(sentence: str) -> None:
     with contextlib.suppress(OSError):
@@ -210,8 +196,6 @@ def main() -> None:
     """Read the plan and watch. Signals that end the ranks of a host do not end this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends with its ranks, which may have something to save
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # rank 0 has found it enough
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     plan = sys.stdin.buffer.readline()
     if plan.endswith(b"\n"):
         WatchdogProcess(json.loads(plan)).run()

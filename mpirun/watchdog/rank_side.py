@@ -10,7 +10,6 @@ import fcntl
 import json
 import mmap
 import os
-import resource
 import secrets
 import socket
 import struct
@@ -47,12 +46,9 @@ class Watchdog:
         self.process: subprocess.Popen[bytes] | None = None
         self.state = memoryview(bytearray(_BYTES)).cast("q")
         if limit > 0:
-            machine = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-            sees = machine.allgather(_sees())
-            here = machine.Split(sees.index(sees[machine.rank]), machine.rank)  # each container counts as a host
+            here = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
             self._start(comm, here, first_line, instructions, limit)
             here.Free()
-            machine.Free()
         self.state[ROW] = self.state[WAIT] = NOTHING
 
     def _start(
@@ -60,7 +56,6 @@ class Watchdog:
     ) -> None:
         """Start the process of this host; `here`: the ranks of this host."""
         hosts = comm.allreduce(int(here.rank == 0))
-        together(comm, lambda: _check_open_files(here.size + hosts) if comm.rank == 0 else None)
         file = together(comm, lambda: _shared_file(here.size) if here.rank == 0 else None)
         name = here.bcast(file.name if file is not None else None)
         words = together(comm, lambda: _mapped(name))
@@ -71,7 +66,6 @@ class Watchdog:
         server_at = comm.bcast((_addresses(), server.getsockname()[1], secrets.token_hex()) if server else None)
         if file is None:
             return
-        Path(file.name).unlink()
         plan = {
             "host": socket.gethostname(),
             "first": comm.rank == 0,
@@ -133,34 +127,15 @@ class Watchdog:
                 self.process.wait(2)
 
 
-def _sees() -> tuple[int, int]:
-    """Identifiers that must be equal on two ranks for them to see each other's processes, and files in memory."""
-    shared_memory = Path("/dev/shm")
-    return Path("/proc/self/ns/pid").stat().st_ino, shared_memory.stat().st_dev if shared_memory.exists() else 0
-
-
-def _check_open_files(count: int) -> None:
-    """RefusedFile if rank 0's watchdog may not open `count` files, its ranks and all hosts, and a few more."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if (needed := count + 16) > allowed:
-        raise RefusedFile(
-            f"the watchdog (timeout) on {socket.gethostname()} has to open {needed} files, one for each of its ranks "
-            f"and each host, but {allowed} are allowed: raise that limit (ulimit -Hn)"
-        )
-
-
 def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
     """A file for the words of `ranks` ranks, in memory (/dev/shm) if the host has such a folder."""
-    for folder in ("/dev/shm", None):
-        with contextlib.suppress(OSError):
-            file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder, delete=False)  # noqa: SIM115
-            try:
-                os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
-            except OSError:
-                Path(file.name).unlink()
-                raise
-            return file
-    raise RefusedFile("the watchdog (timeout): no file can be written in /dev/shm, nor in TMPDIR")
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    try:
+        file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder)  # noqa: SIM115
+        os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
+    except OSError as error:
+        raise RefusedFile(f"the watchdog (timeout): no file can be written in {folder}: {error.strerror}") from None
+    return file
 
 
 def _mapped(name: str) -> memoryview:

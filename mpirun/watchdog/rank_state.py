@@ -1,14 +1,17 @@
-"""What a rank does, as text: from its words in shared memory and from what the kernel says of its process."""
+"""What a rank does, as text: from its words in shared memory and from what the kernel says of its process.
+
+And why a job cannot continue: which rank the others wait for, or which scripts call different methods of the Engine.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 from mpirun.watchdog import BEAT, CALL, IN_SCRIPT, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
 
-LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
 ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
 
 
@@ -27,35 +30,14 @@ class State(TypedDict):
     in_script: bool  # whether that has returned
 
 
-class OsProcess(NamedTuple):
-    """What the kernel says of a process."""
-
-    pid: int
-    name: str
-    letter: str  # of its state
-    parent: int
-    started: int  # in clock ticks since the boot: with the pid it tells processes apart
-
-
-def os_process(pid: int) -> OsProcess | None:
-    """What the kernel says of a process; None if it has ended."""
+def kernel_state(pid: int) -> str | None:
+    """The letter of a process's state, as the kernel says it; None if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            name, _, rest = file.read().decode(errors="replace").partition("(")[2].rpartition(")")
+            letter = file.read().rpartition(b") ")[2][:1].decode()
     except OSError:
         return None
-    fields = rest.split()
-    return None if fields[0] in "ZXx" else OsProcess(pid, name, fields[0], int(fields[1]), int(fields[19]))
-
-
-def launcher(pid: int) -> OsProcess | None:
-    """The launcher (mpiexec) nearest above a process, or the process itself if it is one; None if there is none."""
-    process = os_process(pid)
-    for _ in range(16):
-        if process is None or process.name.startswith(LAUNCHERS):
-            return process
-        process = os_process(process.parent)
-    return None
+    return None if letter in "ZXx" else letter
 
 
 class Rank:
@@ -91,8 +73,8 @@ class Rank:
         elif 0 <= wait < len(self.lines):
             instruction = json.loads(self.lines[wait])
             waits, peer = self._line(wait), instruction.get("from", instruction.get("to", -1))
-        process = None if self.gone else os_process(self.pid)
-        activity = "gone" if process is None else ACTIVITIES.get(process.letter, "alive")
+        letter = None if self.gone else kernel_state(self.pid)
+        activity = "gone" if letter is None else ACTIVITIES.get(letter, "alive")
         moved = time.monotonic() - self.moved
         calls, method = divmod(self.words[CALL], len(METHODS))
         return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": activity,
@@ -106,3 +88,54 @@ def in_a_line(state: State) -> str:
     if state["waits"]:
         activity = f", waiting for {state['waits']}"
     return f"rank {state['rank']} on {state['host']}: {state['at']}{activity}"
+
+
+def different_calls(states: list[State]) -> str | None:
+    """A sentence about two ranks whose scripts call different methods though all must call the same; None: no such two.
+
+    Ranks that have made the same number of calls must have made the same last call, at any time: one look is enough.
+    """
+    first: dict[int, State] = {}  # by number of calls
+    for state in states:
+        other = first.setdefault(state["calls"], state)
+        if other["call"] != state["call"]:
+            one, two = (
+                f"rank {x['rank']} on {x['host']} " + ("has ended" if x["call"] == "close" else f"calls {x['call']}")
+                for x in (other, state)
+            )
+            return f"{one}, but {two}: all ranks call the methods of an Engine, in the same order"
+    return None
+
+
+def explain_hang(states: list[State]) -> str:
+    """A sentence: which rank all others wait for, directly or not, or the cycle in which ranks wait for each other."""
+    by_rank = {state["rank"]: state for state in states}
+
+    def next_of(rank: int) -> int | None:
+        """The rank that a rank waits for; in a sum, the first rank that has not reached the sum."""
+        peer = by_rank[rank]["peer"]
+        if peer != -1:
+            return peer
+        late = [state["rank"] for state in states if state["peer"] != -1]
+        return min(late, default=None)
+
+    stopped = [state["rank"] for state in states if state["process"] in ("stopped", "gone")]
+    waiting = [rank for rank in by_rank if by_rank[rank]["peer"] is not None]
+    if stopped:  # a rank may wait and be stopped
+        path = stopped[:1]
+    elif not waiting:
+        busy = [f"rank {x['rank']} on {x['host']} is {x['process']}" for x in states if x["process"] != "asleep"]
+        return ", ".join(["no rank shows what it waits for", *busy])
+    else:
+        path = [min(waiting)]
+        while (peer := next_of(path[-1])) is not None:
+            if peer in path:
+                circle = [*path[path.index(peer) :], peer]
+                return ", ".join(f"rank {a} waits for rank {b}" for a, b in itertools.pairwise(circle))
+            if peer not in by_rank:
+                return f"rank {path[-1]} waits for rank {peer}, whose host does not answer"
+            path.append(peer)
+    last = by_rank[path[-1]]
+    if last["peer"] == -1:
+        return "every rank waits for others"
+    return f"rank {last['rank']} on {last['host']} is {last['process']}, and others wait for it"

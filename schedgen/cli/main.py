@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import schedgen
 from schedgen.cli import make_schedules, options, read_schedules
+from schedgen.schemes import SCHEMES
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.files import prepare_streams
-from schedgen.util.option_fields import Parser, add_arguments, read
+from schedgen.util.option_fields import Parser, add_arguments, check_files, read
 from schedgen.util.progress import allow
 
 
@@ -120,7 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     allow(values["quiet"])
     command: Command = values["command"]
     try:
-        code = command.run(read(command.options, values, options.NOT_FILES))
+        given = read(command.options, values)
+        check_files(given, not_files=SCHEMES)
+        code = command.run(given)
         sys.stdout.flush()
         return code
     except (UsageError, RefusedFile) as error:

@@ -10,6 +10,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,29 @@ from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
-from schedgen.compiler.options import Options
-from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both, without_redo
+from schedgen.ir.cost import DEFAULT_COST, REDO, Amount
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.planner import plan_output
-from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers, read_layers
-from schedgen.planner.order_search.compiled_orders import compile_own, with_own_costs
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.question import FoundOrder, Limits, Question
+from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
-from schedgen.planner.partition import Hierarchy, hierarchy, partition
+from schedgen.planner.partition import link_bandwidth, partition, prefixes
 from schedgen.planner.plan import pipedream, plan
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.report.compare_plot import plot_comparison
 from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
-from schedgen.schemes.scheme import Scheme, Sizes, no_order
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import read_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
-
-_LOSES_B = "the file keeps the costs of I and W, not that of B: commands that are not given these costs take I + W"
 
 
 def run_compile(options: CompileOptions) -> int:
@@ -59,30 +55,16 @@ def run_compile(options: CompileOptions) -> int:
         program = compile(
             scheme,
             sizes,
-            Options(
-                mode=options.mode,
-                n=options.n,
-                cost=options.cost,
-                weight_slots=options.weight_slots,
-                fan_out=options.fan_out,
-                prefetch=options.prefetch,
-                recompute=options.recompute,
-                memory_limit=options.memory_limit,
+            replace(
+                options,
                 tied=graph.tied if graph else (),
-                updates=options.updates,
-                tensor=options.tensor,
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
                 substages=substages,
-                forward=options.forward,
             ),
             **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )
         check_compiled(program)
-        _write_checked(program, options.output, options.cost)
-    used, workers = int(program.header.compute.max()) + 1, program.header.workers
-    if options.scheme.endswith(".csv") and used < workers:
-        idle = workers - len(set(program.header.compute.flat))
-        note(f"{options.scheme}: each row is a rank, and {idle} of {workers} ranks have no jobs, the last among them")
+        _write_checked(program, options.output)
     return 0
 
 
@@ -148,13 +130,11 @@ def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
     return scheme
 
 
-def _write_checked(program: Program, output: str, cost: Mapping[str, Amount] | None = None) -> None:
-    """Write a compiled program, unless the checker refuses it; a note if the file cannot keep all of `cost`."""
+def _write_checked(program: Program, output: str) -> None:
+    """Write a compiled program, unless the checker refuses it."""
     check(program, "internal error, the compiled schedule")
     with open_output(output) as out:
         write(program, out)
-    if cost and has_both(cost) and program.mixes_backwards:
-        note(_LOSES_B)
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -166,8 +146,6 @@ def run_compare(options: CompareOptions) -> int:
         raise UsageError(f"{options.output}: the name should end in .svg")
     with _slow_schemes_noted():
         comparison = compare(sizes, options.cost, options.memory_limit, options.files)
-    if mixed := [row.scheme for row, h in zip(comparison.rows, comparison.headers, strict=True) if has_both(h.cost)]:
-        note(f"{' and '.join(mixed)}: {_LOSES_B}")
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
         raise UsageError(f"no scheme fits: {reasons}")
@@ -188,22 +166,20 @@ def run_plan(options: PlanOptions) -> int:
     """Print where to cut a model and the schedules that no other beats; write the fastest schedule."""
     if options.microbatches is None and (options.output or not options.partition_only):
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
-    if options.search and options.partition_only:
-        raise UsageError("plan --partition-only searches nothing: leave --search out")
-    if options.schemes and options.partition_only:
-        raise UsageError("plan --partition-only compiles PipeDream's scheme alone: leave --schemes out")
     check_writable("-o", options.output)
     layers = read_layers(options.profile, read_graph_file(options.graph))
-    levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
-    numbers, lines = _partition(options, layers, levels)
+    workers, bandwidth = options.workers, link_bandwidth(options.workers, options.bandwidth, layers.machine.beta)
+    numbers, lines = _partition(options, layers, bandwidth)
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made
     if not options.partition_only:
-        best = plan(layers, levels, microbatches, options.memory, schemes=options.schemes, budget=options.search)
+        best = plan(
+            layers, workers, bandwidth, microbatches, options.memory, schemes=options.schemes, budget=options.search
+        )
         numbers |= plan_output.plan_as_json(best)
         lines += ["", *plan_output.plan_as_text(best)]
         program = best.program
     elif options.output:
-        program = pipedream(layers, levels, microbatches, options.memory)
+        program = pipedream(layers, workers, bandwidth, microbatches, options.memory)
     if program is not None and options.output:
         _write_checked(program, options.output)
     if not is_standard_output(options.output):
@@ -211,14 +187,11 @@ def run_plan(options: PlanOptions) -> int:
     return 0
 
 
-def _partition(options: PlanOptions, layers: Layers, levels: Hierarchy) -> tuple[dict[str, Any], list[str]]:
-    """Where to cut the model, as numbers and as lines; a note if only some cuts are tried, or none fits."""
-    downsets = all_downsets(layers)
-    if not downsets.complete:
-        most = "there are too many ways to cut the layers: only cuts along one order of them are tried"
-        note(f"{display_name(options.profile)}: {most}")
+def _partition(options: PlanOptions, layers: Layers, bandwidth: float) -> tuple[dict[str, Any], list[str]]:
+    """Where to cut the model, as numbers and as lines; a note if no cuts fit."""
     try:
-        numbers = plan_output.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
+        best = partition(prefixes(layers), options.workers, bandwidth, options.memory)
+        numbers = plan_output.partition_as_json(layers, options.workers, bandwidth, best)
     except UsageError as error:
         if options.partition_only:
             raise
@@ -250,13 +223,12 @@ def run_search(options: SearchOptions) -> int:
     question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()
     with _slow_schemes_noted():
-        best = _searched(options, question)
+        search = search_with_recompute if options.recompute else search_whole_or_split
+        best = search(question, options.budget)
         seconds = time.perf_counter() - begin
-        if options.scheme.endswith(".py") and scheme.n is not no_order:
-            _say_if_untried(question)
     check_compiled(best.program)
     if options.output:
-        _write_checked(best.program, options.output, cost)
+        _write_checked(best.program, options.output)
     if not is_standard_output(options.output):
         print(plan_output.search_table(best, options.objective, seconds, options.json))
     if not (best.optimal or is_installed()):
@@ -271,25 +243,6 @@ def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
     if options.stages and graph and options.stages != graph.stages:
         name = display_name(options.graph or "-")
         raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
-    if options.scheme.endswith(".csv"):
-        raise UsageError("search takes no CSV, whose order is fixed: give a scheme or a FILE.py")
-
-
-def _searched(options: SearchOptions, question: Question) -> FoundOrder:
-    """The order found for the objective and the limits."""
-    if options.recompute:
-        return search_with_recompute(question, options.budget)
-    question = question._replace(cost=without_redo(question.cost))
-    return search_whole_or_split(question, options.budget)
-
-
-def _say_if_untried(question: Question) -> None:
-    """Print a note if a search could not begin with a user's own order, because that makes no schedule."""
-    try:
-        compile_own(with_own_costs(question))
-    except UsageError as error:
-        name = question.scheme.name
-        note(f"the order of {name} itself was not tried: {error}")
 
 
 def run_new(options: NewOptions) -> int:

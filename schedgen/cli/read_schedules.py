@@ -26,25 +26,23 @@ from schedgen.ir.file import parse, write
 from schedgen.ir.graph_file import read_graph_file
 from schedgen.ir.program import Program
 from schedgen.planner.stage_costs import read_stage_profile
-from schedgen.report.chakra import chakra_traces, file_endings, jobs_rounded_to_zero
+from schedgen.report.chakra import chakra_traces, jobs_rounded_to_zero
 from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
-from schedgen.report.diff import coloured, diff
+from schedgen.report.diff import diff
 from schedgen.report.draw import terminal
 from schedgen.report.draw.colours import TRANSFER_COLOURS
 from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.stats_table import named_numbers, stats_table
-from schedgen.report.torch_csv import as_torch_csv, lost_in_csv, refused_by_torch
+from schedgen.report.torch_csv import as_torch_csv, lost_in_csv
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
 from schedgen.simulator.stats import stats
 from schedgen.simulator.timeline import Timeline
-from schedgen.util.errors import RefusedFile, UsageError, note, number_of, one_line
-from schedgen.util.files import display_name, is_standard_output, open_output, read_bytes, read_text
-from schedgen.util.option_fields import refuse_overwriting
-from schedgen.util.terminal import has_colours
+from schedgen.util.errors import UsageError, note, number_of, one_line
+from schedgen.util.files import display_name, is_standard_output, open_output, read_text
 
 
 def run_check(options: CheckOptions) -> int:
@@ -63,11 +61,7 @@ def run_check(options: CheckOptions) -> int:
 
 def run_seal(options: SealOptions) -> int:
     """Write a schedule again, in the form and with the hash that readers require."""
-    try:
-        text = read_bytes(options.file).decode()
-    except UnicodeDecodeError as error:
-        raise RefusedFile(f"{display_name(options.file)}: not UTF-8 text: byte {error.start}") from None
-    program = parse(text, display_name(options.file))
+    program = parse(read_text(options.file), display_name(options.file))
     with open_output(options.file) as out:
         write(program, out)
     return 0
@@ -92,7 +86,6 @@ class _Execution(NamedTuple):
 
     program: Program
     run: Simulation
-    machine: Machine
     measured: list[Timeline]  # the passes of --measured through the list; empty without it
     seconds: bool  # whether the simulation's time is in seconds
 
@@ -111,21 +104,12 @@ def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
     if times and not (options.cost or options.profile):
         cost, machine = times, machine._replace(step=times.pop("step", 0.0))
     seconds = bool(options.profile or (measured and not options.cost))
-    try:
-        run = simulate(program, cost, machine)
-    except UsageError as error:
-        if cost is not times:
-            raise
-        raise RefusedFile(f"{display_name(str(options.measured))}: {error}") from None
-    return _Execution(program, run, machine, measured, seconds)
+    return _Execution(program, simulate(program, cost, machine), measured, seconds)
 
 
 def run_simulate(options: SimulateOptions) -> int:
     """Print the numbers of a simulation, and write its trace."""
     execution = _execute(options, options.file)
-    given = "profile" if options.profile else "cost" if options.cost else None
-    if options.measured and given and not options.trace:
-        note(f"the durations are those of --{given}: --measured is for --trace alone")
     if options.trace:
         slices = trace_events(execution.program, [execution.timeline], SIMULATED)
         slices += trace_events(execution.program, execution.measured, MEASURED) if execution.measured else []
@@ -146,8 +130,6 @@ def _read_profile(options: CostOptions | StatsOptions, program: Program) -> tupl
     """Durations of jobs by direction, and the machine, as given by a profile; None if there is none."""
     header, name = program.header, options.profile
     if name is None:
-        if options.graph:
-            raise UsageError("--graph is that of a profile's layers: give --profile, too")
         return None
     shown = display_name(name)
     cost, machine = read_stage_profile(read_text(name), shown, header, read_graph_file(options.graph))
@@ -164,17 +146,13 @@ def run_draw(options: DrawOptions) -> int:
     """Draw one or two schedules, in the terminal or into a file."""
     if options.other and options.measured:
         raise UsageError("--measured belongs to one schedule: give a single FILE")
-    form = Path(options.output).suffix if options.output else None
-    if form not in (None, ".svg", ".png", ".html"):
+    form = Path(options.output or "").suffix
+    if options.output and form not in (".svg", ".png", ".html"):
         raise UsageError(f"{options.output}: the name should end in .svg, .png or .html")
-    if form is None and options.transfers:
-        raise UsageError("--transfers: a terminal shows no arrows: give -o OUT.svg, OUT.png or OUT.html")
     scenes = _scenes(options, [name for name in (options.file, options.other) if name])
     by = options.by or default_colouring(scenes)
-    if options.output is None or form is None:
-        coloured_bars = terminal.show(scenes, by)
-        if options.by and not coloured_bars:
-            note("the text has no colours, so --by changes nothing")
+    if options.output is None:
+        terminal.show(scenes, by)
     elif form == ".html":
         with open_output(options.output) as out:
             out.write(page(scenes, by, options.transfers))
@@ -209,28 +187,17 @@ def run_export(options: ExportOptions) -> int:
     unit = 1e6 if options.profile else 1.0
     files: Iterable[tuple[str, bytes]]
     if options.to == "csv":
-        if options.given:
-            raise UsageError(f"torch's CSV has no costs: leave --{options.given[0]} out")
         files = [("", as_torch_csv(program).encode())]
         if lost := lost_in_csv(program):
             note(f"torch's CSV has jobs alone: it loses {' and '.join(lost)}")
-        if wanted := refused_by_torch(program):
-            note(f"torch refuses this CSV: it wants {' and '.join(wanted)}")
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]
-    elif options.output == "-":
-        raise UsageError("Chakra traces are several files: -o is the beginning of their names and cannot be -")
     else:
-        names = [options.output + end for end in file_endings(program.header.workers)]
-        refuse_overwriting([options.file, options.profile], names)
         run = simulate(program, cost, machine)
         files = chakra_traces(run, unit)
         if jobs := jobs_rounded_to_zero(run, unit):
-            advice = (
-                "" if options.profile else ", and a unit of costs is one: give larger costs, or --profile in seconds"
-            )
-            note(f"the durations of {number_of(jobs, 'job')} round to 0 microseconds{advice}")
+            note(f"the durations of {number_of(jobs, 'job')} round to 0 microseconds: give larger costs, or a profile")
     for end, data in files:
         with open_output(options.output + end) as out:
             out.write(data)
@@ -241,8 +208,6 @@ def run_diff(options: DiffOptions) -> int:
     """Print what differs between two schedules; the exit code tells whether anything does."""
     names = (one_line(display_name(name)) for name in (options.a, options.b))
     lines = diff(checked(options.a), checked(options.b), *names)
-    if has_colours():
-        lines = coloured(lines)
     differ = 0
     for line in lines:
         differ = 1

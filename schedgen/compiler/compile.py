@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from schedgen.compiler.forward_only import forwards
 from schedgen.compiler.lower import Dump, lower
-from schedgen.compiler.options import Options, check_options, whole_options
+from schedgen.compiler.options import Options, check_options
 from schedgen.compiler.order import order
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
 from schedgen.ir.program import Program
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.option_fields import checked
 
 
 def compile(
@@ -30,7 +31,7 @@ def compile(
     `dump` is called after every pass of the lowering, with its name and the program so far.
     The checker's `check_compiled` checks the rest, such as deadlocks, which are possible if weights have versions.
     """
-    sizes, options = sizes.checked(), whole_options(options)
+    sizes, options = sizes.checked(), checked(options)
     check_options(scheme, sizes, options)
     placed = refine(place(scheme, sizes, options))
     if options.forward:

@@ -3,39 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from schedgen.ir.cost import read_cost
 from schedgen.ir.limits import check_jobs
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
-from schedgen.schemes.scheme import Scheme, Sizes, check_whole, no_order
+from schedgen.schemes.scheme import MODES, Scheme, Sizes, no_order
 from schedgen.util.errors import NeedsOption, UsageError, number_of
+from schedgen.util.option_fields import count, natural, option, switch
 
-LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "substages": 1, "tensor": 1, "memory_limit": 1}
 Redone = int | tuple[int, int]  # a stage, on all microbatches, or a stage and a microbatch
+
+
+def redone(text: str) -> str | list[Redone]:
+    """The forwards to redo from an option's text: stages, or stages and microbatches, as in 0,3.1, or a word."""
+    if text in ("all", "except-last"):
+        return text
+    named: list[Redone] = []
+    for part in text.split(","):
+        stage, dot, mb = part.partition(".")
+        named.append((natural(stage), natural(mb)) if dot else natural(stage))
+    return named
 
 
 @dataclass(frozen=True)
 class Options:
     """How a scheme is compiled. Stages are those of the model: `substages` in each stage of the scheme."""
 
-    mode: str | None = None  # "greedy" or "strict": what n means; None: the scheme's own
-    n: str | None = None  # an order, one of ORDERS; None: the scheme's own
-    cost: Mapping[str, float] | None = None  # duration of each direction, by which jobs are ordered; None: the default
-    weight_slots: int = 2  # foreign weight copies that a worker may hold at a time
-    fan_out: int = 2  # copies of a stage's weights, or sums of its gradients, through one worker at a time
-    prefetch: int = 1  # jobs by which a receive comes before its SEND
-    # Forwards that keep nothing and are redone before the backward: "all", "except-last" (microbatch), or which.
-    recompute: str | Collection[Redone] = ()
-    memory_limit: int | None = None  # saved forwards that a worker may hold at a time (greedy)
+    mode: str | None = option("--mode", "what n means; default: the scheme's own", choices=MODES)
+    n: str | None = option("--n", "which job goes first; default: the scheme's own order", choices=tuple(ORDERS))
+    cost: Mapping[str, float] | None = option(
+        "--cost F=1,B=2", "durations that greedy orders by; default: F=1,B=2 or F=1,I=1,W=1", read_cost
+    )
+    weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time", count, 2)
+    fan_out: int = option("--fan-out K", "copies of a stage, or sums, that one worker sends, others relay", count, 2)
+    prefetch: int = option("--prefetch K", "how many jobs before its SEND a receive is posted", natural, 1)
+    recompute: str | Collection[Redone] = option(
+        "--recompute all|except-last|S,S.B,...",
+        "forwards redone before their backward: of a stage, of a stage and a microbatch, or of all microbatches "
+        "but the last; default: none",
+        redone,
+        (),
+    )
+    memory_limit: int | None = option(
+        "--memory-limit M", "saved forwards a worker may hold (greedy); default: no limit", count
+    )
     tied: Collection[Sequence[int]] = ()  # lists of stages that share parameters
-    updates: str | None = None  # when weights change, one of UPDATES; None: the scheme's own
-    substages: int = 1  # stages of the model in each stage of the scheme, one after another
-    tensor: int = 1  # slices of each stage of the model
+    updates: str | None = option(
+        "--updates",
+        "when weights change: once a list (flush), after every microbatch with stashed versions (stash) or with "
+        "vertical sync (vertical), or after every few with two versions (2bw); default: the scheme's own",
+        choices=tuple(UPDATES),
+    )
+    substages: int = option("", "stages of the model in each stage of the scheme, one after another", count, 1)
+    tensor: int = option("--tensor T", "slices of every stage, each on a worker", count, 1)
     replicated_stages: Collection[int] = ()  # stages that all slices compute alike; the last always is
-    forward: bool = False  # forwards alone, for evaluation and prediction, on the workers of training
+    forward: bool = switch("--forward", "forwards alone, for evaluation and prediction, on the workers of training")
 
 
 def shard_counts(sizes: Sizes, options: Options) -> list[int]:
@@ -46,28 +72,14 @@ def shard_counts(sizes: Sizes, options: Options) -> list[int]:
     return counts * stages if len(counts) == 1 else counts
 
 
-def whole_options(options: Options) -> Options:
-    """The options with their whole numbers as Python ints; UsageError if one is none, or too small."""
-    checked: dict[str, Any] = {
-        name: check_whole(name, getattr(options, name), least)
-        for name, least in LEAST.items()
-        if name != "memory_limit" or options.memory_limit is not None
-    }
-    return replace(options, **checked)
-
-
 def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     """Raise UsageError if options name something that does not exist, or do not fit the scheme or one another."""
-    mode = options.mode or scheme.mode
-    if mode not in ("greedy", "strict"):
-        raise UsageError(f"there is no mode '{mode}': it is greedy or strict")
-    if options.n is not None and options.n not in ORDERS:
-        raise UsageError(f"there is no order '{options.n}': it is one of {', '.join(ORDERS)}")
+    mode, updates = options.mode or scheme.mode, options.updates or scheme.updates
+    for name, value, known in (("mode", mode, MODES), ("updates", updates, UPDATES)):
+        if value not in known:
+            raise UsageError(f"{name} {value!r} is none of {', '.join(known)}")
     if options.n is None and scheme.n is no_order:
         raise NeedsOption(f"{scheme.name}.py defines no function n(s, b, d): define one, or choose an order with --n")
-    updates = options.updates or scheme.updates
-    if updates not in UPDATES:
-        raise UsageError(f"there are no updates '{updates}': they are one of {', '.join(UPDATES)}")
     if mode == "strict" and (scheme.cap is not None or options.memory_limit is not None):
         what = "--memory-limit" if scheme.cap is None else "cap"
         raise NeedsOption(f"{what} needs --mode greedy: a strict n leaves nothing to hold back")
@@ -89,10 +101,10 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         raise UsageError(
             f"recompute {options.recompute!r} is not 'all', 'except-last', stages, or pairs of a stage and a microbatch"
         )
-    for option, named in (("replicated_stages", options.replicated_stages), ("--recompute", [s for s, _ in redone])):
+    for name, named in (("replicated_stages", options.replicated_stages), ("--recompute", [s for s, _ in redone])):
         for stage in named:
             if not 0 <= stage < stages:
-                raise UsageError(f"{option} {stage}: there is no such stage in 0..{stages - 1}")
+                raise UsageError(f"{name} {stage}: there is no such stage in 0..{stages - 1}")
     for stage, mb in redone:
         if not 0 <= mb < sizes.microbatches:
             raise UsageError(f"--recompute {stage}.{mb}: there is no such microbatch in 0..{sizes.microbatches - 1}")
@@ -103,13 +115,13 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
 
 
 def _check_forward(options: Options) -> None:
-    for option, given, why in (
+    for name, given, why in (
         ("--recompute", options.recompute, "there is no backward to redo a forward for"),
         ("--memory-limit", options.memory_limit is not None, "forwards save nothing for a backward"),
         (f"--updates {options.updates}", options.updates not in (None, FLUSH), "weights do not change"),
     ):
         if given:
-            raise UsageError(f"{option} does not go with --forward: {why}")
+            raise UsageError(f"{name} does not go with --forward: {why}")
 
 
 def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -113,3 +114,22 @@ def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
     """`amount` as an array of one number a stage."""
     given = np.asarray(amount, np.float64)
     return given if given.shape == (stages,) else np.full(stages, given)
+
+
+def read_cost(text: str) -> dict[str, float]:
+    """The duration of every direction, from an option's text as in F=1,B=2, and R, that of a RECOMPUTE."""
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, digits = part.partition("=")
+        try:
+            value = float(digits)
+        except ValueError:
+            value = 0.0
+        if name in values or not (1e-12 < value < 1e12 or (name == REDO and value == 0)):
+            raise ArgumentTypeError(f"'{text}': give every direction once, as in F=1,B=2, with positive numbers")
+        values[name] = int(value) if value.is_integer() else value
+    known = (*DIRECTIONS.values(), ("F", "B", "I", "W"))
+    names = next((names for names in known if set(names) == set(values) - {REDO}), None)
+    if names is None:
+        raise ArgumentTypeError(f"'{text}': give F and B, or F, I and W, or all four, or F of forwards alone")
+    return {name: values[name] for name in (*names, *({REDO} & set(values)))}

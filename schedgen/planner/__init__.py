@@ -1,8 +1,7 @@
 """From a profile to a plan: where to cut a model, how often to replicate each part, and which schedule runs it best.
 
 layer_profile.py    layers with their costs, from PipeDream's files or from `mpirun profile`
-layer_downsets.py   where a graph of layers can be cut in two
-partition.py        PipeDream's dynamic programme over a hierarchy of workers
+partition.py        PipeDream's dynamic programme
 stage_costs.py      layers gathered into stages, with their costs and their graph
 candidates.py       the schedules to try
 candidate_bound.py  lower bounds on a candidate's time and memory, before it is compiled

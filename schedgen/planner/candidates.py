@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Hierarchy, partition
+from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, balanced, smallest, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -53,17 +52,18 @@ def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
     return scheme if graph is None else scheme._replace(edges=graph.edges, per_consumer=graph.per_consumer)
 
 
-def candidates(layers: Layers, levels: Hierarchy, microbatches: int, memory: float = math.inf) -> Iterator[Candidate]:
-    """Every candidate on all workers, with and without recomputation; all links are as slow as the slowest level's.
+def candidates(
+    layers: Layers, workers: int, bandwidth: float, microbatches: int, memory: float = math.inf
+) -> Iterator[Candidate]:
+    """Every candidate on all workers, with and without recomputation.
 
     With a limit of `memory` bytes a worker, layers are also gathered so that the largest stage needs few bytes.
     """
-    workers, bandwidth, order = levels.workers, levels.slowest, prefixes(layers)
     count, most = len(layers.names), workers * CHUNKS[-1]
-    by_stages = balanced(layers, order, bandwidth, count if count <= max(most, STAGES[-1]) else most)
+    by_stages = balanced(layers, bandwidth, count if count <= max(most, STAGES[-1]) else most)
     small: list[StageCosts | None] = [None] * len(by_stages)
     if math.isfinite(memory):
-        for k, costs in enumerate(smallest(layers, order, bandwidth, len(by_stages))):
+        for k, costs in enumerate(smallest(layers, bandwidth, len(by_stages))):
             if all(costs.layer_counts != other.layer_counts for other in by_stages[k]):
                 small[k] = costs
     tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
@@ -79,10 +79,10 @@ def candidates(layers: Layers, levels: Hierarchy, microbatches: int, memory: flo
         for recompute in (False, True):
             k = sizes.stages - 1
             yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[k], small[k])
-    best = partition(order, levels)
+    best = partition(prefixes(layers), workers, bandwidth)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)
-        costs = stage_costs(layers, order, best.ends, bandwidth)
+        costs = stage_costs(layers, best.ends, bandwidth)
         for recompute in (False, True):
             yield Candidate("1f1b-rr", best.replicas, recompute, load("1f1b-rr", sizes), sizes, [costs])
 

@@ -7,8 +7,7 @@ PipeDream's profiler writes one line for each layer and, after these, one line f
 
 Times are milliseconds and sizes are bytes, rounded up to whole numbers. An activation_size may be a list in brackets,
 which stands for its sum. As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that no layer
-reads, because it is a part of its layer's output. Edges join all layers that cost anything: a file of unconnected
-ones has lost its edges, and is refused.
+reads, because it is a part of its layer's output. The order of the layers is that of the numbers in their names.
 
 In the JSON each stage is a layer, so a model is profiled with as many stages as it may be cut into. They are a chain,
 unless a graph file of the same stages says which stages read others besides the one before, and which are tied.
@@ -16,11 +15,9 @@ unless a graph file of the same stages says which stages read others besides the
 
 from __future__ import annotations
 
-import heapq
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +82,17 @@ class Layers(NamedTuple):
     def kept(self) -> Floats:
         """Bytes that a minibatch keeps from forward to backward: the output and what is saved, shape (N,)."""
         return self.activation + by_stage(self.machine.saved, len(self.names))
+
+    @property
+    def crossing(self) -> Floats:
+        """Bytes of the outputs of the first k layers that later layers read, by k, shape (N + 1,)."""
+        last_reader = np.arange(len(self.names))
+        for producer, consumer in self.edges:
+            last_reader[producer] = max(last_reader[producer], consumer)
+        crossing = np.zeros(len(self.names) + 1)
+        for layer, (size, reader) in enumerate(zip(self.activation, last_reader, strict=True)):
+            crossing[layer + 1 : reader + 1] += size
+        return crossing
 
 
 def read_layers(name: str, graph: ModelGraph | None = None) -> Layers:
@@ -166,10 +174,11 @@ def _parse_pipedream(text: str, name: str) -> Layers:
                     raise ValueError(f"more than {limit} {plural}")
         except ValueError as error:
             raise RefusedFile(f"{name}:{number}: {error}") from None
-    order = _topological_order(nodes, edges)
-    if order is None:
-        raise RefusedFile(f"{name}: its edges form a cycle")
+    order = sorted(nodes, key=_numbers_in_name)
     index = {layer: k for k, layer in enumerate(order)}
+    for producer, consumer in edges:
+        if index[producer] >= index[consumer]:
+            raise RefusedFile(f"{name}: the edge {clip(producer)} -- {clip(consumer)} leads to an earlier layer")
     producers, consumers = {a for a, _ in edges}, {b for _, b in edges}
     table = np.zeros((len(order), len(_FIELDS)))
     for k, layer in enumerate(order):
@@ -177,10 +186,6 @@ def _parse_pipedream(text: str, name: str) -> Layers:
         is_input = description.startswith("Input") and layer not in consumers
         is_unread_part = description.startswith("__getitem__") and layer not in producers
         table[k] = 0.0 if is_input or is_unread_part else numbers
-    apart = _unconnected([order[k] for k in np.flatnonzero(table.any(axis=1))], edges)
-    if apart is not None:
-        first, other = map(clip, apart)
-        raise RefusedFile(f"{name}: its layers are not connected: no edges lead, either way, from {first} to {other}")
     forward, backward, activation, weight = table.T.copy()
     activation, saved = np.ceil(activation), np.zeros(len(order))
     saved[-1:], activation[-1:] = activation[-1:], 0  # the last layer's goes to the loss, and stays for the backward
@@ -221,40 +226,6 @@ def _parse_edge(line: str, nodes: Collection[str]) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def _unconnected(layers: list[str], edges: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
-    """The first layer and the first after it that no edges, whichever way they point, join to it; None if all are."""
-    joined: dict[str, list[str]] = {}
-    for edge in edges:
-        for layer, other in (edge, edge[::-1]):
-            joined.setdefault(layer, []).append(other)
-    found, left = set(layers[:1]), layers[:1]
-    while left:
-        new = set(joined.get(left.pop(), ())) - found
-        found |= new
-        left.extend(new)
-    return next(((layers[0], layer) for layer in layers if layer not in found), None)
-
-
-def _natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+def _numbers_in_name(name: str) -> list[str | int]:
     """A sort key that puts node2 before node10."""
-    parts = re.findall(r"([0-9]{1,18})|([^0-9]+|[0-9])", name)
-    return tuple((0, int(digits), "") if digits else (1, 0, other) for digits, other in parts)
-
-
-def _topological_order(nodes: Iterable[str], edges: Iterable[tuple[str, str]]) -> list[str] | None:
-    """All nodes, producers before consumers and otherwise by name; None if there is a cycle."""
-    sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(nodes, ()))
-    for producer, consumer in edges:
-        sorter.add(consumer, producer)
-    try:
-        sorter.prepare()
-    except CycleError:
-        return None
-    ready: list[tuple[tuple[tuple[int, int, str], ...], str]] = []
-    order: list[str] = []
-    while sorter.is_active():
-        for node in sorter.get_ready():
-            heapq.heappush(ready, (_natural_key(node), node))
-        order.append(heapq.heappop(ready)[1])
-        sorter.done(order[-1])
-    return order
+    return [int(part) if k % 2 else part for k, part in enumerate(re.split(r"([0-9]{1,18})", name))]

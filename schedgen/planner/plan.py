@@ -22,9 +22,8 @@ from schedgen.ir.program import Program
 from schedgen.planner.candidate_bound import candidate_bound
 from schedgen.planner.candidates import Candidate, candidates, with_layers
 from schedgen.planner.cut_moves import Cuts, best_cuts
-from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Hierarchy, partition
+from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.plan_orders import placed_candidates, searched_program
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.schemes import load
@@ -75,21 +74,20 @@ _Front = Sequence[_Entry]
 
 def plan(
     layers: Layers,
-    levels: Hierarchy,
+    workers: int,
+    bandwidth: float,
     microbatches: int,
     memory: float = math.inf,
-    prune: bool = True,
     schemes: Collection[str] | None = None,
     budget: int = 0,
 ) -> Plan:
     """Try all candidates, or only those of `schemes`; UsageError if none keeps to `memory` bytes a worker.
 
-    Without `prune` candidates are simulated whatever their bounds are; the front is the same. `budget`: work for each
-    search of an order, as for `search_order`; 0: no orders are searched.
+    `budget`: work for each search of an order, as for `search_order`; 0: no orders are searched.
     """
     bounded = [
         (candidate_bound(candidate), candidate)
-        for candidate in candidates(layers, levels, microbatches, memory)
+        for candidate in candidates(layers, workers, bandwidth, microbatches, memory)
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
@@ -98,12 +96,12 @@ def plan(
     simulated = 0
     with compiled_always():
         for bound, candidate in over(bounded, "search", len(bounded)):
-            if prune and bound.least > memory:
+            if bound.least > memory:
                 continue
             moves = candidate.sizes.stages < len(layers.names)  # else each layer is a stage, and no cut can move
             best = free if moves else [*free, *front]
-            tried = [] if prune and _beaten(bound.seconds, bound.bytes, best) else [*candidate.costs]
-            if candidate.small is not None and not (prune and _ruled_out(candidate, candidate.small, front, memory)):
+            tried = [] if _beaten(bound.seconds, bound.bytes, best) else [*candidate.costs]
+            if candidate.small is not None and not _ruled_out(candidate, candidate.small, front, memory):
                 tried.append(candidate.small)
             simulated += bool(tried)
             for schedule, costs in _simulated(candidate, tried):
@@ -113,7 +111,7 @@ def plan(
                 front = _with(entry, front, memory)
         starts = [*free, *(entry for entry in front if entry.costs is entry.candidate.small)]
         for entry in over(starts, "move cuts", len(starts)):
-            for moved in _moved(entry, layers, levels.slowest, memory):
+            for moved in _moved(entry, layers, bandwidth, memory):
                 front = _with(moved, front, memory)
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
@@ -123,27 +121,25 @@ def plan(
     if not front:
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
-        workers, batches = number_of(levels.workers, "worker"), number_of(microbatches, "microbatch")
-        raise UsageError(f"{what} fits {workers}{limit} with {batches}")
+        batches = number_of(microbatches, "microbatch")
+        raise UsageError(f"{what} fits {number_of(workers, 'worker')}{limit} with {batches}")
     front = sorted(front, key=lambda entry: entry.schedule.step_time)
     first = front[0]
     program = first.program or _compiled(first.candidate, first.costs, first.ordered_by)
     return Plan([entry.schedule for entry in front], program, len(bounded), simulated)
 
 
-def pipedream(layers: Layers, levels: Hierarchy, microbatches: int, memory: float = math.inf) -> Program:
+def pipedream(layers: Layers, workers: int, bandwidth: float, microbatches: int, memory: float = math.inf) -> Program:
     """PipeDream's own schedule: its partition, run as 1F1B-RR without a flush [Narayanan et al. 2019, section 3.2].
 
-    Layers are cut along their order, and the partition may need up to `memory` bytes on a worker; UsageError if none
-    fits or microbatches are too few.
+    The partition may need up to `memory` bytes on a worker; UsageError if none fits or microbatches are too few.
     """
-    order = prefixes(layers)
-    best = partition(order, levels, memory)
+    best = partition(prefixes(layers), workers, bandwidth, memory)
     most = max(best.replicas)
     if microbatches < most:
         raise UsageError(f"--microbatches {microbatches} is too few: the partition has a stage of {most} replicas")
     sizes = Sizes(len(best.stages), microbatches, replicas=best.replicas)
-    costs = stage_costs(layers, order, best.ends, levels.slowest)
+    costs = stage_costs(layers, best.ends, bandwidth)
     if costs.tied:
         raise UsageError("PipeDream's schedule has weight versions, which tied stages cannot have: leave -o out")
     scheme = with_layers(load("pipedream", sizes), costs)
@@ -196,7 +192,7 @@ def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> li
 
     Cuts move without the limit and, from an entry that fits, also within it; from the small cuts, only within it.
     """
-    candidate, order = entry.candidate, prefixes(layers)
+    candidate = entry.candidate
     tried: dict[Cuts, _Entry | None] = {}
     program = _programs(candidate, entry.costs)
     if (own := program(entry.costs)) is None:
@@ -204,7 +200,7 @@ def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> li
 
     def seconds(cuts: Cuts, limit: float) -> float:
         if cuts not in tried:
-            costs = stage_costs(layers, order, cuts, bandwidth)
+            costs = stage_costs(layers, cuts, bandwidth)
             if (moved := program(costs)) is None:
                 tried[cuts] = None
             else:

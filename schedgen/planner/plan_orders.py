@@ -23,6 +23,7 @@ class PlacedCandidate(NamedTuple):
 
     candidate: Candidate  # the first that places its jobs this way
     costs: StageCosts
+    question: Question  # without a limit
     least: float  # seconds
 
 
@@ -46,10 +47,10 @@ def placed_candidates(
             key = scheme.split or mixed, costs.layer_counts, compute.tobytes()
             if key in distinct:
                 continue
-            cost = shortest_halves(costs.times, sizes.stages) if mixed else costs.durations(scheme.split)
-            question = Question(with_layers(candidate.scheme, costs), sizes, without_redo(cost), costs.machine)
-            least = least_time(question)
-            distinct[key] = PlacedCandidate(candidate, costs, least)
+            cost = costs.times if mixed else costs.durations(scheme.split)
+            question = Question(with_layers(scheme, costs), sizes, cost, costs.machine, tied=costs.tied)
+            shortest = shortest_halves(cost, sizes.stages) if mixed else without_redo(cost)
+            distinct[key] = PlacedCandidate(candidate, costs, question, least_time(question._replace(cost=shortest)))
     return sorted((each for each in distinct.values() if each.least < fastest), key=lambda each: each.least)
 
 
@@ -60,13 +61,9 @@ def searched_program(placed: PlacedCandidate, memory: float, budget: int, redo: 
     budget  as for `search_order`
     redo    whether the search also decides which forwards are redone
     """
-    candidate, costs, _ = placed
-    scheme, sizes, machine = with_layers(candidate.scheme, costs), candidate.sizes, costs.machine
-    cost = costs.times if has_both(costs.times) else costs.durations(scheme.split)
-    limits = Limits(bytes=memory if math.isfinite(memory) else None)
-    question = Question(scheme, sizes, cost if redo else without_redo(cost), machine, limits, costs.tied)
+    question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None))
     try:
-        found = search_with_recompute(question, budget) if redo else search_whole_or_split(question, budget)
+        found = (search_with_recompute if redo else search_whole_or_split)(question, budget)
     except UsageError:
         return None
     return found.program if found.source == "search" else None

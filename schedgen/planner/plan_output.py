@@ -8,42 +8,36 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from schedgen.ir.instructions import Op
-from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.order_search.question import FoundOrder
-from schedgen.planner.partition import Hierarchy, Partition, data_parallel_seconds
+from schedgen.planner.partition import Partition, replicated_seconds
 from schedgen.planner.plan import Plan
 from schedgen.util.errors import clip, number_of
 from schedgen.util.text_table import aligned
 
 
-def partition_as_json(layers: Layers, downsets: Downsets, levels: Hierarchy, partition: Partition) -> dict[str, Any]:
+def partition_as_json(layers: Layers, workers: int, bandwidth: float, partition: Partition) -> dict[str, Any]:
     """The partition and each of its stages; times are seconds a minibatch, weights and memory are bytes a worker."""
-    stages = []
-    for stage in partition.stages:
-        members = downsets.members[stage.end] & ~downsets.members[stage.begin]
-        kept, weight, seconds = (
-            float(sums[stage.end] - sums[stage.begin]) for sums in (downsets.kept, downsets.weight, downsets.seconds)
-        )
-        stages.append(
-            {
-                "layers": [name for name, inside in zip(layers.names, members, strict=True) if inside],
-                "replicas": stage.replicas,
-                "compute": seconds,
-                "weight": weight,
-                "in_flight": stage.in_flight,
-                "memory": stage.in_flight * (kept + weight),
-                "time": stage.seconds,
-                "transfer": stage.transfer,
-            }
-        )
+    stages = [
+        {
+            "layers": layers.names[stage.begin : stage.end],
+            "replicas": stage.replicas,
+            "compute": stage.compute,
+            "weight": stage.weight,
+            "in_flight": stage.in_flight,
+            "memory": stage.memory,
+            "time": stage.seconds,
+            "transfer": stage.transfer,
+        }
+        for stage in partition.stages
+    ]
     times = [max(stage.seconds, stage.transfer) for stage in partition.stages]
     slowest = times.index(partition.seconds)
-    one_worker, data_parallel = float(downsets.seconds[-1]), data_parallel_seconds(downsets, levels)
+    one_worker = float(layers.seconds.sum())
+    data_parallel = replicated_seconds(one_worker, float(layers.weight.sum()), workers, bandwidth)
     return {
-        "workers": levels.workers,
-        "topology": [level.components for level in levels],
-        "bandwidth": [level.bandwidth if math.isfinite(level.bandwidth) else None for level in levels],
+        "workers": workers,
+        "bandwidth": bandwidth if math.isfinite(bandwidth) else None,
         "stage_time": partition.seconds,
         "noam": partition.stages[0].in_flight,
         "bottleneck": {
@@ -54,7 +48,6 @@ def partition_as_json(layers: Layers, downsets: Downsets, levels: Hierarchy, par
         "data_parallel_time": data_parallel,
         "speedup_over_one_worker": one_worker / partition.seconds,
         "speedup_over_data_parallel": data_parallel / partition.seconds,
-        "all_cuts": downsets.complete,
         "stages": stages,
     }
 

@@ -17,9 +17,8 @@ from schedgen.ir.cost import REDO, Amount, by_stage, own_costs
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.header import Header
 from schedgen.ir.stage_graph import StageGraph, chain
-from schedgen.planner.layer_downsets import Downsets, prefixes
 from schedgen.planner.layer_profile import Edge, Layers, listed, parse_json
-from schedgen.planner.partition import unreplicated
+from schedgen.planner.partition import prefixes, unreplicated
 from schedgen.simulator.machine import Machine, by_direction, read_profile, workspaces
 from schedgen.util.arrays import Floats
 from schedgen.util.errors import UsageError
@@ -64,7 +63,7 @@ def read_stage_profile(
     if len(counts) < sum(counts) == listed(read_json(text, name)) and not header.tensor_parallel:
         layers = parse_json(text, name, graph)
         beta = layers.machine.beta
-        costs = stage_costs(layers, prefixes(layers), list(accumulate(counts)), 1 / beta if beta else math.inf)
+        costs = stage_costs(layers, list(accumulate(counts)), 1 / beta if beta else math.inf)
         made = costs.graph or ModelGraph(header.stages, chain(header.stages))
         in_file = header.graph.edges, header.graph.per_consumer, () if header.is_forward else header.tied
         if (made.edges, made.per_consumer, () if header.is_forward else made.tied) != in_file:
@@ -90,23 +89,25 @@ def _not_too_short(times: Mapping[str, Floats]) -> dict[str, Floats]:
     return {name: seconds if name == REDO else np.maximum(seconds, shortest) for name, seconds in times.items()}
 
 
-def balanced(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[list[StageCosts]]:
+def balanced(layers: Layers, bandwidth: float, most: int) -> list[list[StageCosts]]:
     """For 1, 2, ... `most` stages: the costs of the cuts with the fastest slowest stage, and of those with the fastest
-    slowest stage or transfer; one entry if these agree. `prefixes`: those of the layers' order.
+    slowest stage or transfer; one entry if these agree.
     """
-    ways = [unreplicated(prefixes, math.inf, most), unreplicated(prefixes, bandwidth, most)]
-    ends = [dict.fromkeys(partition.ends for partition in partitions) for partitions in zip(*ways, strict=True)]
-    return [[stage_costs(layers, prefixes, cuts, bandwidth) for cuts in distinct] for distinct in ends]
+    cuts = prefixes(layers)
+    ways = [unreplicated(cuts, math.inf, most), unreplicated(cuts, bandwidth, most)]
+    distinct = [dict.fromkeys(partition.ends for partition in partitions) for partitions in zip(*ways, strict=True)]
+    return [[stage_costs(layers, ends, bandwidth) for ends in of_count] for of_count in distinct]
 
 
-def smallest(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[StageCosts]:
+def smallest(layers: Layers, bandwidth: float, most: int) -> list[StageCosts]:
     """As `balanced`: the cuts whose largest stage needs the fewest bytes for its weights and one microbatch."""
-    needed = np.cumsum([0.0, *(layers.owned + layers.weight + layers.kept)])
-    ways = unreplicated(prefixes._replace(seconds=needed), math.inf, most)
-    return [stage_costs(layers, prefixes, way.ends, bandwidth) for way in ways]
+    cuts = prefixes(layers)
+    needed = np.cumsum([0.0, *(layers.owned + layers.weight + layers.kept)])[cuts.end]
+    ways = unreplicated(cuts._replace(seconds=needed), math.inf, most)
+    return [stage_costs(layers, way.ends, bandwidth) for way in ways]
 
 
-def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwidth: float) -> StageCosts:
+def stage_costs(layers: Layers, ends: Sequence[int], bandwidth: float) -> StageCosts:
     """The costs of stages that end at cuts `ends`, with links of `bandwidth` bytes a second.
 
     Activations between layers inside a stage are saved from forward to backward, and their gradients are alive while
@@ -123,7 +124,7 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
     if layers.graph is None:  # what crosses a cut goes from stage to stage
         # A layer before the stage may have outputs that cross the cut after it, too; these are not the stage's own.
         leaving = np.array([_leaving(layers, i, j) for i, j in spans])
-        x = prefixes.crossing[list(ends)].copy()
+        x = layers.crossing[list(ends)]
         x[-1] = layers.activation[-1]
         passed_on = x[:-1]
     else:

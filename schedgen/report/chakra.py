@@ -65,11 +65,6 @@ _WRITES = (Effect.DEFINE, Effect.RECEIVE)  # these need no earlier value
 _UPDATES = (Effect.ADD, Effect.CHANGE)
 
 
-def file_endings(workers: int) -> list[str]:
-    """The endings of the names of all files, in the order in which they are written."""
-    return [*(f".{rank}.et" for rank in range(workers)), ".groups.json"]
-
-
 def jobs_rounded_to_zero(run: Simulation, unit: float = 1.0) -> int:
     """How many jobs take some time, but 0 when it is rounded to microseconds; `unit` as in `chakra_traces`."""
     times = unit * run.lasts[run.program.rows_of(*COMPUTE)]
@@ -86,7 +81,7 @@ def chakra_traces(run: Simulation, unit: float = 1.0) -> Iterator[tuple[str, byt
     from google.protobuf.proto import serialize_length_prefixed
 
     program = run.program
-    table, endings = program.rows, file_endings(program.header.workers)
+    table = program.rows
     begin, length = (np.rint(unit * times).astype(np.int64) for times in (run.start, run.end - run.start))
     sends, receives, _ = analyse(program).messages
     size, tag = run.message_bytes.copy(), np.zeros(len(program), np.int64)
@@ -106,11 +101,11 @@ def chakra_traces(run: Simulation, unit: float = 1.0) -> Iterator[tuple[str, byt
             if edges is not None:
                 node = _node(messages, program.header, rank, index, i, edges, *numbers)
                 serialize_length_prefixed(node, out)
-        yield endings[rank], out.getvalue()
+        yield f".{rank}.et", out.getvalue()
     header = program.header
     groups = {group_name(header, group): list(ranks) for group, ranks in enumerate(header.groups)}
     groups.pop(ALL_RANKS, None)
-    yield endings[-1], f"{json.dumps(groups)}\n".encode()
+    yield ".groups.json", f"{json.dumps(groups)}\n".encode()
 
 
 def group_name(header: Header, group: int) -> str:

@@ -76,11 +76,12 @@ def _label(scheme: str, groups: int | None) -> str:
     return one_line(scheme) if groups is None else f"{scheme} G={groups}"
 
 
-def _schemes(files: Collection[str], workers: int) -> list[tuple[str, int | None]]:
+def _schemes(files: Sequence[str], workers: int) -> list[tuple[str, int | None]]:
     """(scheme, groups): files, then built-in schemes, with every number of groups for those that have groups."""
     divisors = [G for G in range(1, workers + 1) if workers % G == 0]
     grouped = ("lpp", "fslpp")
-    return [(name, G) for name in (*files, *SCHEMES) for G in (divisors if name in grouped else (None,))]
+    names = dict.fromkeys((*files, *SCHEMES))
+    return [(name, G) for name in names for G in (divisors if name in grouped else (None,))]
 
 
 def compare(
@@ -93,18 +94,14 @@ def compare(
 
     `cost`: F and B, or F, I and W; without I and W, each is half of B. `memory_limit`: the most saved forwards a worker
     may hold; greedy orders are compiled under that limit, strict ones are left out if they need more.
-    UsageError if there are more workers than any schedule may have, or a file does not fit the sizes or a chain of
-    stages; RefusedFile for what is no CSV of a schedule, OSError if it cannot be opened.
+    UsageError if there are more workers than any schedule may have; RefusedFile for what is no CSV of a schedule,
+    OSError if it cannot be opened.
     """
     compiled: list[tuple[SchemeNumbers, Header]] = []
     left_out = []
     workers = sizes.workers or 1
     check_workers(workers, sizes.stages)
-    own = dict.fromkeys(os.fspath(file) for file in files)
-    for name in own:
-        if name in SCHEMES:
-            raise UsageError(f"{name} is a built-in scheme, and compare shows all of them: leave it out")
-    schemes = _schemes(own, workers)
+    schemes = _schemes([os.fspath(file) for file in files], workers)
     for name, groups in over(schemes, "compare", len(schemes)):
         sizes = sizes._replace(groups=groups)
         try:
@@ -115,8 +112,6 @@ def compare(
                     f"it holds {row.peak_activations} activations, more than --memory-limit {memory_limit}"
                 )
         except UsageError as error:
-            if name in own and (memory_limit is None or not _fits(name, sizes, cost)):
-                raise UsageError(error if name in str(error) else f"{name}: {error}") from None
             left_out.append(LeftOut(_label(name, groups), str(error).removeprefix(f"{name} ")))
             continue
         compiled.append((row, program.header))
@@ -138,15 +133,6 @@ def _loaded(name: str, sizes: Sizes) -> Scheme:
     if scheme.edges not in (None, chain(sizes.stages)):
         raise UsageError(f"{name} has edges of its own, but schemes are compared on a chain of stages")
     return scheme
-
-
-def _fits(name: str, sizes: Sizes, cost: Mapping[str, float] | None) -> bool:
-    """Whether a scheme can be compiled without a memory limit."""
-    try:
-        _compiled(name, sizes, cost, None)
-    except UsageError:
-        return False
-    return True
 
 
 def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, limit: int | None) -> Program:

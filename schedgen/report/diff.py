@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from difflib import Match, SequenceMatcher
+from typing import Any
 
 import numpy as np
 
-from schedgen.ir.file import CHUNK, header_entries, line_of
+from schedgen.ir.file import header_entries, line_of
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
-from schedgen.ir.line_codec import write_lines
-from schedgen.ir.program import Program, Rows, concatenate
+from schedgen.ir.program import Program
 from schedgen.report.patience_match import patience_match
 from schedgen.simulator.stats import stats
-from schedgen.util.arrays import Ints, Numbers
 from schedgen.util.errors import clip
 
 CONTEXT = 2  # rows shown around a change
-_SAME, _OLD, _NEW = 0, 1, 2
-_SIGN = (" ", "-", "+")
-_COLOUR = {"-": "31", "+": "32", "@": "36"}
 
 
 def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
@@ -30,27 +26,17 @@ def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
     if not headers and not changed:
         return
     for key, old, new in headers:
-        yield f"{key}: {' -> '.join(_clipped(str(old), str(new)))}"
+        yield f"{key}: {clip(str(old))} -> {clip(str(new))}"
     same = []
     for (key, old), new in zip(_numbers(a).items(), _numbers(b).values(), strict=True):
-        texts = _formatted(key, old, new)
         if old != new:
-            yield f"{key}: {texts[0]} -> {texts[1]}"
-        elif texts[0] != "0":
-            same.append(f"{key} {texts[0]}")
+            yield f"{key}: {_formatted(key, old)} -> {_formatted(key, new)}"
+        elif old:
+            same.append(f"{key} {_formatted(key, old)}")
     if same:
         yield f"unchanged: {', '.join(same)}"
     if changed:
         yield from _unified(a, b, a_name, b_name)
-
-
-def coloured(lines: Iterable[str]) -> Iterator[str]:
-    """The lines of `diff` with colours for a terminal: removed rows red, added ones green."""
-    for line in lines:
-        if line.startswith(("--- ", "+++ ")):
-            yield f"\033[1m{line}\033[m"
-        else:
-            yield f"\033[{_COLOUR[line[0]]}m{line}\033[m" if line[0] in _COLOUR else line
 
 
 def _header_changes(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
@@ -65,32 +51,18 @@ def _header_changes(a: Header, b: Header) -> Iterator[tuple[str, object, object]
         moved = int((old[common] != new[common]).sum())
         if moved:
             yield key, f"{moved} of the jobs that both have", "another worker"
-    if a.directions == b.directions and len(a.weights) != len(b.weights):  # of forwards alone
-        old, new = (" ".join(DIRECTIONS[len(header.weights)]) for header in (a, b))
-        yield "owners named by", old, new
 
 
 def _entries(header: Header) -> tuple[dict[str, object], dict[str, object]]:
     """The header's entries in a file except for the placement of jobs: those of the scheme, and the rest."""
     entries = header_entries(header)
     tensor = {f"tensor {key}": value for key, value in entries.pop("tensor", {}).items()}
-    return entries.pop("scheme"), {**entries.pop("order"), **tensor, **entries.pop("lowering"), **entries}
+    owners = {"owners named by": " ".join(DIRECTIONS[len(header.weights)])} if header.is_forward else {}
+    return entries.pop("scheme"), {**entries.pop("order"), **tensor, **entries.pop("lowering"), **entries, **owners}
 
 
-def _clipped(old: str, new: str) -> tuple[str, str]:
-    """Two texts, clipped; from a little before the first difference on where they would look alike."""
-    if clip(old) == clip(new):
-        same = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), min(len(old), len(new)))
-        if same > 20:
-            old, new = (f"...{text[same - 20 :]}" for text in (old, new))
-    return clip(old), clip(new)
-
-
-def _formatted(key: str, old: float, new: float) -> tuple[str, str]:
-    """A number of both schedules, with all digits where fewer do not show that they differ."""
-    digits, all_digits = {"latency": (".6g", ".12g"), "bubble": (".2%", ".10%")}.get(key, ("", ""))
-    alike = old != new and format(old, digits) == format(new, digits)
-    return format(old, all_digits if alike else digits), format(new, all_digits if alike else digits)
+def _formatted(key: str, value: float) -> str:
+    return f"{value:.4%}" if key == "bubble" else f"{value:.12g}"
 
 
 def _numbers(program: Program) -> dict[str, float]:
@@ -105,82 +77,50 @@ def _numbers(program: Program) -> dict[str, float]:
     }
 
 
-class _Merged(NamedTuple):
-    """Both lists merged in the order of a unified diff: by rank, removed rows before added ones."""
-
-    rank: Ints
-    sign: Numbers  # _SAME, _OLD or _NEW
-    row: Numbers  # index of a's rows followed by b's; of _SAME, a's
-    before: tuple[Numbers, Numbers]  # how many rows of a, and of b, come before it
-
-
 def _unified(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
-    both = concatenate([a.rows, b.rows])
-    merged = _merge(both, len(a))
-    changes = np.flatnonzero(merged.sign)
-    hunk = np.zeros(len(merged.sign) + 1, np.int64)  # +1 where a change's context begins, -1 after its end
-    ranks = merged.rank[changes]
-    begins, ends = np.searchsorted(merged.rank, ranks), np.searchsorted(merged.rank, ranks, "right")
-    np.add.at(hunk, np.maximum(changes - CONTEXT, begins), 1)
-    np.add.at(hunk, np.minimum(changes + CONTEXT + 1, ends), -1)
-    shown = np.flatnonzero(np.cumsum(hunk)[:-1])
-    breaks = (np.diff(shown) > 1) | (np.diff(merged.rank[shown]) > 0)
-    starts = np.append(0, np.flatnonzero(breaks) + 1)
-    stops = np.append(starts[1:], len(shown))
-    lines = _lines(both, merged, shown)
-    first = [line_of(program, 0, 0) for program in (a, b)]
-    last = -1
-    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-        part = shown[start:stop]
-        rank, sign = int(merged.rank[part[0]]), merged.sign[part]
-        if rank != last:
-            yield from (f"--- {a_name} rank {rank}", f"+++ {b_name} rank {rank}")
-            last = rank
-        ranges = []
-        for side, (program, other) in enumerate(((a, _NEW), (b, _OLD))):
-            count = int((sign != other).sum())
-            line = first[side] + int(merged.before[side][part[0]]) + 2 * rank
-            line = line if count else line - 1  # if no row of this side is shown, the line before
-            line = line if rank < program.header.workers else 0
-            ranges.append(f"{line}" if count == 1 else f"{line},{count}")
-        yield f"@@ -{ranges[0]} +{ranges[1]} @@"
-        for _ in part:
-            yield next(lines)
+    for rank in range(max(a.header.workers, b.header.workers)):
+        (old, old_line), (new, new_line) = (_listed(program, rank) for program in (a, b))
+        if old == new:
+            continue
+        yield from (f"--- {a_name} rank {rank}", f"+++ {b_name} rank {rank}")
+        for hunk in _Matcher(old, new).get_grouped_opcodes(CONTEXT):
+            old_range = _range(old_line, hunk[0][1], hunk[-1][2])
+            yield f"@@ -{old_range} +{_range(new_line, hunk[0][3], hunk[-1][4])} @@"
+            for tag, i, i2, j, j2 in hunk:
+                yield from (f"{' ' if tag == 'equal' else '-'}{text}" for text in old[i:i2])
+                yield from (f"+{text}" for text in (() if tag == "equal" else new[j:j2]))
 
 
-def _merge(both: Rows, length: int) -> _Merged:
-    """Merge `both`: the rows of a, which are the first `length`, and those of b."""
-    partner = patience_match(*np.split(_codes(both), [length]))
-    matched = partner >= 0
-    new = np.ones(len(both.op) - length, np.bool_)
-    new[partner[matched]] = False
-    row = np.concatenate([np.arange(length), length + np.flatnonzero(new)])
-    rank, sign = both.rank[row], np.full(len(row), _NEW)
-    sign[:length] = np.where(matched, _SAME, _OLD)
-    pairs = np.concatenate([np.cumsum(matched), np.cumsum(~new)[new]])  # pairs up to each row, itself included
-    order = np.lexsort((sign, pairs, rank))
-    rank, sign, row = rank[order], sign[order], row[order]
-    before = [np.cumsum(sign != other) - (sign != other) for other in (_NEW, _OLD)]
-    return _Merged(rank, sign, row, (before[0], before[1]))
+def _listed(program: Program, rank: int) -> tuple[list[str], int]:
+    """The instructions of a rank as text, and the line of the first one in the schedule's file."""
+    if rank >= program.header.workers:
+        return [], 1
+    line = line_of(program, 0, 0) + int(program.bounds[rank]) + 2 * rank  # two lines end a list and begin the next
+    return [str(i) for i in program.instructions(rank)], line
 
 
-def _codes(table: Rows) -> Numbers:
-    """A number for each row; rows of equal rank and instruction have equal numbers."""
-    codes, size = np.zeros(len(table.op), np.int64), 1
-    for column in table.columns():
-        span = int(column.max(initial=0)) + 2
-        if size * span >= 2**62:
-            codes = np.unique(codes, return_inverse=True)[1]
-            size = int(codes.max(initial=0)) + 1
-        codes, size = codes * span + column + 1, size * span
-    dense: Numbers = np.unique(codes, return_inverse=True)[1]
-    return dense
+def _range(first_line: int, begin: int, stop: int) -> str:
+    """Rows `begin` to `stop` - 1 as lines of the file: the first one, or the one before if there are no rows."""
+    count = stop - begin
+    line = first_line + begin - (count == 0)
+    return f"{line}" if count == 1 else f"{line},{count}"
 
 
-def _lines(both: Rows, merged: _Merged, shown: Numbers) -> Iterator[str]:
-    """The rows `shown` as text, each after its sign."""
-    for begin in range(0, len(shown), CHUNK):
-        part = shown[begin : begin + CHUNK]
-        listed = write_lines(both.take(merged.row[part]), True).decode("ascii").split("\n")
-        for sign, line in zip(merged.sign[part].tolist(), listed, strict=False):
-            yield _SIGN[sign] + line.strip(" ,")
+class _Matcher(SequenceMatcher[str]):
+    """difflib's, which groups what differs into hunks, with the pairs of patience matching."""
+
+    def __init__(self, old: list[str], new: list[str]) -> None:
+        super().__init__(None, old, new, autojunk=False)
+        self.texts = old, new
+
+    def get_matching_blocks(self) -> list[Match]:
+        """Runs of pairs: (place in the old list, place in the new one, length), and an empty run at the end."""
+        number = {text: k for k, text in enumerate({*self.texts[0], *self.texts[1]})}
+        a, b = (np.array([number[text] for text in texts], np.int64) for texts in self.texts)
+        blocks: list[Match] = []
+        for i, j in enumerate(patience_match(a, b).tolist()):
+            if blocks and (i, j) == (blocks[-1].a + blocks[-1].size, blocks[-1].b + blocks[-1].size):
+                blocks[-1] = blocks[-1]._replace(size=blocks[-1].size + 1)
+            elif j >= 0:
+                blocks.append(Match(i, j, 1))
+        return [*blocks, Match(len(a), len(b), 0)]

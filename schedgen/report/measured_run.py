@@ -7,6 +7,7 @@ the simulation.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +23,9 @@ from schedgen.util.arrays import Times
 from schedgen.util.errors import RefusedFile, clip
 
 MOST = 1e30  # an exclusive bound on times in a trace, in microseconds
-NEAR = 1e-3  # microseconds by which rounding may make instructions overlap
 
 
-class _Slice(NamedTuple):
+class _Event(NamedTuple):
     """An instruction as in the trace, with times in microseconds."""
 
     instruction: str
@@ -41,29 +41,24 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
     Raises RefusedFile if the text is not a trace of the program: every rank must have executed its list from the first
     line to the last, as often as the others, and some job must have taken time in every pass.
     """
-    ranks = _slices(text, name, program.header.workers)
+    ranks = _events_by_rank(text, name)
+    if max(ranks) >= program.header.workers:
+        raise RefusedFile(f"{name}: it has a rank {max(ranks)}, but the schedule has {program.header.workers} workers")
     bounds = program.bounds.tolist()
     first = int(program.ranks_with_rows[0])
-    passes = max(1, len(ranks[first]) // (bounds[first + 1] - bounds[first]))
+    passes = max(1, len(ranks.get(first, ())) // (bounds[first + 1] - bounds[first]))
     columns: list[Times] = []
-    for rank, slices in enumerate(ranks):
-        listed = [str(i) for i in program.instructions(rank)]
-        for k, (instruction, *_) in enumerate(slices if listed else ()):
-            if instruction != listed[k % len(listed)]:
+    for rank in range(program.header.workers):
+        events, listed = ranks.get(rank, []), [str(i) for i in program.instructions(rank)]
+        for k, (event, instruction) in enumerate(zip(events, listed * passes, strict=False)):
+            if event.instruction != instruction:
                 line = line_of(program, bounds[rank] + k % len(listed))
-                reason = f"{clip(instruction)}, but line {line} of the schedule is {listed[k % len(listed)]}"
+                reason = f"{clip(event.instruction)}, but line {line} of the schedule is {instruction}"
                 raise RefusedFile(f"{name}: instruction {k + 1} of rank {rank} is {reason}")
-        if len(slices) != passes * len(listed):
+        if len(events) != passes * len(listed):
             wanted = f"{passes} times the {len(listed)} of its list"
-            raise RefusedFile(f"{name}: rank {rank} has {len(slices)} instructions, not {wanted}")
-        times = np.array([numbers for _, *numbers in slices], np.float64).reshape(passes, len(listed), 4)
-        end = (times[..., 0] + times[..., 1]).ravel()
-        early = np.flatnonzero((times[..., 0] - times[..., 2]).ravel()[1:] < end[:-1] - NEAR - 1e-9 * end[:-1])
-        if len(early):
-            k = int(early[0]) + 1
-            position = f"instruction {k + 1} of rank {rank}, {slices[k].instruction},"
-            raise RefusedFile(f"{name}: {position} begins before the one before it ends")
-        columns.append(times)
+            raise RefusedFile(f"{name}: rank {rank} has {len(events)} instructions, not {wanted}")
+        columns.append(np.array([times for _, *times in events], np.float64).reshape(passes, len(listed), 4))
     start, length, wait, cause = np.moveaxis(np.concatenate(columns, axis=1), 2, 0)
     if not length[:, program.rows_of(*COMPUTE)].any(axis=1).all():
         raise RefusedFile(f"{name}: the jobs of the trace take no time")
@@ -146,32 +141,21 @@ def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
     return {name: times.tolist() for name, times in means.items()}
 
 
-def _slices(text: str, name: str, workers: int) -> list[list[_Slice]]:
-    """The instructions of every rank in the order of the file; RefusedFile if one is incomplete or wrong."""
+def _events_by_rank(text: str, name: str) -> dict[int, list[_Event]]:
+    """The instructions of every rank in the order of the file; RefusedFile if that is no trace."""
+    ranks: dict[int, list[_Event]] = defaultdict(list)
     try:
-        values = json.loads(text)
-        listed = values["traceEvents"] if isinstance(values, dict) else None
-        events = [event for event in listed or () if event["ph"] == "X"]
+        events = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
         process = MEASURED if any(event["pid"] == MEASURED for event in events) else SIMULATED
-        events = [event for event in events if event["pid"] == process]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        events = []
-    if not events:
-        raise RefusedFile(f"{name}: not a trace that mpirun --trace or schedgen simulate --trace wrote")
-    ranks: list[list[_Slice]] = [[] for _ in range(workers)]
-    for number, event in enumerate(events, start=1):
-        try:
-            rank, args = event["tid"], event["args"]
-            instruction, times = args["instruction"], (event["ts"], event["dur"], args["wait"])
-            cause = CAUSES.index(args["cause"]) if times[2] else -1
-            sound = type(rank) is int and type(instruction) is str and all(type(t) in (int, float) for t in times)
-            if not (sound and abs(times[0]) < MOST and 0 <= times[1] < MOST and 0 <= times[2] < MOST):
+        for event in (event for event in events if event["pid"] == process):
+            args = event["args"]
+            start, length, wait = float(event["ts"]), float(event["dur"]), float(args["wait"])
+            cause = CAUSES.index(args["cause"]) if wait else -1
+            if event["tid"] < 0 or not (abs(start) < MOST and 0 <= length < MOST and 0 <= wait < MOST):
                 raise ValueError
-        except (KeyError, TypeError, ValueError):
-            raise RefusedFile(
-                f"{name}: instruction {number} lacks a rank, a time, a wait or its cause, or has a wrong one"
-            ) from None
-        if not 0 <= rank < workers:
-            raise RefusedFile(f"{name}: it has a rank {clip(str(rank))}, but the schedule has {workers} workers")
-        ranks[rank].append(_Slice(instruction, *times, cause))
+            ranks[event["tid"]].append(_Event(str(args["instruction"]), start, length, wait, cause))
+        if not ranks:
+            raise ValueError
+    except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
+        raise RefusedFile(f"{name}: not a trace that mpirun --trace or schedgen simulate --trace wrote") from None
     return ranks

@@ -16,7 +16,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.instructions import COMPUTE, LETTER, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
-from schedgen.util.arrays import Flags, Numbers
+from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
 
 
@@ -33,7 +33,7 @@ def as_torch_csv(program: Program) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     table, jobs, in_pair = program.rows, program.rows_of(*LETTER), np.zeros(len(program), bool)
-    in_pair[_delayed_sends(program)[0]] = True
+    in_pair[_delayed_sends(program)] = True
     columns = (table.stage, table.op, table.mb)
     for begin, end in itertools.pairwise(np.searchsorted(jobs, program.bounds).tolist()):
         of_rank, cells, forward = jobs[begin:end], list[str](), ""
@@ -56,44 +56,17 @@ def lost_in_csv(program: Program) -> list[str]:
         "weights away from their jobs": bool(header.shard_owners) or not np.array_equal(weights, header.compute),
         "its prefetch": header.lowering["prefetch"] != Options().prefetch,
         "forwards that are redone": bool((program.rows.op == Op.RECOMPUTE).any()),
-        "sends that wait for the worker's next job": _delayed_sends(program)[1],
     }
     return [words for words, is_lost in lost.items() if is_lost]
 
 
-def refused_by_torch(program: Program) -> list[str]:
-    """What torch wants of a CSV and this schedule does not have, in words; empty if there is nothing."""
-    compute = program.header.compute
-    wanted = {
-        "each stage on one rank": (compute != compute[:1, :, :1]).any(),
-        "a backward for every forward": program.header.is_forward,
-    }
-    return [words for words, is_wanted in wanted.items() if is_wanted]
-
-
-def _delayed_sends(program: Program) -> tuple[Numbers, bool]:
-    """The forwards whose output is sent after the next job, a backward; and whether any other send waits for a job."""
+def _delayed_sends(program: Program) -> Numbers:
+    """The forwards whose output is sent after the next job, a backward."""
     table, jobs, sends = program.rows, program.rows_of(*COMPUTE), program.rows_of(Op.SEND)
-    sends, gradients = (sends[table.kind[sends] == kind] for kind in (Kind.X, Kind.G))
+    sends = sends[table.kind[sends] == Kind.X]
     place = np.searchsorted(jobs, sends) - 1
     before, earlier = jobs[place], jobs[place - 1]
-
-    def is_forward_of_send(row: Numbers) -> Flags:
-        same = (table.stage[row] == table.stage[sends]) & (table.mb[row] == table.mb[sends])
-        forward: Flags = same & (table.op[row] == Op.FWD)
-        return forward
-
-    in_pair = is_forward_of_send(earlier) & np.isin(table.op[before], (Op.BWD, Op.BWD_I))
-    waits = not (in_pair | is_forward_of_send(before)).all() or _gradients_wait(program, jobs, gradients)
-    return earlier[in_pair], waits
-
-
-def _gradients_wait(program: Program, jobs: Numbers, sends: Numbers) -> bool:
-    """Whether the job before one of these SENDs of gradients does not add to what is sent."""
-    table, stages = program.rows, program.header.stages
-    before = jobs[np.searchsorted(jobs, sends) - 1]
-    edges = np.array(program.header.graph.edges, np.int64).reshape(-1, 2) @ (stages, 1)
-    adds = np.isin(table.stage[sends].astype(np.int64) * stages + table.stage[before], edges)
-    adds &= (table.mb[before] == table.mb[sends]) & np.isin(table.op[before], (Op.BWD, Op.BWD_I))
-    consumer = table.consumer[sends]
-    return not (adds & ((consumer < 0) | (consumer == table.stage[before]))).all()
+    is_its_forward = (table.stage[earlier] == table.stage[sends]) & (table.mb[earlier] == table.mb[sends])
+    is_its_forward &= table.op[earlier] == Op.FWD
+    delayed: Numbers = earlier[is_its_forward & np.isin(table.op[before], (Op.BWD, Op.BWD_I))]
+    return delayed

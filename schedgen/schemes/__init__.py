@@ -16,15 +16,13 @@ from typing import Any, NamedTuple
 
 from schedgen.ir.limits import check_jobs
 from schedgen.schemes import (
-    breadth_first,
     chimera,
     ddp,
     dualpipe_v,
-    fsdp,
-    gpipe,
     hanayo,
     interleaved_1f1b,
     interleaved_zb,
+    looped,
     lpp,
     one_f_one_b,
     pipedream_2bw,
@@ -35,9 +33,10 @@ from schedgen.schemes import (
 )
 from schedgen.schemes.building_block import third
 from schedgen.schemes.orders import ORDERS
-from schedgen.schemes.scheme import Scheme, Sizes, check_whole
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_file import load_file
 from schedgen.util.errors import UsageError
+from schedgen.util.option_fields import count
 
 
 class BuiltIn(NamedTuple):
@@ -55,8 +54,15 @@ class BuiltIn(NamedTuple):
 
 SCHEMES: dict[str, BuiltIn] = {
     "ddp": BuiltIn(ddp),
-    "fsdp": BuiltIn(fsdp),
-    "gpipe": BuiltIn(gpipe),
+    "fsdp": BuiltIn(ddp, {"fully_sharded": True}, """\
+Fully sharded data parallelism: microbatches are spread as in ddp, every stage has one owner.
+w(s, b, d) = (s mod W, b mod W)   [Rahimi 2025, "Formal definitions"; W <= B, there W = B]
+n: depth-first, greedy"""),
+    "gpipe": BuiltIn(one_f_one_b, {"order": "breadth-first"}, """\
+GPipe: a worker a stage, all forwards and then all backwards.
+w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "Formal definitions"; W <= S, there W = S]
+n: breadth-first, strict; with W = S that is n(s, b, F) = b, n(s, b, B) = B + b   [GPipe, section 2.3]
+With S = vW it is looped breadth-first   [Lamy-Poirier 2022, "Breadth-first pipeline parallelism"]"""),
     "1f1b": BuiltIn(one_f_one_b),
     "lpp": BuiltIn(lpp),
     "fslpp": BuiltIn(lpp, {"fully_sharded": True}, """\
@@ -64,11 +70,11 @@ Fully sharded looped pipeline: lpp's placement of jobs, every stage has one owne
 w(s, b, d) = (h(s, s), h(s, b)), h(s, b) = (R b mod W) + (s mod R)   [Rahimi 2025, "Formal definitions"]
 n: depth-first, greedy"""),
     "interleaved-1f1b": BuiltIn(interleaved_1f1b),
-    "depth-first": BuiltIn(breadth_first, {"order": "depth-first"}, """\
+    "depth-first": BuiltIn(looped, {"order": "depth-first"}, """\
 Depth-first: v stages a worker, and whoever is free takes the oldest microbatch.
 w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "One code to schedule them all"; S = vW]
 n: oldest microbatch first, greedy"""),
-    "breadth-first": BuiltIn(breadth_first),
+    "breadth-first": BuiltIn(looped),
     "zb-h1": BuiltIn(zb_h1),
     "zb-h2": BuiltIn(zb_h1, {"h": 2}, """\
 ZB-H2: as ZB-H1, but more forwards warm up, at twice 1F1B's memory.
@@ -100,7 +106,7 @@ def load(name: str | os.PathLike[str], sizes: Sizes, tensor: int = 1) -> Scheme:
     `tensor`: slices of each stage. `sizes.workers` counts all workers; schemes that do not place slices see 1/T of it.
     """
     name = os.fspath(name)
-    sizes, tensor = sizes.checked(), check_whole("tensor", tensor, 1)
+    sizes, tensor = sizes.checked(), count.check("tensor", tensor)
     if name in SCHEMES:
         built_in, sizes = SCHEMES[name], sizes.per_slice(tensor)
         check_jobs(sizes.stages, sizes.microbatches, per_pair=2)  # some make lists of all jobs

@@ -18,6 +18,7 @@ from schedgen.util.arrays import Numbers
 from schedgen.util.jit import kernel
 
 PERIOD = 6  # slots from one microbatch to the next
+FREE, FORWARD, BACKWARD = 0, 1, 2  # what a slot runs; BACKWARD: an I
 
 # The time slots in which worker r of p runs a microbatch on its first stage, going down, and its second, going up:
 # those of (F first, F second, I second, I first).
@@ -108,61 +109,76 @@ def _fill(slots: Numbers, row: Numbers, queue: Numbers, weight: Numbers) -> None
 
 
 @kernel
+def _after(what: int, saved: int, waiting: int) -> tuple[int, int]:
+    """Forwards saved and W jobs waiting after a slot that runs `what`; in a free slot a W runs, if one waits."""
+    if what == FORWARD:
+        return saved + 1, waiting
+    if what == BACKWARD:
+        return saved, waiting + 1
+    ended = min(waiting, 1)
+    return saved - ended, waiting - ended
+
+
+@kernel
 def _squeeze(slots: Numbers, order: Numbers, memory: int) -> Numbers:
     """New slots of the jobs (worker, kind, microbatch), moved one by one in `order`; W jobs go into free slots.
 
-    `saved` and `waiting`: by worker and slot, forwards saved and W jobs that can run when the slot begins.
+    What holds before and after every move:
+
+    1. `slots` has the slot of every F and I, and row[r, t] what slot t of worker r runs: FREE, FORWARD or BACKWARD.
+    2. Every job's slot comes after those of its inputs: the same kind on the worker before, the turn's job before it on
+       the same worker, and the same kind of the microbatch before.
+    3. saved[r, t] and waiting[r, t] are what one gets by running row r from its first slot: forwards saved, and W jobs
+       that could run, when slot t begins. A free slot runs a W if one waits. So nothing says which W runs where.
+    4. saved[r, t] <= memory everywhere.
+
+    A move takes a job out of its slot `now` and puts it into the first free slot from `ready` on, the earliest that 2
+    allows, for which 4 holds. Only the slots up to `now` have to be run again to know: by then the same F and I have
+    run as before the move, and no fewer W, as the free slot has become a later one, where no fewer W wait. So
+    from there on no more is saved than before. If there is no such slot, the job stays where it is.
     """
     p, batches = slots.shape[0], slots.shape[2]
     last = slots.max() + 1
-    free, forward, backward = 0, 1, 2
-    row = np.zeros((p, last), np.int64)
+    row = np.full((p, last), FREE)
     saved, waiting = np.zeros((p, last + 1), np.int64), np.zeros((p, last + 1), np.int64)
     for r in range(p):
         for kind in range(4):
             for b in range(batches):
-                row[r, slots[r, kind, b]] = forward if kind < 2 else backward
+                row[r, slots[r, kind, b]] = FORWARD if kind < 2 else BACKWARD
         for slot in range(last):
-            run = waiting[r, slot] if row[r, slot] == free else 0
-            saved[r, slot + 1] = saved[r, slot] + (row[r, slot] == forward) - min(run, 1)
-            waiting[r, slot + 1] = waiting[r, slot] + (row[r, slot] == backward) - min(run, 1)
+            saved[r, slot + 1], waiting[r, slot + 1] = _after(row[r, slot], saved[r, slot], waiting[r, slot])
             memory = max(memory, saved[r, slot + 1])
     slots = slots.copy()
     for job in order:
         r, kind, b = job // (4 * batches), job // batches % 4, job % batches
         now, down = slots[r, kind, b], kind % 2 == 0
-        turns = r == (0 if down else p - 1)  # its input comes from the worker itself
         ready = 0
-        if not turns:
+        if r != (0 if down else p - 1):  # its input comes from the worker before
             ready = slots[r - 1 if down else r + 1, kind, b] + 1
-        elif kind > 0:
+        elif kind > 0:  # at a turn it comes from the worker itself
             ready = slots[r, kind - 1, b] + 1
         if b > 0:
             ready = max(ready, slots[r, kind, b - 1] + 1)
         what = row[r, now]
-        row[r, now] = free
+        row[r, now] = FREE
         new = ready
         while new < now:
-            if row[r, new] == free:
+            if row[r, new] == FREE:
                 row[r, new] = what
                 held, jobs = saved[r, new], waiting[r, new]
                 slot = new
-                while slot <= now and held <= memory:  # after `now` no more is saved than before
-                    run = min(jobs, 1) if row[r, slot] == free else 0
-                    held += (row[r, slot] == forward) - run
-                    jobs += (row[r, slot] == backward) - run
+                while slot <= now and held <= memory:
+                    held, jobs = _after(row[r, slot], held, jobs)
                     slot += 1
                 if held <= memory:
                     break
-                row[r, new] = free
+                row[r, new] = FREE
             new += 1
         row[r, new] = what
         slots[r, kind, b] = new
         slot = new
-        while new < now and slot < last:
-            run = min(waiting[r, slot], 1) if row[r, slot] == free else 0
-            held = saved[r, slot] + (row[r, slot] == forward) - run
-            jobs = waiting[r, slot] + (row[r, slot] == backward) - run
+        while new < now and slot < last:  # make 3 true again, up to where nothing differs any more
+            held, jobs = _after(row[r, slot], saved[r, slot], waiting[r, slot])
             if slot > now and held == saved[r, slot + 1] and jobs == waiting[r, slot + 1]:
                 break
             saved[r, slot + 1], waiting[r, slot + 1] = held, jobs

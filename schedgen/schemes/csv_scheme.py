@@ -37,7 +37,6 @@ class _Action(NamedTuple):
     letter: str  # F, B, I or W
     mb: int
     rank: int
-    column: int
     delayed: bool = False  # whether it is a forward whose output leaves only after the next action of its cell
 
 
@@ -47,9 +46,6 @@ def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
     Raises RefusedFile, with line and cell, for anything that is not an action, and for missing or repeated jobs.
     """
     actions, ranks = _parse(text, name)
-    columns, rows = {(a.stage, a.column) for a in actions}, {(a.stage, a.rank) for a in actions}
-    if len({a.stage for a in actions}) == len(columns) < len(rows):
-        raise RefusedFile(f"{name}: each stage is in one column and in several rows: transpose it, a row is a rank")
     letters = {action.letter for action in actions}
     if letters.isdisjoint("I") and "W" in letters:
         actions = [action._replace(letter=action.letter.replace("B", "I")) for action in actions]
@@ -62,9 +58,6 @@ def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
     is_unsplit = _marked((action for action in actions if action.letter == "B"), (S, batches))
     is_delayed = _marked((action for action in actions if action.delayed), (S, batches))
     stem = Path(name).stem
-    if not stem.isprintable():
-        raise RefusedFile(f"{clip(name)}: a scheme is named after its file, and this name is not printable")
-
     scheme = Scheme(
         stem, ranks, lambda s, b, d: (worker[d, s, b],) * 2, lambda s, b, d: n[d, s, b], stem, "strict", split,
         (lambda s, b: is_unsplit[s, b]) if split else None, lambda s, b: is_delayed[s, b],
@@ -93,7 +86,7 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
                 if match[2]:
                     if len(actions) > first and actions[-1].letter == "F":
                         actions[-1] = actions[-1]._replace(delayed=True)
-                    actions.append(_Action(int(match[1]), match[2], int(match[3]), rank, column))
+                    actions.append(_Action(int(match[1]), match[2], int(match[3]), rank))
     if not actions:
         raise RefusedFile(f"{name}: it has no action of the form 2F0")
     return actions, len(lines)

@@ -11,7 +11,9 @@ from schedgen.schemes.scheme import Scheme, Sizes
 PARAMETERS = ("workers",)
 
 
-def scheme(sizes: Sizes, name: str) -> Scheme:
-    """DDP on W <= B workers; W = B if `sizes` gives none."""
+def scheme(sizes: Sizes, name: str, fully_sharded: bool = False) -> Scheme:
+    """DDP on W <= B workers; W = B if `sizes` gives none. `fully_sharded`: every stage has one owner."""
     W = sizes.spread(name, "microbatches")
-    return Scheme(name, W, lambda s, b, d: (b % W, b % W), depth_first(sizes), "depth-first", "greedy")
+    return Scheme(
+        name, W, lambda s, b, d: ((s if fully_sharded else b) % W, b % W), depth_first(sizes), "depth-first", "greedy"
+    )

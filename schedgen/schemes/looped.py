@@ -1,7 +1,6 @@
-"""What schemes with several stages per worker share: the sizes they need, and two placements.
-
-looped  stage s on worker s mod W: the pipeline goes round v times
-vee     stage s on worker min(s, 2W - 1 - s): down the workers and up again
+"""Breadth-first: v stages a worker, and whoever is free takes the oldest stage.
+w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "One code to schedule them all"; S = vW]
+n: oldest stage first, greedy
 """
 
 from __future__ import annotations
@@ -11,8 +10,21 @@ from typing import Any
 import numpy as np
 
 from schedgen.ir.limits import check_workers
-from schedgen.schemes.scheme import Sizes
+from schedgen.schemes.orders import ORDERS
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
+
+PARAMETERS = ("workers", "chunks")
+
+
+def scheme(sizes: Sizes, name: str, order: str = "breadth-first") -> Scheme:
+    """A looped pipeline for S = v W, in any of ORDERS."""
+    W, v = chunked(name, sizes)
+    n = ORDERS[order](sizes)
+    return Scheme(name, W, lambda s, b, d: (s % W, s % W), n, order, "greedy", parameters={"chunks": v})
+
+
+# What all schemes with several stages a worker share:
 
 
 def chunked(name: str, sizes: Sizes, chunks: int | None = None) -> tuple[int, int]:

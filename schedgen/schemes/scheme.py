@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.util.errors import UsageError, number_of
+from schedgen.util.option_fields import count
 
 Function = Callable[..., Any]
+MODES = ("greedy", "strict")  # what n means
 
 
 class Sizes(NamedTuple):
@@ -46,9 +47,9 @@ class Sizes(NamedTuple):
         whole: dict[str, Any] = {}
         for name, value in self._asdict().items():
             if isinstance(value, (list, tuple)):
-                whole[name] = tuple(check_whole(name, each, 1) for each in value)
+                whole[name] = tuple(count.check(name, each) for each in value)
             elif value is not None or name in ("stages", "microbatches"):
-                whole[name] = check_whole(name, value, 1)
+                whole[name] = count.check(name, value)
         return self._replace(**whole)
 
     def per_slice(self, tensor: int) -> Sizes:
@@ -84,13 +85,6 @@ class Scheme(NamedTuple):
     updates: str = FLUSH  # when weights change: one of UPDATES
     accumulated: int | None = None  # with updates 2bw: microbatches of an update; None: as many as stages
     by_slice: bool = False  # w takes the slice t of a stage
-
-
-def check_whole(name: str, value: object, least: int) -> int:
-    """The value, an int or NumPy's, as an int; UsageError if it is no whole number of at least `least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{name} {value!r} is not a whole number of at least {least}")
-    return int(value)
 
 
 def no_order(s: Any, b: Any, d: Any) -> Any:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from schedgen.util.errors import RefusedFile, UsageError, clip
+from schedgen.util.files import open_output
 
 TEMPLATE = '''\
 """NAME: stages go round the workers, one forward, one backward. Say here what yours does."""
@@ -61,15 +62,8 @@ def new(name: str) -> Path:
     path = Path(name if name.endswith(".py") else f"{name}.py")
     if not re.fullmatch(r"\w[\w.-]*", path.stem):
         raise UsageError(f"'{clip(name)}': the name should be letters, digits and any of _ . -")
-    text = TEMPLATE.replace("NAME", path.stem)
-    try:
-        with path.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError:
-        raise RefusedFile(f"{path} is there already, and new overwrites nothing") from None
-    except OSError as error:
-        if error.filename is None:  # raised by a write, such as on a full disk, not by `open`
-            path.unlink()
-            error.filename = str(path)
-        raise
+    if path.exists():
+        raise RefusedFile(f"{path} is there already, and new overwrites nothing")
+    with open_output(str(path)) as out:
+        out.write(TEMPLATE.replace("NAME", path.stem).encode())
     return path

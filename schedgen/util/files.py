@@ -6,10 +6,8 @@ Input that is read whole is limited in size. A regular file that is written appe
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
-import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,15 +19,9 @@ from schedgen.util.errors import RefusedFile, UsageError
 BLOCK = 2**20  # bytes read at a time
 READ_LIMIT = 2**28  # bytes of a file that is read at once
 
-_closed: list[TextIO] = []  # the null device in place of standard streams that were closed
-
 
 def prepare_streams() -> None:
-    """Make a command's standard streams take any text, and connect those that were closed to the null device."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-            _closed.append(getattr(sys, name))
+    """Make a command's standard streams take any text."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name may hold anything
@@ -40,36 +32,24 @@ def display_name(name: str) -> str:
     return "standard input" if name == "-" else name
 
 
-def is_same_file(name: str, other: str) -> bool:
-    """Whether both names refer to the same existing regular file; - never does."""
-    if "-" in (name, other) or not (Path(name).is_file() and Path(other).is_file()):
-        return False
-    return Path(name).samefile(other)
-
-
 def open_input(name: str) -> contextlib.AbstractContextManager[BinaryIO]:
     """The file `name`, opened for reading; OSError if it cannot be."""
     return contextlib.nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb")
 
 
-def read_bytes(name: str, limit: int = READ_LIMIT) -> bytes:
-    """All bytes of the file `name`; RefusedFile if they are more than `limit`, OSError if it cannot be opened."""
+def read_text(name: str, limit: int = READ_LIMIT) -> str:
+    """The file `name` as UTF-8, with undecodable bytes replaced by U+FFFD and a byte-order mark left out.
+
+    RefusedFile if it has more than `limit` bytes, OSError if it cannot be opened.
+    """
     data = bytearray()
     with open_input(name) as source:
         while block := source.read(BLOCK):
             data += block
             if len(data) > limit:
-                reason = f"it has more than {limit >> 20} MiB: too long to be read at once"
-                raise RefusedFile(f"{display_name(name)}: {reason}")
-    return bytes(data)
-
-
-def read_text(name: str, limit: int = READ_LIMIT) -> str:
-    """The file `name` as UTF-8, with undecodable bytes replaced by U+FFFD and a byte-order mark left out.
-
-    Errors as in `read_bytes`.
-    """
-    return read_bytes(name, limit).decode("utf-8-sig", errors="replace")
+                too_long = f"it has more than {limit >> 20} MiB: too long to be read at once"
+                raise RefusedFile(f"{display_name(name)}: {too_long}")
+    return data.decode("utf-8-sig", errors="replace")
 
 
 @contextlib.contextmanager
@@ -79,30 +59,27 @@ def open_output(name: str) -> Iterator[BinaryIO]:
     OSError names the file, also if it is raised inside, as on a full disk, or if nothing may be written to the file.
     """
     if (stream := _standard_stream(name)) is not None:
-        if stream in _closed and name in ("-", "/dev/stdout", "/dev/stderr"):
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF), "standard output" if name == "-" else name)
         yield stream.buffer
         stream.buffer.flush()
         return
-    path = Path(name)
-    if path.exists() and not path.is_file():  # /dev/null or a pipe cannot be replaced by renaming
-        with _naming(name), path.open("wb") as out:
-            yield out
-        return
-    if path.is_file():  # a rename would replace it even if it is write-protected
-        os.close(os.open(name, os.O_WRONLY))
-    path = Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
+    path, temporary = Path(os.path.realpath(name)), None
     try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))  # a rename would replace it even if it is write-protected
+        if path.exists() and not path.is_file():  # /dev/null or a pipe cannot be replaced by renaming
+            with path.open("wb") as out:
+                yield out
+            return
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".schedgen-")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, name) from None
-    try:
-        with _naming(name), os.fdopen(handle, "wb") as out:
+        with os.fdopen(handle, "wb") as out:
             yield out
         Path(temporary).chmod(path.stat().st_mode & 0o777 if path.exists() else new_file_mode())
         Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = name
         raise
 
 
@@ -110,32 +87,12 @@ def check_writable(option: str, path: str | None) -> None:
     """UsageError if a file cannot be written there; "-" is standard output, None no file."""
     if path is None or is_standard_output(path):
         return
-    written, wrong = [Path(os.path.realpath(path)).parent], None  # a file is written beside the old one, and renamed
-    try:
-        mode = Path(path).stat().st_mode
-        if stat.S_ISDIR(mode):
-            wrong = "Is a directory"
-        elif not stat.S_ISREG(mode):  # a device or a pipe
-            written = [Path(path)]
-        else:
-            written.append(Path(path))
-    except FileNotFoundError:
-        wrong = None if written[0].is_dir() else "No such file or directory"
-    except OSError as error:
-        wrong = error.strerror
-    if wrong or not all(os.access(place, os.W_OK) for place in written):
-        raise UsageError(f"{option} {path}: {wrong or 'Permission denied'}")
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Give an OSError of the block that names no file this name."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = name
-        raise
+    file = Path(os.path.realpath(path))
+    folder = file.parent  # a file is written beside the old one, and renamed
+    if not folder.is_dir() or file.is_dir():
+        raise UsageError(f"{option} {path}: {'Is a directory' if file.is_dir() else 'No such file or directory'}")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise UsageError(f"{option} {path}: Permission denied")
 
 
 def new_file_mode() -> int:
@@ -146,16 +103,10 @@ def new_file_mode() -> int:
 
 
 def is_standard_output(name: str | None) -> bool:
-    """Whether the file `name` is where standard output goes, under any name; not if it is /dev/null."""
-    return name not in (None, os.devnull) and _standard_stream(str(name)) is sys.stdout
+    """Whether the file `name` is standard output."""
+    return name in ("-", "/dev/stdout")
 
 
 def _standard_stream(name: str) -> TextIO | None:
-    """Standard output or error if the file `name` is that stream, as - and /dev/stdout are; else None."""
-    if name == "-":
-        return sys.stdout
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        with contextlib.suppress(OSError):  # the file or the stream does not exist
-            if os.path.samestat(Path(name).stat(), os.fstat(number)):
-                return stream
-    return None
+    """Standard output or error if the file `name` is that stream; else None."""
+    return {"-": sys.stdout, "/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(name)

@@ -64,18 +64,8 @@ class Crasher:
     def start(self, save: Path, marker: str = "", cold: bool = True) -> subprocess.Popen[bytes]:
         """Start a run that resumes from the checkpoints in `save`; `cold`: each rank imports torch itself."""
         command = [*mpiexec(), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
-        command += [
-            "--model",
-            MODEL,
-            "--steps",
-            str(self.steps),
-            "--save",
-            str(save),
-            "--every",
-            "1",
-            "--resume",
-            str(save),
-        ]
+        command += ["--model", MODEL, "--steps", str(self.steps), "--every", "1", "--save", str(save)]
+        command += ["--resume", str(save)]
         return subprocess.Popen(
             command,
             env=environment(marker, {"COLD_RANKS": "1"} if cold else {}),

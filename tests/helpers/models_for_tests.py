@@ -455,23 +455,6 @@ class Rescaling(mlp.Layer):
 rescaling = partial(with_stage, index=1, stage=Rescaling)
 
 
-class RescalingHidden(Rescaling):
-    """As Rescaling, but by a tensor that is not a buffer; each forward changes a buffer, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.scale
-        self.scale = torch.ones(WIDTH)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return super().forward(x)
-
-
-rescaling_hidden = partial(with_stage, index=1, stage=RescalingHidden)
-
-
 class Checkpointed(mlp.Layer):
     """A hidden layer of mlp.tiny that is recomputed in its backward, by torch's checkpoint."""
 

@@ -14,9 +14,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All entries of a checkpoint, read by safetensors alone; the optimizer's have other names."""
     manifest = json.loads((folder / "manifest.json").read_text())
     values: dict[str, torch.Tensor] = {}
-    for part in manifest["parts"]:
-        entries = load_file(folder / part["name"])
-        assert sorted(entries) == sorted(part["entries"])
+    for file in manifest["files"]:
+        entries = load_file(folder / file["name"])
+        assert sorted(entries) == sorted(file["entries"])
         assert not values.keys() & entries.keys()
         values |= entries
     return values

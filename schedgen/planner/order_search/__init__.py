@@ -1,10 +1,10 @@
 """The search for a new order: placement, sizes, costs and a memory limit in, a schedule and a lower bound out.
 
 question.py           the input of a search, `Question`, and its result, `FoundOrder`
+budget.py             how much work a search does, and how it is divided
 problem.py            jobs, what they wait for and what memory they take, as arrays; an order is a sequence per worker
 placed_problem.py     the problem of a placed scheme, and its bound
 run_order.py          the start times of an order's jobs: the kernel that judges every candidate
-built_ins.py          starting orders: those of built-in schemes with the same placement
 steady_states.py      starting orders for a V with a memory limit: blocks of jobs repeated for every microbatch
 priority_rules.py     list scheduling by random rules
 annealing.py          simulated annealing: jobs on the critical path move
@@ -15,5 +15,4 @@ compiled_orders.py    orders as schedules: compiled, read back, judged by the si
 search_order.py       the whole search: begin, find, prove; the simulator has the last word
 recompute.py          orders that redo forwards to keep to the memory
 whole_or_split.py     which backwards are whole and which are split, if the costs of both are known
-choose_recomputed.py  the fewest forwards of an order that must be redone
 """

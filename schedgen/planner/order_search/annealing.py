@@ -23,7 +23,6 @@ CRITICAL = 90  # percent of moves that begin on the critical path
 REACH = 8  # places that a job moves at the most
 CHOICES = 20  # percent of moves that make a backward whole or split it, if that is a choice
 HOT = (0.03, 0.3, 2.0)  # temperatures at the first move, in mean durations of a job
-FEWEST_MOVES = 1000  # of one annealing
 
 
 class Choice(NamedTuple):

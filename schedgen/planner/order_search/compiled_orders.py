@@ -73,13 +73,14 @@ def _with_limit(program: Program, question: Question) -> Program:
     return replace(program, header=replace(program.header, lowering=lowering))
 
 
-def numbers_of(program: Program) -> Numbers:
-    """For every job (D, S, B) a number that grows along each worker; a whole backward becomes an I and then its W."""
-    table, shape = program.rows, program.header.compute.shape
-    n = np.zeros(shape, np.int64)
-    directions = {F: (Op.FWD,), B: (Op.BWD, Op.BWD_I), W: (Op.BWD, Op.BWD_W)}
-    for d in range(shape[0]):
-        rows = program.rows_of(*directions[d])
+def numbers_of(program: Program, directions: int) -> Numbers:
+    """For every job (D, S, B) a number that grows along each worker; of 3 directions, a whole backward becomes an I and
+    then its W."""
+    table, (_, stages, batches) = program.rows, program.header.compute.shape
+    n = np.zeros((directions, stages, batches), np.int64)
+    ops = {F: (Op.FWD,), B: (Op.BWD, Op.BWD_I), W: (Op.BWD, Op.BWD_W)}
+    for d in range(directions):
+        rows = program.rows_of(*ops[d])
         n[d, table.stage[rows], table.mb[rows]] = 2 * rows + (d == W)
     return n
 

@@ -37,9 +37,7 @@ def is_installed() -> bool:
     return True
 
 
-def solve(
-    problem: OrderProblem, start: Times, value: float, floor: float, seconds: float
-) -> Solution:  # fmt: skip
+def solve(problem: OrderProblem, start: Times, value: float, floor: float, seconds: float) -> Solution:
     """Run CP-SAT from an order with starts `start` and longest window `value`.
 
     floor    a lower bound on the longest window
@@ -135,7 +133,7 @@ def _add_memory(
 
 
 def _unit(problem: OrderProblem) -> float:
-    """The length of a unit of time: the greatest common divisor of all times, or else a small time."""
+    """The greatest common divisor of all times, or else a small time."""
     times = np.concatenate([problem.length, problem.before_hop])
     if (times == np.round(times)).all() and times.max() < 1e9:
         return float(np.gcd.reduce(times.astype(np.int64)))

@@ -1,13 +1,11 @@
-"""`heuristic_orders`: the best orders of a problem, by random rules and then annealing; W jobs are also placed anew.
-
-Work is counted, not seconds: the same call gives the same order on any machine.
-"""
+"""`heuristic_orders`: the best orders of a problem, by random rules and then annealing; W jobs are also placed anew."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from schedgen.planner.order_search.annealing import FEWEST_MOVES, HOT, NO_CHOICE, anneal, temperatures
+from schedgen.planner.order_search.annealing import HOT, NO_CHOICE, anneal, temperatures
+from schedgen.planner.order_search.budget import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
@@ -16,10 +14,7 @@ from schedgen.planner.order_search.run_order import new_run, run_and_judge
 from schedgen.util.arrays import Numbers
 from schedgen.util.progress import counted
 
-RULE_JOBS = 4  # a rule takes this many times as long as `run_order` for each job
-ROUNDS = (100, 6000)  # of rules, at least and at the most
 BEST = 4  # orders that are returned
-LEAST_MOVES = 20_000  # with fewer moves in all annealing finds nothing: the work is left to rules
 
 
 def heuristic_orders(
@@ -37,7 +32,7 @@ def heuristic_orders(
         return search.best(), budget - search.left
     anneals = budget // search.jobs >= LEAST_MOVES
     rounds = budget // ((4 if anneals else 1) * RULE_JOBS * search.jobs)
-    rounds = max(ROUNDS[0], min(ROUNDS[1], rounds))
+    rounds = max(RULES[0], min(RULES[1], rounds))
     with counted("search", None, "step") as done:
         for order in find_rules(problem, rounds, turn, search.run):
             search.add(order)
@@ -67,11 +62,7 @@ class _Search:
         self.problem, self.bound, self.left = problem, bound, budget
         self.run, self.trial = new_run(problem), new_run(problem)
         self.jobs = len(problem.worker)
-        self.found: list[tuple[float, float, Numbers]] = []  # what `judge` returns, longest window, order
-
-    def judge(self, order: Numbers) -> float:
-        """The longest window, plus a tenth of the mean of all windows."""
-        return run_and_judge(self.problem, order, self.run)
+        self.found: list[tuple[float, float, Numbers]] = []  # what `run_and_judge` returns, longest window, order
 
     def add(self, order: Numbers) -> None:
         """Keep an order, if it can run and fits, and its variants with W jobs placed anew."""
@@ -82,8 +73,8 @@ class _Search:
             self._keep(each)
 
     def _keep(self, order: Numbers) -> None:
-        value = self.judge(order)
-        if np.isfinite(value) and fits(self.problem, order) and all(value != other for other, _, _ in self.found):
+        value = run_and_judge(self.problem, order, self.run)
+        if np.isfinite(value) and fits(self.problem, order) and all(value != known for known, _, _ in self.found):
             self.found.append((value, float(self.run.window.max()), order))
             self.found.sort(key=lambda entry: entry[0])
 

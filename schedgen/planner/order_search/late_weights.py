@@ -13,7 +13,7 @@ import numpy as np
 
 from schedgen.ir.instructions import B, W
 from schedgen.planner.order_search.problem import OrderProblem
-from schedgen.planner.order_search.run_order import Run, begin_run, new_run
+from schedgen.planner.order_search.run_order import Run, begin_run, end_job, new_run
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.jit import kernel
 
@@ -37,7 +37,7 @@ def with_late_weights(problem: OrderProblem, order: Numbers, bound: float, value
     for target in np.linspace(bound, value, TARGETS):
         late, queue = np.zeros_like(order), np.zeros_like(order)
         place = place_weights.sized(len(order))
-        if place(problem, order[kept], row, weight, target - busy, np.zeros((4, len(busy)), np.int64), queue,
+        if place(problem, order[kept], row, weight, target - busy, np.zeros((3, len(busy)), np.int64), queue,
                  np.zeros(len(busy)), run, late):  # fmt: skip
             orders.append(late)
     return orders
@@ -53,17 +53,17 @@ def place_weights(
     order, row      F and I of all workers, as classes; worker w's are order[row[w] : row[w + 1]]
     weight          by class of I: the class of its W
     slack           by worker: how long it may idle in all
-    at, queue, held  zeros, working arrays: (4, workers), by place, by worker
+    at, queue, held  zeros, working arrays: (3, workers), by place, by worker
     """
-    batches, capacity = problem.microbatches, problem.capacity * (1 + 1e-12)
+    capacity, workers = problem.capacity * (1 + 1e-12), len(row) - 1
     class_jobs, class_first, takes, length = problem.class_jobs, problem.class_first, problem.takes, problem.length
-    clock, stack, stacked, workers = run.clock, run.stack, run.stacked, len(row) - 1
-    place, end, first, last = at[0], at[1], at[2], at[3]  # of F and I; of all jobs; of W jobs waiting in the queue
-    begin_run(problem, run)
+    batches, first, after, hop, worker = problem.microbatches, problem.first, problem.after, problem.hop, problem.worker
+    ready, waits, stack, stacked = run.ready, run.waits, run.stack, run.stacked
+    clock, end = run.clock, run.at  # `end`: the next place in `late`
+    place, oldest, last = at[0], at[1], at[2]  # the next of F and I; the W jobs that wait in the queue
+    top, placed = begin_run(problem, run), 0
     for w in range(workers):
-        place[w], end[w], first[w], last[w], clock[w] = row[w], problem.row[w], problem.row[w], problem.row[w], 0.0
-        stack[w], stacked[w] = workers - 1 - w, True
-    top, placed = workers, 0
+        place[w], oldest[w], last[w] = row[w], problem.row[w], problem.row[w]
     while top:
         top -= 1
         w = stack[top]
@@ -73,21 +73,21 @@ def place_weights(
             if place[w] < row[w + 1]:
                 c = order[place[w]]
                 job = class_jobs[class_first[c] + run.begun[c]]
-                if run.waits[job] > 0:
+                if waits[job] > 0:
                     break
-            elif first[w] == last[w]:
+            elif oldest[w] == last[w]:
                 break
-            if first[w] < last[w]:
-                v = queue[first[w]]
-                wait = run.ready[job] - clock[w] if c >= 0 else np.inf
+            if oldest[w] < last[w]:
+                v = queue[oldest[w]]
+                wait = ready[job] - clock[w] if c >= 0 else np.inf
                 is_full = c >= 0 and takes[c] > 0 and held[w] + takes[c] > capacity[w]
                 time = length[class_jobs[class_first[v] + run.begun[v]]]
                 if is_full or (wait > 0 and (wait >= time * (1 - 1e-9) or wait > slack[w])):
                     c, job = v, class_jobs[class_first[v] + run.begun[v]]
-                    first[w] += 1
+                    oldest[w] += 1
             if takes[c] > 0 and held[w] + takes[c] > capacity[w]:
                 return False
-            start = max(clock[w], run.ready[job])
+            start = max(clock[w], ready[job])
             if end[w] > problem.row[w] or not problem.own_window:
                 slack[w] -= start - clock[w]
             clock[w] = start + length[job]
@@ -95,28 +95,11 @@ def place_weights(
             late[end[w]] = c
             end[w] += 1
             placed += 1
+            run.begun[c] += 1
             if job // batches < 2 * problem.stages:
                 place[w] += 1
             if weight[c] >= 0:
                 queue[last[w]] = weight[c]
                 last[w] += 1
-            top = _let_others_go(problem, job, c, w, run, top)
+            top = end_job(job, w, clock[w], batches, first, after, hop, worker, ready, waits, stack, stacked, top)
     return placed == len(late)
-
-
-@kernel
-def _let_others_go(problem: OrderProblem, job: int, c: int, w: int, run: Run, top: int) -> int:
-    """Propagate the end of a job, at its worker's clock; return the size of the stack of workers that may continue."""
-    batches, time = problem.microbatches, run.clock[w]
-    node = job // batches
-    run.begun[c] += 1
-    for k in range(problem.first[node], problem.first[node + 1]):
-        other = problem.after[k] * batches + job - node * batches
-        v = problem.worker[other]
-        run.ready[other] = max(run.ready[other], time if v == w else time + problem.hop[k])
-        run.waits[other] -= 1
-        if run.waits[other] == 0 and v != w and not run.stacked[v]:
-            run.stack[top] = v
-            run.stacked[v] = True
-            top += 1
-    return top

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.job_waits import may_start
 from schedgen.ir.instructions import F
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes
-from schedgen.planner.order_search.run_order import Run, begin_run
+from schedgen.planner.order_search.run_order import Run, begin_run, end_job
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.jit import kernel
 
@@ -33,27 +32,29 @@ def list_schedule(
     first, after, hop, row, takes = problem.first, problem.after, problem.hop, problem.row, problem.takes
     class_jobs, class_first, worker_class = problem.class_jobs, problem.class_first, problem.worker_class
     ready, waits, count, at, clock = run.ready, run.waits, run.begun, run.at, run.clock
-    workers, jobs = len(row) - 1, len(worker)
-    begin_run(problem, run)
+    stack, stacked, workers = run.stack, run.stacked, len(row) - 1
     held, begin, opened = np.zeros(workers), np.zeros(workers), np.zeros(workers)
-    choice, stale, turned = np.full(workers, -1), np.ones(workers, np.bool_), np.zeros(workers, np.bool_)
-    for _ in range(jobs):
+    choice, turned = np.full(workers, -1), np.zeros(workers, np.bool_)
+    top = begin_run(problem, run)
+    for _ in range(len(order)):
+        while top:  # workers that must choose anew
+            top -= 1
+            w = stack[top]
+            stacked[w] = False
+            choice[w], least = -1, np.inf
+            for c in range(worker_class[w], worker_class[w + 1]):
+                k = class_first[c] + count[c]
+                if k == class_first[c + 1] or waits[class_jobs[k]] > 0:
+                    continue
+                if takes[c] > 0 and held[w] + takes[c] > limit[c]:
+                    continue
+                time = max(clock[w], ready[class_jobs[k]])
+                behind = time + (handicap[c] if turned[w] else patience[c])
+                if behind < least:
+                    least = behind
+                    choice[w], begin[w] = c, time
         v = -1  # the worker whose choice begins first
         for w in range(workers):
-            if stale[w]:
-                stale[w] = False
-                choice[w], least = -1, np.inf
-                for c in range(worker_class[w], worker_class[w + 1]):
-                    k = class_first[c] + count[c]
-                    if k == class_first[c + 1] or waits[class_jobs[k]] > 0:
-                        continue
-                    if takes[c] > 0 and held[w] + takes[c] > limit[c]:
-                        continue
-                    time = max(clock[w], ready[class_jobs[k]])
-                    behind = time + (handicap[c] if turned[w] else patience[c])
-                    if behind < least:
-                        least = behind
-                        choice[w], begin[w] = c, time
             if choice[w] >= 0 and (v < 0 or begin[w] < begin[v]):
                 v = w
         if v < 0:
@@ -67,13 +68,9 @@ def list_schedule(
         at[v] += 1
         held[v] += takes[c]
         clock[v] = begin[v] + length[job]
-        stale[v] = True
-        node = job // batches
-        turned[v] |= node >= problem.stages
-        for k in range(first[node], first[node + 1]):
-            other = after[k] * batches + job - node * batches
-            u = worker[other]
-            stale[u] |= may_start(other, clock[v] if u == v else clock[v] + hop[k], ready, waits)
+        turned[v] |= job // batches >= problem.stages
+        stack[0], stacked[v] = v, True
+        top = end_job(job, v, clock[v], batches, first, after, hop, worker, ready, waits, stack, stacked, 1)
     longest = 0.0
     for w in range(workers):
         if row[w] < row[w + 1]:

@@ -22,7 +22,6 @@ from schedgen.compiler.job_waits import wait_arrays
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.instructions import B, F
-from schedgen.ir.stage_graph import StageGraph
 from schedgen.simulator.machine import Machine
 from schedgen.util.arrays import Numbers, Times
 
@@ -76,7 +75,9 @@ def make_problem(
     class_jobs = np.argsort(class_of, kind="stable")
     class_first = np.searchsorted(class_of[class_jobs], np.arange(len(keys) + 1))
     class_node = keys // routes % nodes
-    message = _message_times(placed.graph, machine)
+    times = machine.message_times(machine.edge_bytes(placed.graph)).tolist()
+    # By edge: the time of its x or its g, as in `simulate`.
+    message: dict[tuple[int, int], float] = dict(zip(placed.graph.edges, times, strict=True))
 
     def hop(node: int, other: int) -> float:
         """The time from a node to one that waits for it: forwards send their x, and I the g of the stage before."""
@@ -109,12 +110,6 @@ def make_problem(
         capacity=by_stage(capacity, placed.workers).astype(np.float64),
         own_window=own_window,
     )
-
-
-def _message_times(graph: StageGraph, machine: Machine) -> dict[tuple[int, int], float]:
-    """By edge (producer, consumer): the time of its x or its g, as in `simulate`."""
-    times = machine.message_times(machine.edge_bytes(graph))
-    return dict(zip(graph.edges, times.tolist(), strict=True))
 
 
 def class_nodes(problem: OrderProblem) -> Numbers:

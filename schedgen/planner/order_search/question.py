@@ -12,7 +12,6 @@ from schedgen.simulator.machine import Machine
 from schedgen.util.errors import UsageError
 
 OBJECTIVES = ("window", "latency")
-BUDGET = 1000  # millions of job start times computed
 Ties = Collection[Sequence[int]]  # lists of stages that share parameters
 
 

@@ -1,4 +1,7 @@
-"""Start times of an order's jobs, each as early as possible: the kernel that evaluates all candidates of the search."""
+"""Start times of an order's jobs, each as early as possible: the kernel that evaluates all candidates of the search.
+
+`end_job`, what follows from the end of a job, is also for the kernels that make orders.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Run(NamedTuple):
     at: Numbers  # by worker: its next place
     clock: Times  # by worker
     stack: Numbers  # workers that may be able to continue
-    stacked: Flags  # by worker
+    stacked: Flags  # by worker: whether it is on the stack
 
 
 def new_run(problem: OrderProblem) -> Run:
@@ -45,8 +48,8 @@ def new_run(problem: OrderProblem) -> Run:
 
 
 @kernel
-def begin_run(problem: OrderProblem, run: Run) -> None:
-    """Reset: no job has run.
+def begin_run(problem: OrderProblem, run: Run) -> int:
+    """Reset: no job has run, and all workers are on the stack; return its size.
 
     Written as loops: for a copy of a whole array, `a[:] = b`, numba spends seconds compiling an error message.
     """
@@ -54,8 +57,33 @@ def begin_run(problem: OrderProblem, run: Run) -> None:
         run.waits[job], run.ready[job] = problem.waits[job], 0.0
     for c in range(len(run.begun)):
         run.begun[c] = 0
-    for w in range(len(run.at)):
+    workers = len(run.at)
+    for w in range(workers):
         run.at[w], run.clock[w] = problem.row[w], 0.0
+        run.stack[w], run.stacked[w] = workers - 1 - w, True
+    return workers
+
+
+@kernel
+def end_job(
+    job: int, w: int, time: float, batches: int, first: Numbers, after: Numbers, hop: Times, worker: Numbers,
+    ready: Times, waits: Numbers, stack: Numbers, stacked: Flags, top: int,
+) -> int:  # fmt: skip
+    """Let the jobs that wait for a job of worker w know that it ends at `time`.
+
+    Other workers whose next job may now be able to start go on the stack, which has `top`; return its new size. The
+    rest are arrays of OrderProblem and Run: with these a call takes far less time than with the NamedTuples.
+    """
+    node = job // batches
+    for k in range(first[node], first[node + 1]):
+        waiting = after[k] * batches + job - node * batches
+        v = worker[waiting]
+        arrival = time if v == w else time + hop[k]
+        if may_start(waiting, arrival, ready, waits) and v != w and not stacked[v]:
+            stack[top] = v
+            stacked[v] = True
+            top += 1
+    return top
 
 
 @kernel
@@ -66,12 +94,7 @@ def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> 
     class_jobs, class_first = problem.class_jobs, problem.class_first
     start, place_job, ready, waits, count = run.start, run.job, run.ready, run.waits, run.begun
     at, clock, stack, stacked = run.at, run.clock, run.stack, run.stacked
-    workers, jobs = len(row) - 1, len(worker)
-    begin_run(problem, run)
-    for w in range(workers):
-        stack[w] = workers - 1 - w
-        stacked[w] = True
-    top, done, longest = workers, 0, 0.0
+    top, done, longest = begin_run(problem, run), 0, 0.0
     while top:
         top -= 1
         w = stack[top]
@@ -89,12 +112,12 @@ def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> 
             time += length[job]
             place += 1
             done += 1
-            node = job // batches
+            node = job // batches  # the loop of `end_job`: a call of it would make this kernel take twice as long
             for k in range(first[node], first[node + 1]):
-                other = after[k] * batches + job - node * batches
-                v = worker[other]
+                waiting = after[k] * batches + job - node * batches
+                v = worker[waiting]
                 arrival = time if v == w else time + hop[k]
-                if may_start(other, arrival, ready, waits) and v != w and not stacked[v]:
+                if may_start(waiting, arrival, ready, waits) and v != w and not stacked[v]:
                     stack[top] = v
                     stacked[v] = True
                     top += 1
@@ -104,7 +127,7 @@ def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> 
             longest = max(longest, run.window[w])
             if longest > limit:
                 return np.inf
-    return longest if done == jobs else np.inf
+    return longest if done == len(order) else np.inf
 
 
 def run_and_judge(problem: OrderProblem, order: Numbers, run: Run) -> float:

@@ -4,38 +4,38 @@ begin   the orders of built-in schemes with this placement
 find    better ones, by list scheduling and by annealing
 prove   OR-Tools' CP-SAT, if the problem is small; it often finds a better order on its way
 judge   the simulator has the last word: on time and, if the limit is in bytes, on memory
-
-Work is counted, not seconds: the same call gives the same schedule on any machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
+from schedgen.compiler.options import Options
+from schedgen.compiler.place import PlacedScheme, place
+from schedgen.compiler.refine import refine
 from schedgen.ir.cost import has_both
+from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search import cp_sat
-from schedgen.planner.order_search.built_ins import Start, starts
-from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, with_own_costs
+from schedgen.planner.order_search.budget import BUDGET, BYTES_SHARES, PROVED_SECONDS, SMALL_SHARES, STEADY_SHARE
+from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, numbers_of, with_own_costs
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places, serial_order
-from schedgen.planner.order_search.question import BUDGET, FoundOrder, NoOrder, Question, reached
+from schedgen.planner.order_search.question import FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.steady_states import steady_orders
+from schedgen.schemes import SCHEMES, load
+from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.simulate import Simulation
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
-
-BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work, by round, for a limit in bytes: rounds learn what else takes memory
-SMALL_SHARES = (0.2, 0.4)  # for problems small enough for CP-SAT, which runs before the last round and takes most time
-STEADY_SHARE = 0.02  # for steady states, in addition to the budget
-PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
 
 def search_order(
@@ -60,8 +60,8 @@ def search_order(
         )
     problem = problem_of(placed, question)
     rounds = _Rounds(question, problem)
-    for start in starts(question, problem, placed):
-        rounds.add_start(start, only_halves and "I" in question.cost)
+    for built_in in _same_placement(question, placed):
+        rounds.add_scheme(built_in, only_halves and "I" in question.cost)
     if limits.saved is not None:
         rounds.add_orders(steady_orders(problem, placed, limits.saved, int(STEADY_SHARE * budget * 10**6)))
     bounded = problem_of(placed, lenient(question))
@@ -83,6 +83,23 @@ def search_order(
     return FoundOrder(best.run.program, best.value, min(bound, best.value), rounds.work / 10**6, best.source)
 
 
+def _same_placement(question: Question, placed: PlacedScheme) -> Iterator[Scheme]:
+    """The question's scheme itself, and each built-in one with its placement, for its model and with a flush."""
+    searched, sizes = question.scheme, question.sizes
+    layers = {name: value for name, value in searched.parameters.items() if name == "layers"}
+    yield searched
+    for name in SCHEMES:
+        try:
+            scheme = load(name, sizes)
+            parameters = {**scheme.parameters, **layers}
+            scheme = scheme._replace(edges=searched.edges, per_consumer=searched.per_consumer, parameters=parameters)
+            compute = refine(place(scheme, sizes, Options())).compute
+        except UsageError:  # such as one for other sizes
+            continue
+        if scheme.updates == FLUSH and np.array_equal(compute[[F, B]], placed.compute[[F, B]]):
+            yield scheme
+
+
 class _Tried(NamedTuple):
     """An order, and the simulator's result for it."""
 
@@ -102,15 +119,17 @@ class _Rounds:
         self.tried: list[_Tried] = []
         self.work = 0
 
-    def add_start(self, start: Start, only_halves: bool) -> None:
-        """Judge a built-in scheme, or its order in halves, unless it holds more saved forwards than allowed."""
-        if self.limits.saved is not None and not fits(self.problem, start.order):
-            return
-        if only_halves and (not start.scheme.split or start.scheme.unsplit_backward is not None):
-            self._add(start.order, built_in=True)
-            return
-        program = compile_own(self.question._replace(scheme=start.scheme))
-        self._judge(start.scheme.name, True, start.order, program)
+    def add_scheme(self, scheme: Scheme, only_halves: bool) -> None:
+        """Judge a scheme, or its order in halves, unless it does not compile or saves more forwards than allowed."""
+        with suppress(UsageError):  # such as one that needs another number of microbatches
+            program = compile_own(self.question._replace(scheme=scheme))
+            order = order_of(self.problem, numbers_of(program, len(self.question.cost)).ravel())
+            if self.limits.saved is not None and not fits(self.problem, order):
+                return
+            if only_halves and (not scheme.split or scheme.unsplit_backward is not None):
+                self._add(order, built_in=True)
+            else:
+                self._judge(scheme.name, True, order, program)
 
     def add_orders(self, orders: Sequence[Numbers]) -> None:
         """Judge the orders that fit; they are of no built-in scheme."""

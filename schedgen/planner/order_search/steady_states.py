@@ -18,13 +18,14 @@ import numpy as np
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.stage_graph import chain
+from schedgen.planner.order_search.budget import BLOCK_JOBS
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
 from schedgen.planner.order_search.run_order import new_run, run_and_judge, run_order
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, squeezed_starts, third
 from schedgen.util.arrays import Numbers
 
-BLOCK_JOBS = 40  # squeezing a block takes this many times as long as computing its start times
 KEPT = 3  # best blocks, besides V-Half's and V-Min's
+Job = tuple[int, int, int]  # direction, stage, microbatch
 
 
 def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work: int) -> list[Numbers]:
@@ -101,21 +102,26 @@ def _with_filled_warm_up(start: Numbers, memory: int) -> Numbers:
     p = stages // 2
     for r in range(p):
         second = stages - 1 - r
-        until = start[B, r, 0]
-        groups = []  # F first, F second, I, W
-        for d, own in ((F, [r]), (F, [second]), (B, [second]), (W, [r, second])):
-            own_jobs = [(d, s, b) for s in own for b in range(start.shape[2]) if start[d, s, b] < until]
-            groups.append(sorted(own_jobs, key=lambda job: int(start[job])))
-        places = sorted(int(start[job]) for group in groups for job in group)
-        soon = min(r + 1, memory // 2)
-        alone = min(2 * (p - 1 - r), memory - soon)
-        jobs = [groups[0].pop(0) for _ in range(min(alone, len(groups[0])))]
-        first = memory - soon - alone
-        jobs += _in_turn(groups[0][:first], groups[1][:soon])
-        jobs += _in_turn(groups[2], groups[3], groups[1][soon:] + groups[0][first:])
+        until = start[B, r, 0]  # here the warm-up ends
+        down, up = _jobs_before(until, start, F, [r]), _jobs_before(until, start, F, [second])
+        back, weights = _jobs_before(until, start, B, [second]), _jobs_before(until, start, W, [r, second])
+        # Of the F that fill the memory, those of the second stage come last, in turn with F of the first one. Before
+        # them F of the first stage are alone: a microbatch is with the workers behind for 2 (p - 1 - r) slots.
+        turning = min(r + 1, memory // 2)
+        alone = min(2 * (p - 1 - r), memory - turning)
+        filling = memory - turning
+        jobs = down[:alone] + _in_turn(down[alone:filling], up[:turning])
+        jobs += _in_turn(back, weights, up[turning:] + down[filling:])
+        places = sorted(int(start[job]) for job in jobs)
         for place, job in zip(places, jobs, strict=True):
             start[job] = place
     return start
+
+
+def _jobs_before(until: int, start: Numbers, direction: int, stages: list[int]) -> list[Job]:
+    """The jobs of a direction and of these stages that start before a slot, by start."""
+    jobs = [(direction, s, b) for s in stages for b in range(start.shape[2]) if start[direction, s, b] < until]
+    return sorted(jobs, key=lambda job: int(start[job]))
 
 
 def _with_dense_cool_down(slots: Numbers, memory: int) -> Numbers:
@@ -124,18 +130,18 @@ def _with_dense_cool_down(slots: Numbers, memory: int) -> Numbers:
     p, _, batches = slots.shape
     numbers, last = 2 * by_job(slots), 2 * int(slots[0, 1, -1])
     up = min((memory + 1) // 2, batches)
-    for r in range(p):
+    for r in range(p):  # slots are doubled: a worker's I go up in the even ones and down in the odd ones
         second = 2 * p - 1 - r
         numbers[B, r, batches - up :] = last + 2 * (2 * p - r) - 4 * np.arange(up)[::-1]
         down = min(r + 1, memory - up, batches)
         numbers[B, second, batches - down :] = last + 2 * (r + 1) + 1 - 4 * np.arange(down)[::-1]
-        own = numbers[W, [r, second]].ravel()
-        own[np.argsort(own)[-memory:]] += 10 * batches * p * PERIOD  # after all others
-        numbers[W, [r, second]] = own.reshape(2, batches)
+        weights = numbers[W, [r, second]].ravel()
+        weights[np.argsort(weights)[-memory:]] += 10 * batches * p * PERIOD  # after all others
+        numbers[W, [r, second]] = weights.reshape(2, batches)
     return numbers
 
 
-def _in_turn(*groups: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _in_turn(*groups: list[Job]) -> list[Job]:
     """The first job of each group, then the second of each, and so on."""
     longest = max(map(len, groups), default=0)
     return [group[k] for k in range(longest) for group in groups if k < len(group)]

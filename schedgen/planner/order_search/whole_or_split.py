@@ -18,14 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves
+from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.program import Program
-from schedgen.planner.order_search.annealing import FEWEST_MOVES, HOT, Choice, anneal, temperatures
+from schedgen.planner.order_search.annealing import HOT, Choice, anneal, temperatures
+from schedgen.planner.order_search.budget import BUDGET, FEWEST_MOVES, WHOLE_AND_SPLIT_SHARES
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
 from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
-from schedgen.planner.order_search.question import BUDGET, FoundOrder, Question, reached
+from schedgen.planner.order_search.question import FoundOrder, Question, reached
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.search_order import search_order
 from schedgen.simulator.simulate import simulate
@@ -33,7 +34,6 @@ from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
-SHARES = (0.3, 0.3)  # of the work: whole backwards alone, halves alone; annealing has the rest
 LATER = (0.3, 0.03, 0.3, 0.03)  # temperatures for the best order, after those of HOT for each of the two
 BEST = 4  # orders that the simulator judges
 
@@ -41,17 +41,18 @@ BEST = 4  # orders that the simulator judges
 def search_whole_or_split(question: Question, budget: float = BUDGET) -> FoundOrder:
     """The best order within the limits; arguments and errors as for `search_order`.
 
-    With costs of all of F, B, I and W it decides which backwards are whole; otherwise it is `search_order`.
+    With costs of all of F, B, I and W it decides which backwards are whole; otherwise it is `search_order`. Nothing is
+    redone: a cost of R is left out.
     """
-    if not has_both(question.cost):
-        return search_order(question, budget)
-    cost = {name: question.cost[name] for name in "FBIW"}
+    cost = without_redo(question.cost)
+    if not has_both(cost):
+        return search_order(question._replace(cost=cost), budget)
     durations(cost, 3)  # UsageError if they differ too much
     found, refusal = [], None
-    for names, share in zip(("FB", "FIW"), SHARES, strict=True):
-        own = question._replace(cost={name: cost[name] for name in names})
+    for names, share in zip(("FB", "FIW"), WHOLE_AND_SPLIT_SHARES, strict=True):
+        alone = question._replace(cost={name: cost[name] for name in names})
         try:
-            found.append(search_order(own, share * budget, only_halves="I" in names))
+            found.append(search_order(alone, share * budget, only_halves="I" in names))
         except UsageError as error:
             refusal = error
     if not found:
@@ -95,7 +96,7 @@ class _Choices:
 
     def search(self, found: Sequence[FoundOrder], work: int) -> Iterator[FoundOrder]:
         """The results of annealing orders of whole backwards alone and of halves alone, with this much work."""
-        orders = [self._order(each.program) for each in found]
+        orders = [order_of(self.problem, numbers_of(each.program, 3).ravel()) for each in found]
         problem = self._within(found[0].program, orders[0])
         begin = []
         for order, each in zip(orders, found, strict=True):
@@ -122,11 +123,6 @@ class _Choices:
         )  # fmt: skip
         self.work += judged * jobs
         return self._with_value(self._tidy(order, choice.whole), choice.whole)
-
-    def _order(self, program: Program) -> Numbers:
-        """The order of a program, with a whole backward as an I and its W."""
-        n = numbers_of(program)
-        return order_of(self.problem, (n if len(n) == 3 else np.stack([n[F], n[B], n[B] + 1])).ravel())
 
     def _within(self, program: Program, order: Numbers) -> OrderProblem:
         """The problem with the capacity that a limit in bytes leaves for saved forwards, estimated from a program."""

@@ -6,5 +6,4 @@ terminal.py  a scene as text
 figure.py    scenes as SVG or PNG by matplotlib; figure_axes.py draws one scene, figure_legend.py the legends,
              figure_style.py has fonts and hatches
 page.py      scenes as an HTML page to zoom into; web/ has its scripts
-gallery.py   many schedules on one page
 """

@@ -21,12 +21,10 @@ LEFT, RIGHT, BETWEEN = 0.42, 1.70, 0.42  # margins, and the space between two sc
 SHARES_LEFT, SHARES_WIDTH = 1.55, 1.05  # where shares of time begin, from the right edge, and how wide they are
 
 
-def figure(
-    scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers: Collection[str], *, bare: bool = False
-) -> None:
+def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers: Collection[str]) -> None:
     """Write the picture as `form`, svg or png; `by`: what colours stand for, microbatch or stage.
 
-    `transfers`: kinds of messages to draw; `bare`: without titles and legends.
+    `transfers`: kinds of messages to draw.
     """
     with matplotlib_style() as Figure:
         span = max(scene.makespan for scene in scenes)
@@ -34,9 +32,9 @@ def figure(
         inner = width - LEFT - RIGHT
         wide = inner * 72 / span  # points of a unit of time
         labels = [figure_axes.fitting_labels(scene, row, wide) for scene, row in zip(scenes, rows, strict=True)]
-        above, below = ([], []) if bare else legend_lines(scenes, by, transfers, any(labels), width - LEFT)
+        above, below = legend_lines(scenes, by, transfers, any(labels), width - LEFT)
         heights = [row * scene.program.header.workers for row, scene in zip(rows, scenes, strict=True)]
-        top, bottom = (0.2, 0.22) if bare else (0.45 + LINE * len(above), 0.39 + LINE * len(below))
+        top, bottom = 0.45 + LINE * len(above), 0.39 + LINE * len(below)
         total = sum(heights) + top + bottom + BETWEEN * (len(scenes) - 1)
         drawing = Figure(figsize=(width, total))
         y = total - top
@@ -45,26 +43,15 @@ def figure(
             axes = drawing.add_axes((LEFT / width, bottom_edge, inner / width, relative_height))
             figure_axes.draw_rows(axes, scene, by, colour_count(scenes, by), span, wide, texts)
             figure_axes.draw_transfers(axes, scene, transfers)
-            figure_axes.draw_axis(axes, scene, captioned=scene is scenes[-1] and not bare)
-            if not bare:
-                axes.set_title(heading(scene), size=LARGE, loc="left", pad=5, weight="bold")
-                axes.set_title(key_figures(scene), size=SMALL, loc="right", pad=5)
+            figure_axes.draw_axis(axes, scene, captioned=scene is scenes[-1])
+            axes.set_title(heading(scene), size=LARGE, loc="left", pad=5, weight="bold")
+            axes.set_title(key_figures(scene), size=SMALL, loc="right", pad=5)
             box = ((width - SHARES_LEFT) / width, bottom_edge, SHARES_WIDTH / width, relative_height)
             figure_axes.draw_shares(drawing.add_axes(box), scene)
             y -= height + BETWEEN
         draw_legend(drawing, above, LEFT, total - 0.16)
         draw_legend(drawing, below, LEFT, LINE * len(below) - 0.04)
         save(drawing, out, form)
-
-
-def legend(scenes: Sequence[Scene], out: BinaryIO, by: str, transfers: Collection[str]) -> None:
-    """Write the legends that `figure` would draw for all these scenes, as an SVG."""
-    with matplotlib_style() as Figure:
-        above, below = legend_lines(scenes, by, transfers, True, NARROWEST - LEFT)
-        lines = [*above, *below]
-        drawing = Figure(figsize=(NARROWEST, LINE * len(lines)))
-        draw_legend(drawing, lines, LEFT, LINE * (len(lines) - 0.5))
-        save(drawing, out, "svg")
 
 
 def _width(scenes: Sequence[Scene], span: float) -> float:

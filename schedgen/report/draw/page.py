@@ -11,7 +11,7 @@ import gzip
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -64,13 +64,8 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
         "columns": base64.b64encode(gzip.compress(b"".join(packed), LEVEL, mtime=0)).decode(),
     }
     parts["script"] = "\n".join(_web(f"{name}.js") for name in SCRIPTS)
-    return filled("page.html", parts)
-
-
-def filled(template: str, parts: Mapping[str, str]) -> bytes:
-    """A page of web/ with the parts in place of their placeholders."""
     # In one pass, because a title may look like the placeholder of another part.
-    return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], _web(template)).encode()
+    return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], _web("page.html")).encode()
 
 
 def _web(name: str) -> str:

@@ -5,10 +5,12 @@ A job is shown as its letter and microbatch, or as much of them as fits, over a 
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +19,6 @@ from schedgen.report.draw.colours import LOOKS, colours
 from schedgen.report.draw.scene import Scene, colour_count, format_time, heading
 from schedgen.simulator.time_breakdown import SHARES
 from schedgen.util.arrays import Numbers
-from schedgen.util.terminal import has_colours
 
 NARROWEST = 20  # columns that a time axis takes even on the narrowest terminal
 
@@ -51,42 +52,32 @@ def draw(scenes: Sequence[Scene], width: int, by: str, colour: bool) -> list[lis
     style = Style(by, [colours(look, colour_count(scenes, by)) for look in LOOKS], colour)
     lines: list[list[Cell]] = []
     shown: set[str] = set()  # characters in the rows
-    hidden: Counter[int] = Counter()  # jobs that the rows do not show, by index of LOOKS
     for scene in scenes:
         if lines:
             lines.append([])
         lines += [[Cell(text)] for text in _wrap(_heading(scene), max(width, NARROWEST))]
-        rows = _rows(scene, scale, span, left, style, hidden)
-        letters = {character for row in rows for cell in row[1:-1] for character in cell.text}
-        if _dense(scene, scale):
-            hidden.update(look for look in scene.bars.look.tolist() if LOOKS[look].letter not in letters)
-        shown |= letters
+        rows = _rows(scene, scale, span, left, style)
+        shown |= {character for row in rows for cell in row[1:-1] for character in cell.text}
         lines += rows
     lines.append([])
-    dense = any(_dense(scene, scale) for scene in scenes)
-    sentences = _legend(scenes, by if colour else "", shown, dense, hidden)
+    sentences = _legend(scenes, by if colour else "", shown, scale)
     lines += [[Cell(text)] for text in _wrap(sentences, max(width, NARROWEST))]
     return lines
 
 
-def show(scenes: Sequence[Scene], by: str) -> bool:
-    """Print the scenes to standard output, in colour if that is a terminal with colours and NO_COLOR is not set.
-
-    Returns whether they are in colour.
-    """
+def show(scenes: Sequence[Scene], by: str) -> None:
+    """Print the scenes to standard output, in colour if that is a terminal with colours and NO_COLOR is not set."""
     width = shutil.get_terminal_size((80, 24)).columns
-    plain = not has_colours()
-    if not plain:
-        try:
-            from rich.console import Console
-            from rich.text import Text
-        except ImportError:  # the extra `draw` is not installed
-            plain = True
-    lines = draw(scenes, width, by, not plain)
-    if plain:
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "dumb")
+    colour = colour and find_spec("rich") is not None  # of the extra `draw`
+    lines = draw(scenes, width, by, colour)
+    if not colour:
         for line in lines:
             print("".join(cell.text for cell in line).rstrip())
-        return False
+        return
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(width=width, highlight=False)
     for line in lines:
         text = Text(no_wrap=True, overflow="ignore")
@@ -94,7 +85,6 @@ def show(scenes: Sequence[Scene], by: str) -> bool:
             style = " ".join(part for part in (cell.ink, cell.paper and f"on {cell.paper}") if part)
             text.append(cell.text, style)
         console.print(text, crop=False)
-    return True
 
 
 def _heading(scene: Scene) -> list[str]:
@@ -102,17 +92,14 @@ def _heading(scene: Scene) -> list[str]:
     return [f"{heading(scene)}.", f"Latency {format_time(scene.latency, scene.seconds)}, busy {busy:.1%}."]
 
 
-def _rows(scene: Scene, scale: float, span: float, left: int, style: Style, hidden: Counter[int]) -> list[list[Cell]]:
+def _rows(scene: Scene, scale: float, span: float, left: int, style: Style) -> list[list[Cell]]:
     """A title line, then one line for each worker; `scale`: columns a unit of time, `left`: columns before the axis."""
     busy, peak = scene.shares()[:, 0], scene.peak_activations()
     columns, most = (max(1, int(np.ceil(time * scale - 1e-9))) for time in (scene.makespan, span))
     lines = [[Cell(" " * (left + most + 1) + " busy peak")]]
     for rank in range(scene.program.header.workers):
         bars = np.flatnonzero(scene.bars.worker == rank)
-        if _dense(scene, scale):
-            inner = _mixed(scene, bars, scale, columns, style)
-        else:
-            inner = _jobs(scene, bars, scale, columns, style, hidden)
+        inner = (_mixed if _dense(scene, scale) else _jobs)(scene, bars, scale, columns, style)
         lines.append(
             [Cell(f"{rank:{left - 2}} |"), *inner, Cell(f"|{' ' * (most - columns)}{busy[rank]:5.0%}{peak[rank]:5}")]
         )
@@ -124,17 +111,13 @@ def _dense(scene: Scene, scale: float) -> bool:
     return float(np.median(scene.bars.length)) * scale < 1
 
 
-def _jobs(scene: Scene, numbers: Numbers, scale: float, columns: int, style: Style, hidden: Counter[int]) -> list[Cell]:
-    """The cells of one worker's bars, which have these numbers, each as wide as it is long.
-
-    Those without a column are counted in `hidden`, by index of LOOKS.
-    """
+def _jobs(scene: Scene, numbers: Numbers, scale: float, columns: int, style: Style) -> list[Cell]:
+    """The cells of one worker's bars, which have these numbers, each as wide as it is long."""
     bars, cells, column = scene.bars, [], 0
     for k in numbers.tolist():
         first, stop = (round(float(time) * scale) for time in (bars.start[k], bars.start[k] + bars.length[k]))
         first, stop = max(first, column), min(stop, columns)
         if stop <= first:  # it is shorter than a column, or the job before it has that column
-            hidden[bars.look[k]] += 1
             continue
         cells.append(Cell("." * (first - column)))
         look, stage, mb = LOOKS[bars.look[k]], int(bars.stage[k]), int(bars.mb[k])
@@ -176,23 +159,18 @@ def _mixed(scene: Scene, numbers: Numbers, scale: float, columns: int, style: St
 
 
 def _label(letter: str, number: int, width: int, filling: str) -> str:
-    """Letter and number, or as much of them as fits, padded so that jobs do not run together."""
     text = f"{letter}{number}" if number >= 0 and width > len(str(number)) else letter
     return text.ljust(width, filling)
 
 
-def _legend(scenes: Sequence[Scene], by: str, shown: set[str], dense: bool, hidden: Counter[int]) -> list[str]:
-    """Sentences that explain the rows.
-
-    `by`: what colours stand for, "" without; `shown`: characters in the rows; `hidden`: as in `_jobs`.
-    """
-    looks = [look for look in LOOKS if look.letter in shown]
+def _legend(scenes: Sequence[Scene], by: str, shown: set[str], scale: float) -> list[str]:
+    """Sentences that explain the rows; `by`: what colours stand for, "" without; `shown`: characters in the rows."""
+    looks, all_bars = [look for look in LOOKS if look.letter in shown], [scene.bars for scene in scenes]
     parts = [f"{'; '.join(f'{look.letter} {look.words}' for look in looks)}."] if looks else []
-    if dense:
+    if any(_dense(scene, scale) for scene in scenes):
         parts.append("A column shows the kind of job that takes most of it.")
-    if hidden:
-        counts = [f"{hidden[k]} {look.letter} ({look.words})" for k, look in enumerate(LOOKS) if hidden[k]]
-        parts.append(f"Too short to be shown: {'; '.join(counts)}.")
+    elif any((np.rint(bars.start * scale) >= np.rint((bars.start + bars.length) * scale)).any() for bars in all_bars):
+        parts.append("Jobs too short for a column are not shown.")
     signs = ["number: microbatch"] if shown & set("0123456789") else []
     signs += [f"colour: {by}"] if by else []
     signs += ["dots: idle"] if "." in shown else []

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from mpirun.engine.capture_check import CaptureCheck
-from mpirun.engine.job_graphs import Job
+from mpirun.engine.job_graphs import CaptureCheck, Job
 from mpirun.model.rng import LayerRng
 
 capture, replay, seed = Job._capture, Job._replay, LayerRng.seed

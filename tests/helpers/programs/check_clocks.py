@@ -11,8 +11,8 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from mpirun.comm.clocks import as_rank_0_times, read_clocks
 from mpirun.comm.transport import Transport
+from mpirun.engine.step_trace import as_rank_0_times, read_clocks
 
 WORLD = MPI.COMM_WORLD
 AHEAD = [0.0, 5.0, -3600.0]  # seconds: by which the clock of each rank is set ahead

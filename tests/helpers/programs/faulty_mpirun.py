@@ -11,11 +11,11 @@ import sys
 
 from mpi4py import MPI
 
-import mpirun.engine.interpreter
+import mpirun.engine.core.interpreter
 import mpirun.engine.read_schedule
 from mpirun.cli.main import main
-from mpirun.engine.act import Act
-from mpirun.engine.messages import Transfers
+from mpirun.engine.core.context import Act
+from mpirun.engine.core.messages import Transfers
 from schedgen.ir.instructions import Instruction
 
 
@@ -31,7 +31,7 @@ class Forgetful(Transfers):
 LOST = '{"op": "SEND", "buf": "x.1.7", "to": 2}'
 fault, *arguments = sys.argv[1:]
 if fault == "lost" and MPI.COMM_WORLD.rank == 1:
-    mpirun.engine.interpreter.Transfers = Forgetful
+    mpirun.engine.core.interpreter.Transfers = Forgetful
 elif fault == "unchecked":
     mpirun.engine.read_schedule.check = lambda *_: None
 sys.exit(main(arguments))

@@ -19,7 +19,7 @@ import torch
 from mpirun.cli.main import main
 from mpirun.comm.device import Cuda
 from mpirun.comm.transport import Transport
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.core.stage import LocalStage
 
 Instant = tuple[torch.cuda.Event, float]  # an event, and a time on the host's clock
 

@@ -155,12 +155,10 @@ def without_waits(act: Callable[[], None], op: int, device: Late) -> Callable[[]
     return run
 
 
-def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
-    """A context in which jobs call MPI in that way, however little there is to gain."""
+def calls_of_mpi(calls: bool) -> contextlib.ExitStack:
+    """A context in which a thread calls MPI during jobs, however little there is to gain."""
     stack = contextlib.ExitStack()
-    if way is not None:
-        for module in ("mpirun.engine.first_step", "mpirun.comm.progress_thread"):
-            stack.enter_context(mock.patch(f"{module}.LONG", 0.0 if way == "thread" else 1e9))
+    if calls:
         stack.enter_context(mock.patch("mpirun.engine.first_step.needs_calls", lambda seconds, size: size > 0))
         stack.enter_context(mock.patch("mpirun.comm.progress_thread.PERIOD", 1e-6))
         stack.enter_context(mock.patch("mpirun.comm.transport.AT_ONCE", 0))
@@ -172,7 +170,7 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
     out = io.StringIO()
     late = computing_late(request.get("late"), request.get("break"), "--stream-words" in request["arguments"])
     looks = slow_looks() if "delay" in request else contextlib.nullcontext()
-    with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls")), looks:
+    with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls", False)), looks:
         if request["arguments"][0] == "profile":
             with mock.patch("mpirun.comm.link_speed.SIZES", [8, 2**10, 2**20]):
                 return main(request["arguments"]), out.getvalue(), ""

@@ -14,7 +14,7 @@ import torch
 
 from mpirun.cli.main import main
 from mpirun.comm.device import Cuda
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.core.stage import LocalStage
 
 CYCLES = 20_000_000
 real_forward, real_mark = LocalStage.forward, Cuda.mark

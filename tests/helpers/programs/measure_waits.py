@@ -6,7 +6,6 @@ Rank 0 prints them as JSON:
     transfer     of 16 MiB from rank 0 to rank 1 when both only wait: each of several times
     plain        by repetition: how long rank 1 still waits for it after a long computation
     thread       as `plain`, with `MessageProgress.with_thread` the computations of both
-    layers       as `plain`, the computations being forwards and backwards of layers that have hooks
     works        whether this MPI allows calls from two threads, without which there is no thread
 """
 
@@ -95,19 +94,14 @@ def behind(pair: MPI.Intracomm, transport: Transport, act: Callable[[], None]) -
 def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
     """The waits of rank 1, by way. The ways take turns, so that other load on the machine affects all of them."""
     transport = Transport(pair, [])
-    progress = MessageProgress(pair, transport.poll)
+    progress = MessageProgress(pair)
     act = computation(0.04)
-    module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(40)))
-    x = torch.rand(256, 256)
-    with_forward = progress.with_hooks(lambda: module(x).sum().backward(), module, 0.02, backward=False)
-    layers = progress.with_hooks(with_forward, module, 0.02, backward=True)
-    by_way: dict[str, list[float]] = {"transfer": [], "plain": [], "thread": [], "layers": []}
+    by_way: dict[str, list[float]] = {"transfer": [], "plain": [], "thread": []}
     for repetition in range(-1, REPETITIONS):
         times = {
             "transfer": behind(pair, transport, lambda: None),
             "plain": behind(pair, transport, act),
             "thread": behind(pair, transport, progress.with_thread(act)),
-            "layers": behind(pair, transport, layers),
         }
         if repetition >= 0:  # the first warms up
             for what, seconds in times.items():
@@ -119,7 +113,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     result: dict[str, Any] = {
         "waiting": waiting(Transport(WORLD, [])),
-        "works": MessageProgress(WORLD, lambda: None).threads_allowed,
+        "works": MessageProgress(WORLD).allowed,
     }
     pair = WORLD.Split(WORLD.rank // 2)
     if WORLD.rank < 2:

@@ -12,22 +12,14 @@ import torch
 from mpirun.checkpoint import disk_format
 from schedgen.util.errors import RefusedFile
 
-SETTINGS: dict[str, Any] = {
-    "seed": 0,
-    "optimizer": "adamw",
-    "options": {},
-    "data": {"text": "", "microbatches": 1},
-    "threads": [1],
-    "sums": ["canonical"],
-    "changed": [],
-}
+SETTINGS: dict[str, Any] = {"optimizer": "adamw", "options": {"seed": 0, "microbatches": 1}}
 
 
 def write(directory: Path, step: int) -> Path:
     """A checkpoint of one parameter."""
     disk_format.begin(directory, step)
     part = disk_format.write_file(directory, step, "weights", 0, {"a": torch.full((2,), float(step))})
-    return disk_format.publish(directory, step, {"step": step, **SETTINGS}, [part])
+    return disk_format.publish(directory, step, SETTINGS, [part])
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -64,23 +56,15 @@ def test_what_cannot_be_removed_stays(tmp_path):
     """A conflicting file emulates a folder of another user's, or one that a network file system keeps open."""
     for step in (1, 2):
         write(tmp_path, step)
-    (tmp_path / ".old-step-00000001").write_bytes(b"")
+    (tmp_path / ".writing-00000001").write_bytes(b"")
     disk_format.prune(tmp_path, 2, keep=1)
     assert [disk_format.read_manifest(folder).step for folder in disk_format.step_folders(tmp_path)] == [2, 1]
 
 
 def test_folders_of_other_names_are_never_removed(tmp_path):
     """Such as a user's own, or the draft of an export."""
-    own = [".writing-00000001", ".old-step-00000001", ".old-.replaced-step-00000001", ".replaced-step-00000002"]
-    others = [
-        ".exporting-00000001",
-        ".writing-model",
-        ".writing-1",
-        ".old-results",
-        ".old-step-1-best",
-        ".replaced-notes",
-        "notes",
-    ]
+    own = [".writing-00000001", ".replaced-step-00000002"]
+    others = [".exporting-00000001", ".writing-model", ".writing-1", ".replaced-notes", "notes"]
     for name in [*own, *others]:
         (tmp_path / name).mkdir()
     write(tmp_path, 2)
@@ -88,43 +72,37 @@ def test_folders_of_other_names_are_never_removed(tmp_path):
     assert {one.name for one in tmp_path.iterdir()} == {*others, "step-00000002"}
 
 
-PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["a"]}
+FILE = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["a"]}
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"checkpoint": 2},
+        {"checkpoint": 3},
         {"step": -1},
         {"step": 2**31},
         {"step": True},
         {"step": 1e999},
         {"step": "1"},
-        {"seed": None},
-        {"data": None},
-        {"data": {}},
-        {"optimizer": None},
+        {"options": {"seed": None}},
+        {"options": {}},
         {"options": 1},
-        {"groups": 1},
-        {"changed": [1]},
-        {"changed": 1},
-        {"threads": ["1"]},
-        {"threads": 1},
-        {"parts": 1},
-        {"parts": [1]},
-        {"parts": [{"name": "weights-0.safetensors"}]},
-        {"parts": [{**PART, "name": "../step-00000002/weights-0.safetensors"}]},
-        {"parts": [{**PART, "name": "weights-0.safetensors\0"}]},
-        {"parts": [{**PART, "bytes": "1"}]},
-        {"parts": [{**PART, "entries": [["a"]]}]},
-        {"parts": [{**PART, "entries": 1}]},
+        {"optimizer": None},
+        {"files": 1},
+        {"files": [1]},
+        {"files": [{"name": "weights-0.safetensors"}]},
+        {"files": [{**FILE, "name": "../step-00000002/weights-0.safetensors"}]},
+        {"files": [{**FILE, "name": "weights-0.safetensors\0"}]},
+        {"files": [{**FILE, "bytes": "1"}]},
+        {"files": [{**FILE, "entries": [["a"]]}]},
+        {"files": [{**FILE, "entries": 1}]},
     ],
 )
 def test_a_manifest_that_says_something_else_is_refused(tmp_path, changed: dict[str, Any]):
     file = write(tmp_path, 1) / disk_format.MANIFEST
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(
-        RefusedFile, match=r"manifest\.json: (damaged|its format version is not 3, which this mpirun reads)$"
+        RefusedFile, match=r"manifest\.json: (damaged|its format version is not 4, which this mpirun reads)$"
     ):
         disk_format.read_manifest(file.parent)
 
@@ -132,7 +110,7 @@ def test_a_manifest_that_says_something_else_is_refused(tmp_path, changed: dict[
 def test_a_manifest_of_an_earlier_version_says_so(tmp_path):
     """Whatever else it has."""
     (tmp_path / disk_format.MANIFEST).write_text('{"checkpoint": 1}')
-    with pytest.raises(RefusedFile, match=r"manifest\.json: its format version is not 3, which this mpirun reads$"):
+    with pytest.raises(RefusedFile, match=r"manifest\.json: its format version is not 4, which this mpirun reads$"):
         disk_format.read_manifest(tmp_path)
 
 

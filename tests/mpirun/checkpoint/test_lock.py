@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from mpirun.checkpoint.lock import FolderLock
+from mpirun.checkpoint.writer import FolderLock
 from schedgen.util.errors import UsageError
 
 

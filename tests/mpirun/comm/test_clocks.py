@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpirun.comm.clocks import ClockReading, as_rank_0_times
+from mpirun.engine.step_trace import ClockReading, as_rank_0_times
 
 
 def test_clocks(launch):

@@ -116,36 +116,6 @@ def test_a_late_device_refuses_what_a_gpu_cannot_do(scripts):
     assert values == "True [2.0, 2.0, 2.0]"  # y had no values before the host waited
 
 
-POOL = """
-import sys
-sys.path.append("programs")
-import torch
-from late_graphs import Pool
-pool, like, kernels = Pool(), torch.zeros(3), []
-dead = pool.make(like)
-address = dead.data_ptr()
-with pool.capturing(kernels):
-    del dead
-    place = pool.make(like)  # an input: no kernel has been captured
-    print(place.data_ptr() == address, len(kernels))
-    kernels.append(lambda: print("first", bool(place.isnan().any())))
-    made = pool.make(like)
-    del made
-    made = pool.make(like)
-    kernels.append(lambda: print("second", bool(made.isnan().all())))
-place.copy_(like)
-made.copy_(like)
-for kernel in kernels:
-    kernel()
-"""
-
-
-def test_a_replay_empties_what_dead_tensors_had_but_not_its_inputs(scripts):
-    """An input may have the memory of a tensor that was freed late: in the capture, by another thread."""
-    (done,) = scripts(1, [[POOL]])
-    assert done.out.splitlines() == ["True 0", "first False", "second True"], done.err
-
-
 ALONE = """
 import sys, time
 sys.path.append("programs")

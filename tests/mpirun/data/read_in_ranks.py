@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpirun.data.dataset_loaders import MapLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import input_and_target
-from mpirun.data.numbered_loader import MapLoader
 
 WORLD = MPI.COMM_WORLD
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
 import random
 import re
-import signal
 import traceback
 from collections import Counter, UserDict
 from collections.abc import Iterator
@@ -21,13 +19,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
-from mpirun.data.load_ahead import items_of, start_worker
+from mpirun.data.dataset_loaders import epoch_order, loader_class
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import digest, input_and_target, tokens
-from mpirun.data.sampling import deal, epoch_order
-from mpirun.data.stream_loader import loader_class
 from mpirun.training.batches import whole_batch
 from schedgen.util.errors import UsageError
 
@@ -160,14 +156,6 @@ def test_every_sample_once(kind, shuffle, length, size, count, seed, last, data)
             assert weights == pytest.approx(1)
         assert seen == order[: len(seen)]
         assert len(seen) == (length - length % (size * count) if last == "drop" else length)
-
-
-@given(real=st.integers(1, 20), size=st.integers(1, 5), count=st.integers(1, 4))
-def test_an_incomplete_step(real, size, count):
-    """Padded, the first microbatches are full."""
-    real = min(real, size * count)
-    padded = deal(range(real), size, count)
-    assert [one.real for one in padded] == [max(0, min(size, real - size * number)) for number in range(count)]
 
 
 @given(kind=st.sampled_from([numbers, Stream, Noisy]), **SHAPES)
@@ -387,6 +375,10 @@ def test_samples_draw_what_they_draw_in_another_place_and_the_script_draws_on():
     assert drawn == [torch.rand(()).item() for _ in loader(Later())]
 
 
+TOO_FEW = 'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing'
+ITEMS = "the dataset's items should be pairs (input, target), (input,) or mappings: collated is"
+
+
 class WithoutLength(Dataset):
     """Only items."""
 
@@ -403,17 +395,8 @@ class WithoutLength(Dataset):
         (numbers(9), {"last": "skip"}, "last: 'skip' is neither 'pad' nor 'drop': all microbatches have one shape"),
         ([], {}, "the dataset is empty"),
         (Stream(0), {}, "the dataset is empty"),
-        (Stream(0), {"last": "drop"}, "the dataset is empty"),
-        (
-            numbers(7),
-            {"last": "drop"},
-            'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing',
-        ),
-        (
-            Stream(7),
-            {"last": "drop"},
-            'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing',
-        ),
+        (numbers(7), {"last": "drop"}, TOO_FEW),
+        (Stream(7), {"last": "drop"}, TOO_FEW),
         (WithoutLength(), {}, "the dataset, a WithoutLength, has no length: give it __len__"),
         (
             iter([1]),
@@ -425,16 +408,8 @@ class WithoutLength(Dataset):
         (Stream(9), {"shuffle": True}, "an IterableDataset cannot be shuffled: its samples come in its own order"),
         (make, {"collate": list}, "a function that makes microbatches leaves nothing to collate"),
         (lambda step, number, rng: 3, {}, "the function should return a pair (input, target), not int"),
-        (
-            [1, 2],
-            {},
-            "the dataset's items should be pairs (input, target), (input,) or mappings: collated is a Tensor",
-        ),
-        (
-            [(1, 2, 3)],
-            {},
-            "the dataset's items should be pairs (input, target), (input,) or mappings: collated is 3 values",
-        ),
+        ([1, 2], {}, f"{ITEMS} a Tensor"),
+        ([(1, 2, 3)], {}, f"{ITEMS} 3 values"),
         (
             numbers(9),
             {"collate": lambda samples: (torch.zeros(2), [Faulty()])},
@@ -466,27 +441,21 @@ def test_a_stream_from_its_begin():
 
 
 @pytest.mark.parametrize(
-    ("options", "difference"),
+    ("dataset", "options", "other", "difference"),
     [
-        ({"dataset": numbers(20)}, "samples 21, but the loader 20"),
-        ({"dataset": Stream(21), "shuffle": False}, "samples 21, but the loader stream"),
-        ({"shuffle": False}, "shuffle True, but the loader False"),
-        ({"seed": 1}, "seed 0, but the loader 1"),
+        (numbers(21), {"shuffle": True}, {"dataset": numbers(20)}, "samples 21, but the loader 20"),
+        (numbers(21), {}, {"dataset": Stream(21)}, "samples 21, but the loader stream"),
+        (numbers(21), {"shuffle": True}, {"shuffle": False}, "shuffle True, but the loader False"),
+        (numbers(21), {}, {"seed": 1}, "seed 0, but the loader 1"),
+        (make, {}, {"count": 2}, "microbatches 4, but the loader 2"),
+        (make, {}, {"size": 4}, "microbatch_size 2, but the loader 4"),
     ],
-    ids=lambda x: None if isinstance(x, dict) else x[:12],
+    ids=lambda x: x[:12] if isinstance(x, str) else None,
 )
-def test_other_data_is_refused(options, difference):
-    state = loader(numbers(21), shuffle=True).state()
+def test_other_data_is_refused(dataset, options, other, difference):
+    state = loader(dataset, **options).state()
     with pytest.raises(UsageError, match=rf"^the data of the checkpoint has {difference}: other samples would follow$"):
-        loader(**{"dataset": numbers(21), "shuffle": True, **options}).restore(state)
-
-
-def test_a_function_needs_the_same_steps():
-    state = loader(make).state()
-    with pytest.raises(UsageError, match=r"^the data of the checkpoint has microbatches 4, but the loader 2: other"):
-        loader(make, count=2).restore(state)
-    with pytest.raises(UsageError, match=r"^the data of the checkpoint has microbatch_size 2, but the loader 4: other"):
-        loader(make, 4).restore(state)
+        loader(**{"dataset": dataset, **options, **other}).restore(state)
 
 
 def test_input_and_target():
@@ -572,16 +541,3 @@ def test_a_killed_rank(launch, left_behind):
     result = launch(None, program=[PROGRAM])
     assert result.code != 0
     assert not left_behind(result)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_does_not_end_a_worker_that_has_just_started(number):
-    """Such as SIGTERM to all processes of a job: the rank saves, and needs its batch for that."""
-
-    def start(worker: int) -> None:
-        os.kill(os.getpid(), number)
-        start_worker(worker)
-
-    data = DataLoader(range(6), batch_size=2, num_workers=2, worker_init_fn=start, multiprocessing_context="fork")
-    assert torch.cat(list(items_of(data))).tolist() == list(range(6))
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}

@@ -15,7 +15,7 @@ from examples import further
 from golden_cases import TRAINED, cases, ranks, schedule
 
 from mpirun.comm.device import Device
-from mpirun.engine.capture_check import CaptureCheck
+from mpirun.engine.job_graphs import CaptureCheck
 
 # Whole and split backwards; weights that are fetched, sharded or have versions; sums over tensor slices; several stages
 # per rank.
@@ -205,7 +205,7 @@ import torch
 from late_device import Late
 import mpirun
 from models_for_graphs import mlp_of_four
-from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.core.interpreter import Interpreter
 device, passes, execute = Late(direct=True, words=True), [], Interpreter.execute
 def noted(self):
     passes.append(device.words is not None)
@@ -268,7 +268,7 @@ from late_device import Late
 from mpi4py import MPI
 import mpirun
 from models_for_graphs import mlp_of_four
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.core.stage import LocalStage
 scheme, graphs, words = sys.argv[1], "graphs" in sys.argv[2], "words" in sys.argv[2]
 device, forward = Late(direct=True, words=words), LocalStage.forward
 def launched(self, *arguments, **more):

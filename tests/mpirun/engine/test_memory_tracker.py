@@ -80,17 +80,6 @@ def test_what_was_there_before_does_not_count():
         assert tracker.live == 0
 
 
-def test_a_storage_that_is_resized_counts_as_large_as_it_is(tracker):
-    x = torch.ones(10)
-    x.untyped_storage().resize_(0)
-    assert tracker.live == 0
-    tracker.reset_peak()
-    x.untyped_storage().resize_(20 * FLOAT)
-    y = torch.ones(1)
-    x.untyped_storage().resize_(0)
-    assert tracker.live == y.nbytes and tracker.peak == 21 * FLOAT
-
-
 class Layers(nn.Sequential):
     """Two linear layers, 6 -> 5 -> 3, on 8 rows."""
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from mpirun.comm.device import Device
-from mpirun.engine.grad_buffers import GradBuffer
+from mpirun.engine.core.grad_buffers import GradBuffer
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.stage_shape import StageShape
 from schedgen.util.errors import UsageError

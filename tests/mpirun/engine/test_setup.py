@@ -39,21 +39,6 @@ def test_cores_are_shared_by_the_ranks_that_may_use_them(launch, apart):
     assert (done.code, done.out.splitlines()) == (0, [str(shares) for _, shares in BOUND]), done.err
 
 
-def test_threads_that_differ_between_ranks_are_noted(launch):
-    script = """
-import sys
-from mpi4py import MPI
-from mpirun.engine.host import use_host
-comm = MPI.COMM_WORLD
-use_host(comm, "cpu", 1, "auto", False)
-use_host(comm, "cpu", 1 + comm.rank, "auto", False)
-"""
-    done = launch(2, program=["-c", script])
-    what = "torch has 1 to 2 threads a rank, on which the bits of its sums depend"
-    said = f"mpirun: note: {what}: with --threads, or threads= of an Engine, all ranks have as many\n"
-    assert (done.code, done.err) == (0, said)
-
-
 GROWTH = """
 import sys, dataclasses, mpirun, numpy, schedgen, torch
 from mpi4py import MPI

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
 
-from mpirun.engine.split_backward import input_half, weight_half
+from mpirun.engine.core.split_backward import input_half, weight_half
 
 
 class Scale(torch.autograd.Function):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mpirun.comm.device import Device
 from mpirun.comm.sections import numbers
 from mpirun.data.microbatches import Microbatches
-from mpirun.engine.stage import LocalStage, SavedForward
-from mpirun.engine.weight_shards import shard_spans
+from mpirun.engine.core.stage import LocalStage, SavedForward
+from mpirun.engine.core.weight_layout import shard_spans
 from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
@@ -100,15 +100,26 @@ def same(tensors: list[Tensor | None], others: list[Tensor | None]) -> bool:
 
 @MODELS
 @EVERY_STAGE
-def test_forward_and_backward_are_those_of_autograd_to_the_bit(model, index):
+def test_a_stage_computes_what_autograd_does_to_the_bit(model, index):
+    """Whether its backward is whole or in halves; it leaves what it is given, and saves nothing without a backward."""
     x, finish, gradient = case(model, index)
     expected, of_input, of_parameters = plain(build_stage(model, index, SEED), x, finish, gradient)
-    stage = stage_of(model, index)
+    stage, before, gradient_before = stage_of(model, index), x.clone(), gradient.clone()
     (output,), saved = stage.forward([x], finish, save=True)
     inputs, grads = backward(stage, saved, gradient)
-    assert torch.equal(output, expected)
-    assert same(grads, of_parameters)
+    assert torch.equal(output, expected) and same(grads, of_parameters)
     assert of_input is None or same(inputs, [of_input])
+    for parameter in stage.parameters:
+        parameter.grad = None
+    _, saved = stage.forward([x], finish, save=True)
+    half = stage.backward_input(saved, [gradient])
+    assert of_input is None or same(saved.take_gradients(), [of_input])
+    assert all(parameter.grad is None for parameter in stage.parameters)
+    stage.backward_weight(half)
+    assert same([parameter.grad for parameter in stage.parameters], of_parameters)
+    (output,), saved = stage.forward([x], finish, save=False)
+    assert saved is None and torch.equal(output, expected)
+    assert torch.equal(x, before) and torch.equal(gradient, gradient_before) and not x.requires_grad
 
 
 @MODELS
@@ -130,30 +141,6 @@ def test_a_backward_adds_to_the_gradients_that_are_there(model, index):
 
 @MODELS
 @EVERY_STAGE
-def test_the_halves_of_a_backward_are_the_whole_to_the_bit(model, index):
-    x, finish, gradient = case(model, index)
-    _, of_input, of_parameters = plain(build_stage(model, index, SEED), x, finish, gradient)
-    stage = stage_of(model, index)
-    _, saved = stage.forward([x], finish, save=True)
-    half = stage.backward_input(saved, [gradient])
-    assert of_input is None or same(saved.take_gradients(), [of_input])
-    assert all(parameter.grad is None for parameter in stage.parameters)
-    stage.backward_weight(half)
-    assert same([parameter.grad for parameter in stage.parameters], of_parameters)
-
-
-@MODELS
-@EVERY_STAGE
-def test_a_forward_that_saves_nothing_has_the_same_output(model, index):
-    x, finish, _ = case(model, index)
-    stage = stage_of(model, index)
-    (output,), saved = stage.forward([x], finish, save=False)
-    assert saved is None
-    assert torch.equal(output, stage.forward([x], finish, save=True)[0][0])
-
-
-@MODELS
-@EVERY_STAGE
 def test_weights_may_be_away_between_forward_and_backward(model, index):
     x, finish, gradient = case(model, index)
     owner, (guest, memory) = stage_of(model, index), guest_of(model, index)
@@ -169,18 +156,6 @@ def test_weights_may_be_away_between_forward_and_backward(model, index):
     ctypes.memset(memory.data_ptr(), 255, len(memory))  # other weights are received there
     fetch()
     assert same(backward(guest, saved, gradient)[1], expected)
-
-
-@MODELS
-@EVERY_STAGE
-def test_inputs_and_the_gradient_are_left_as_they_are(model, index):
-    x, finish, gradient = case(model, index)
-    before, gradient_before = x.clone(), gradient.clone()
-    stage = stage_of(model, index)
-    _, saved = stage.forward([x], finish, save=True)
-    backward(stage, saved, gradient)
-    assert torch.equal(x, before) and torch.equal(gradient, gradient_before)
-    assert not x.requires_grad
 
 
 @pytest.mark.parametrize("save", [False, True])

@@ -101,16 +101,6 @@ def test_a_message_is_sent_before_its_receiver_is_done_with_it(traced, name):
         assert any(user["ts"] <= end["ts"] <= user["ts"] + user["dur"] for user in slices(traced[name], end["tid"]))
 
 
-def test_an_activation_is_used_by_the_next_stage(traced):
-    events = [event for event in traced["1f1b"] if event["ph"] == "X"]
-    by_name = {(event["name"], event["args"]["pass"]): event for event in events}
-    for number in range(PASSES["1f1b"]):
-        for stage in range(3):
-            for mb in range(8):
-                forward = by_name[f"FWD {stage + 1} {mb}", number]
-                assert by_name[f"SEND x.{stage}.{mb}", number]["ts"] < forward["ts"] + forward["dur"]
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_schedgen_reads_it_and_all_time_is_accounted_for(traced, traces, tmp_path, name):
     program = checked(str(traces / f"{name}.json"))

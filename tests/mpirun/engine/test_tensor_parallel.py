@@ -232,7 +232,10 @@ def test_what_is_cut_and_not_trained_goes_on_too(several, compiled, text, tmp_pa
 
 
 MISTAKES = {
-    "mpirun.examples.gpt:tiny": (8, "compiled with --tensor 2, but no stage of this model defines slices: give Model(sliced=...)"),
+    "mpirun.examples.gpt:tiny": (
+        8,
+        "compiled with --tensor 2, but no stage of this model defines slices: give Model(sliced=...)",
+    ),
     GPT: (8, "the model is replicated in stages 0,7, the schedule in 7: compile it with --graph FILE"),
     "models_for_tests:drops_in_slices": (2, "stage 0 of the model has slices, but draws random numbers"),
     "models_for_tests:splits_the_last": (2, "slices stage 1, but only stages before the last can have slices"),

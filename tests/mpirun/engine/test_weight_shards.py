@@ -14,11 +14,11 @@ from run_results import DEPTH_FIRST, differences, same, weights
 from torch.nn.functional import mse_loss
 
 from mpirun.comm.device import Device
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import pieces, shard_spans
 from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.recipe import ELEMENTWISE, NamedParameter, Recipe
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import pieces, shard_spans
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, Slice, sliced_dims
 from mpirun.model.stage_shape import StageShape, flat_layout
@@ -165,7 +165,7 @@ def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer], el
     shard = Slice(0, 2) if divided == "into tensor slices" else UNSLICED
     module = ColumnParallelLinear(4, 8, shard)
     module.weight.kind = "matrix"
-    model = Model([module], mse_loss, sharded=[0], tensor_parallel=shard.count)
+    model = Model([module], mse_loss, sliced=[0], tensor_parallel=shard.count)
     shape = StageShape((), ("weight", "bias"), sliced_dims=sliced_dims(module))
     shards = {"shards": (0, 1, 2), "owned_shards": (0, 1)} if divided == "into shards" else {"owned_shards": (-1,)}
     stage = LocalStage(module, 0, shape, Device(), **shards)

@@ -149,7 +149,7 @@ import sys
 from unittest import mock
 import torch
 from mpirun.cli.main import main
-from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.core.interpreter import Interpreter
 from schedgen.ir.instructions import Op
 prepare = Interpreter.__init__
 def prepared(self, *arguments):

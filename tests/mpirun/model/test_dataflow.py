@@ -127,7 +127,7 @@ def test_graph_writes_what_compile_reads(several, text, tmp_path, model):
 
 
 def test_graph_says_which_stages_are_tensor_parallel_and_tied(several, tmp_path):
-    models = {"mpirun.examples.gpt:tensor": "whole", "mpirun.examples.gpt:tied": "tied"}
+    models = {"mpirun.examples.gpt:tensor": "replicated", "mpirun.examples.gpt:tied": "tied"}
     files = {model: tmp_path / key for model, key in models.items()}
     runs = [["graph", "--model", model, "--stages", 8, "-o", file] for model, file in files.items()]
     assert [code for code, _ in several(1, runs)] == [0, 0]

@@ -137,7 +137,7 @@ for scheme in ("ddp", "fsdp"):
 SENT = """
 import gc, torch, mpirun
 from torch.nn.functional import mse_loss
-from mpirun.engine.buffers import LocalBuffer
+from mpirun.engine.core.buffers import LocalBuffer
 gc.collect()
 x = torch.zeros(4, 4)
 with mpirun.Engine("fsdp", [torch.nn.Linear(4, 4) for _ in range(2)], microbatches=2, loss=mse_loss) as run:

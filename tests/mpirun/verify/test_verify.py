@@ -120,19 +120,6 @@ def test_buffers_are_compared_whatever_is_in_them():
         assert failed(near, one) == [] and failed(near, one, 0.0) == ["buffers"]
 
 
-BACKWARDS = """
-import numpy as np
-
-
-def w(s, b, d):
-    return s, s
-
-
-def n(s, b, d):
-    return (7 - b) * 8 + np.where(d == 0, s, 7 - s)
-"""
-
-
 # Every other stage takes the microbatches backwards.
 CROSSED = """
 mode = "strict"
@@ -147,20 +134,16 @@ def n(s, b, d):
 """
 
 
-def test_running_statistics_are_compared_or_named(several, compiled, text, tmp_path):
-    """ddp's are of the 2 microbatches of a rank, 1f1b's of all 8, in a run that is resumed under another scheme."""
+def test_running_statistics_are_compared_or_named(several, compiled, text):
+    """ddp's are of the 2 microbatches of a rank, 1f1b's of all 8."""
     runs = []
-    for scheme, steps, folder, model in (
-        ("ddp", 2, "a", "normed"), ("1f1b", 3, "a", "normed"), ("pipedream", 2, "b", "normed"),
-        (BACKWARDS, 2, "c", "normed"), (BACKWARDS, 2, "d", "spectral"), (CROSSED, 2, "e", "normed_twice"),
+    for scheme, model in (
+        ("ddp", "normed"), ("1f1b", "normed"), ("pipedream", "normed"), (CROSSED, "normed_twice"),
     ):  # fmt: skip
         schedule = compiled(scheme, stages=4, microbatches=8, workers=4)
-        saved = tmp_path / folder
-        options = ["--model", f"models_for_tests:{model}", "--text", text, "--canonical", "--verify", "--steps", steps]
-        runs.append([schedule, *options, "--save", saved, "--resume", saved])
+        options = ["--model", f"models_for_tests:{model}", "--text", text, "--canonical", "--verify", "--steps", 2]
+        runs.append([schedule, *options])
     *compared, (code, out) = several(4, runs)
     for ended in compared:
         assert ended[0] == 0 and "verify: buffers differ from one process by at most 0\n" in ended[1], ended[1]
-    assert (
-        code == 0 and "verify: 1.running_mean, 1.running_var, 1.num_batches_tracked of stage 1 are not compared" in out
-    )
+    assert code == 0 and "verify: the buffers of stage 1 are not compared: its microbatches" in out

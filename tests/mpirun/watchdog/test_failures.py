@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -65,12 +61,9 @@ def failure(launch, traces, two_ranks, text, tmp_path_factory, request) -> Failu
     return Failure(request.param, schedule, rank, result, result.ended - float(note.read_text()))
 
 
-def test_the_job_ends_within_10_seconds_and_not_well(failure):
-    assert failure.seconds < 10
-    assert failure.result.code != 0
-
-
-def test_no_process_is_left_behind(failure, left_behind):
+def test_the_job_ends_in_the_second_step_within_10_seconds_and_leaves_no_process_behind(failure, left_behind):
+    assert "step 1/5" in failure.result.out and "step 2/5" not in failure.result.out
+    assert failure.seconds < 10 and failure.result.code != 0
     assert left_behind(failure.result) == []
 
 
@@ -85,10 +78,6 @@ def test_a_rank_that_is_interrupted_alone_says_so(launch, two_ranks, text):
     result = launch(2, *command)
     assert result.code != 0 and len(result.ours) == 1, result.err
     assert re.fullmatch(r"mpirun: rank 1 on \S+: line \d+: \{.*\}: interrupted", result.ours[0]), result.err
-
-
-def test_it_happened_in_the_second_step(failure):
-    assert "step 1/5" in failure.result.out and "step 2/5" not in failure.result.out
 
 
 def test_the_end_is_explained(failure):
@@ -113,30 +102,9 @@ def test_the_end_is_explained(failure):
     assert line_of(failure.schedule, line) == INSTRUCTION
 
 
-SPLIT = """
-    split = True
-    def w(s, b, d):
-        return 0, 0
-    def n(s, b, d):
-        return 100 * d + b + 10 * s * (1 - 2 * (d > 0))
-"""
-
-
-@pytest.fixture(params=["gpipe", SPLIT], ids=["whole backwards", "split backwards"])
-def forwards_first(compiled, request) -> Path:
-    """A schedule of one rank."""
-    return compiled(request.param, stages=2, microbatches=2, workers=1)
-
-
-def test_a_buffer_that_a_backward_needs_as_it_was_is_named(launch, forwards_first, text):
-    result = launch(1, forwards_first, "--model", "models_for_tests:rescaling", "--text", text)
-    (message,) = result.ours
-    assert result.code == 1 and re.search("RuntimeError: stage 1 changes scale in place in every forward, but", message)
-
-
-def test_a_buffer_is_not_blamed_for_another_tensor(launch, compiled, text):
+def test_a_buffer_that_a_backward_needs_as_it_was_ends_with_torchs_own_exception(launch, compiled, text):
     schedule = compiled("gpipe", stages=2, microbatches=2, workers=1)
-    result = launch(1, schedule, "--model", "models_for_tests:rescaling_hidden", "--text", text)
+    result = launch(1, schedule, "--model", "models_for_tests:rescaling", "--text", text)
     (message,) = result.ours
     assert result.code == 1 and re.search(r"RuntimeError: one of the variables needed .* inplace operation", message)
 
@@ -229,23 +197,6 @@ def test_the_rank_that_hangs_outside_of_a_step_is_named(hangs, method, doing):
     start = f"mpirun: nothing has moved for {LIMIT} s: "
     assert re.fullmatch(rf"{start}rank 1 on \S+ is {doing}, and others wait for it", reason), result.err
     assert re.search(r"^  rank 0 on .*, waiting for the other ranks$", result.err, re.M), result.err
-
-
-CONTAINER = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "sh", "-c"]  # its processes see no others
-
-
-def test_ranks_in_containers_of_their_own_are_watched_too(launch, tmp_path, left_behind):
-    if shutil.which("unshare") is None or subprocess.run([*CONTAINER, "true"], check=False).returncode:
-        pytest.skip("no containers can be made here")
-    command = shlex.join(
-        [sys.executable, "programs/hang_outside_steps.py", "export", str(LIMIT), str(tmp_path / "export")]
-    )
-    into = f"import os; os.execvp('unshare', {[*CONTAINER, command + '; exit']})"
-    # MPICH may not read other processes' memory; Open MPI takes ranks with one process id for one rank.
-    apart = {"MPIR_CVAR_CH4_CMA_ENABLE": "0", "OMPI_MCA_btl": "self,tcp"}
-    result = launch(2, program=["-c", into], env=apart, limit=100)
-    assert "rank 1 on" in result.ours[0] and result.ours[0].endswith(" is asleep, and others wait for it"), result.err
-    assert left_behind(result) == []
 
 
 # Ends that all ranks agree on

@@ -9,7 +9,6 @@ import contextlib
 import json
 import mmap
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -18,15 +17,13 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from mpirun.watchdog import CALL, DONE, FAILED, IN_SCRIPT, METHODS, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
-from mpirun.watchdog.hang import explain_hang
 from mpirun.watchdog.process import REPORT
 from mpirun.watchdog.rank_side import COMMAND
-from mpirun.watchdog.rank_state import Rank
+from mpirun.watchdog.rank_state import Rank, explain_hang
 
 LINES = [
     '{"op": "RECV", "buf": "x.0.0", "from": 0}',
@@ -60,10 +57,7 @@ def test_what_a_script_calls_is_named_as_the_user_knows_it(method, said):
         # 0 waits for nobody, and nobody for 0
         ([state(0, None, "computing"), state(1, 2), state(2, None)], "rank 2 on h is asleep, and others wait for it"),
         ([state(0, None), state(1, None)], "no rank shows what it waits for"),
-        (
-            [state(0, None), state(1, None, "computing")],
-            "no rank shows what it waits for, rank 1 on h is computing",
-        ),
+        ([state(0, None), state(1, None, "computing")], "no rank shows what it waits for, rank 1 on h is computing"),
         # a circle that rank 0 is not in
         ([state(0, 1), state(1, 2), state(2, 1)], "rank 1 waits for rank 2, rank 2 waits for rank 1"),
         # 1 left out what 0 waits for, and waits in a sum for 0
@@ -99,8 +93,8 @@ class Host:
             }
             for k in range(len(numbers)):
                 self.show(k, TRAINING, 4, 1, NOTHING)
-            self.watchdog = subprocess.Popen(  # with a soft limit of fewer open files than there may be hosts
-                ["sh", "-c", 'ulimit -Sn 32 && exec "$@"', "sh", *COMMAND],
+            self.watchdog = subprocess.Popen(
+                COMMAND,
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[file.fileno(), *([server.fileno()] if server else [])],
@@ -112,11 +106,6 @@ class Host:
     def show(self, k: int, phase: int, step: int, row: int, wait: int) -> None:
         words = self.words[k * WORDS : (k + 1) * WORDS]
         words[PHASE], words[STEP], words[ROW], words[WAIT] = phase, step, row, wait
-
-    def processor_ticks(self) -> int:
-        """The processor time that the watchdog has used, in hundredths of a second."""
-        fields = Path(f"/proc/{self.watchdog.pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
 
     def ended(self, within: float) -> str:
         """What the watchdog said, once it and its ranks have ended."""
@@ -251,23 +240,6 @@ def test_a_host_that_cannot_be_reached_ends_the_run_on_both_sides(hosts):
 
 
 @scenario
-def test_time_in_which_all_are_suspended_does_not_count(hosts):
-    """As by Slurm, for another job."""
-    a, b = hosts(limit=4)
-    a.show(0, TRAINING, 9, 1, NOTHING)
-    time.sleep(REPORT)
-    processes = [one for host in (a, b) for one in (*host.ranks, host.watchdog)]
-    for one in processes:
-        one.send_signal(signal.SIGSTOP)
-    time.sleep(5)
-    for one in processes:
-        one.send_signal(signal.SIGCONT)
-    time.sleep(REPORT)
-    assert a.watchdog.poll() is None and b.watchdog.poll() is None
-    assert a.ended(20).startswith("mpirun: nothing has moved for 4 s: ")
-
-
-@scenario
 def test_ranks_that_are_done_leave_in_peace(hosts):
     a, b = hosts(limit=100)
     for host in (a, b):
@@ -281,44 +253,11 @@ def test_ranks_that_are_done_leave_in_peace(hosts):
 @scenario
 def test_strangers_and_rubbish_do_no_harm(hosts):
     a, b = hosts(limit=100)
-    for rubbish in (
-        b"\x00\xff\n",
-        b'{"token": "wrong"}\n{"end": "now"}\n',
-        b'{"token": "\\ud800"}\n',
-        b"[1]\n",
-        b'{"end": "now"}\n',
-        b"x" * 100_000,
-    ):
+    for rubbish in (b"\x00\xff\n", b'wrong\n{"end": "now"}\n', b'{"end": "now"}\n', b"x" * 100_000):
         with socket.create_connection(("127.0.0.1", b.port), 3) as stranger:
             stranger.sendall(rubbish)
             time.sleep(0.2)
     assert all(one.poll() is None for one in (a.watchdog, b.watchdog, *a.ranks, *b.ranks))
-
-
-@scenario
-def test_a_connection_that_cannot_be_taken_does_no_harm(hosts):
-    a, b = hosts(limit=4)
-    before = resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE, (0, before[1]))
-    with socket.create_connection(("127.0.0.1", b.port), 3):
-        ticks = a.processor_ticks()
-        time.sleep(1)
-        assert a.processor_ticks() - ticks < 10  # of 100: it does not spin
-        resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE, before)
-    assert a.ended(20).startswith("mpirun: nothing has moved for 4 s: ")
-
-
-@scenario
-def test_more_hosts_than_files_that_may_be_open_at_first(hosts):
-    with contextlib.ExitStack() as closing:
-        with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
-            hosts.made.append(Host("a", [0], 4, server, 0))
-            address = server.getsockname()
-        links = [closing.enter_context(socket.create_connection(address, 3)) for _ in range(100)]
-        for k, link in enumerate(links):
-            link.sendall(json.dumps({"token": "t", "host": f"h{k}", "bye": True}).encode() + b"\n")
-        assert hosts.made[-1].ended(20).startswith("mpirun: nothing has moved for 4 s: ")
-        assert all('{"end": "now"}' in link.makefile().read() for link in links)
 
 
 @scenario

@@ -172,9 +172,7 @@ def test_send_and_receive_stand_side_by_side_in_the_global_order(cases, data):
         message = (i.kind, i.stage, i.mb, i.piece)
         if i.op == Op.SEND:
             later = program.instruction(row + 1)
-            assert (
-                later.op in (Op.RECV, Op.FETCH_W) and later.source == rank and program.rows.rank[row + 1] == i.to
-            )
+            assert later.op in (Op.RECV, Op.FETCH_W) and later.source == rank and program.rows.rank[row + 1] == i.to
             assert message == (later.kind, later.stage, later.mb, later.piece)
             posted.add(row + 1)
         elif i.op in (Op.RECV, Op.FETCH_W):

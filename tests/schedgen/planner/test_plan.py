@@ -16,9 +16,8 @@ from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import Op
 from schedgen.planner.candidate_bound import candidate_bound
 from schedgen.planner.candidates import candidates, replicated
-from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers, read_layers
-from schedgen.planner.partition import Hierarchy, Level, partition
+from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.plan import _simulated, plan
 from schedgen.planner.stage_costs import balanced, stage_costs
 from schedgen.schemes import SCHEMES, load
@@ -46,7 +45,7 @@ def model(count=8, split=False):
 @pytest.fixture(scope="module")
 def every():
     """All candidates of a search for 4 workers."""
-    return list(candidates(model(), Hierarchy([Level(4, 1e9)]), 8))
+    return list(candidates(model(), 4, 1e9, 8))
 
 
 def test_every_scheme_is_tried_but_those_that_another_one_is(every):
@@ -69,7 +68,7 @@ def test_every_scheme_is_tried_but_those_that_another_one_is(every):
     ],
 )
 def test_a_stage_a_layer_is_tried(count, workers, schemes):
-    every = candidates(model(count), Hierarchy([Level(workers, 1e9)]), workers)
+    every = candidates(model(count), workers, 1e9, workers)
     assert schemes <= {candidate.name for candidate in every if candidate.sizes.stages == count}
 
 
@@ -89,13 +88,13 @@ def test_a_worker_gets_no_layers_where_that_is_faster():
     """Three layers of 0.1 s whose weights take 2 s to be summed: replicas cost more than the fourth worker is worth."""
     machine = Machine(alpha=1e-5, activation=1e3, weight=1e9, saved=1e6)
     layers = Layers(("a", "b", "c"), ((0, 1), (1, 2)), {"F": np.full(3, 0.1), "B": np.full(3, 0.2)}, machine)
-    best = plan(layers, Hierarchy([Level(4, 1e9)]), 8)
+    best = plan(layers, 4, 1e9, 8)
     fastest = best.front[0]
     assert (fastest.stages, fastest.replicas, best.program.header.workers) == (3, 1, 4)
     assert set(np.unique(best.program.header.compute)) == {0, 1, 2}
     check(best.program)
     # Those that use all four workers: two pipelines of two stages, or four copies of the model.
-    every = candidates(layers, Hierarchy([Level(4, 1e9)]), 8)
+    every = candidates(layers, 4, 1e9, 8)
     on_all = [c for c in every if len(np.unique(c.scheme.w(*np.ix_(range(c.sizes.stages), range(8), (0,)))[1])) == 4]
     assert on_all
     with compiled_always():
@@ -115,11 +114,13 @@ def test_a_worker_gets_no_layers_where_that_is_faster():
         *further(pytest.param(False, np.inf, {}, id="no limit")),
     ],
 )
-def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes):
+def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes, without_bounds):
     """Messages without bytes take no time, whatever alpha is."""
     layers = model(split=split)
-    arguments = layers._replace(machine=layers.machine._replace(**sizes)), Hierarchy([Level(4, 1e9)]), 8, limit
-    quick, slow = plan(*arguments), plan(*arguments, prune=False)
+    arguments = layers._replace(machine=layers.machine._replace(**sizes)), 4, 1e9, 8, limit
+    quick = plan(*arguments)
+    with without_bounds():
+        slow = plan(*arguments)
     assert quick.front == slow.front
     assert quick.simulated < slow.simulated == slow.schedules
     assert all(row.peak_bytes <= limit for row in quick.front)
@@ -135,9 +136,9 @@ def test_with_a_limit_nothing_is_missed_that_is_found_without(seed, schemes):
     activation, weight, saved = rng.integers(0, (9000, 30000, 9000), (6, 3)).T.astype(float)
     machine = Machine(activation=activation, weight=weight, saved=saved)
     layers = Layers(tuple("abcdef"), tuple(itertools.pairwise(range(6))), times, machine)
-    levels = Hierarchy([Level(2, 1e6)])
-    for found in plan(layers, levels, 4, schemes=schemes).front:
-        limited = plan(layers, levels, 4, found.peak_bytes, schemes=schemes).front
+    links = 2, 1e6
+    for found in plan(layers, *links, 4, schemes=schemes).front:
+        limited = plan(layers, *links, 4, found.peak_bytes, schemes=schemes).front
         assert limited[0].step_time <= found.step_time and limited[0].peak_bytes <= found.peak_bytes
 
 
@@ -148,12 +149,12 @@ def test_cuts_whose_stages_have_too_many_ties_are_passed_over():
     times, chain = np.array([1.0, 0.5, 0.5, 1, 1, 1, 1]), tuple(itertools.pairwise(range(7)))
     graph = ModelGraph(7, chain, tied=ties)
     layers = Layers(tuple("abcdefg"), chain, {"F": times, "B": 2 * times}, Machine(), graph)
-    levels = Hierarchy([Level(6, 1e9)])
-    best = plan(layers, levels, 6, schemes=["1f1b"])
+    links = 6, 1e9
+    best = plan(layers, *links, 6, schemes=["1f1b"])
     assert (1, 2, 1, 1, 1, 1) in [row.layers for row in best.front]
     check(best.program)
-    candidate = next(each for each in candidates(layers, levels, 6) if each.sizes.stages == 6)
-    over, within = (stage_costs(layers, prefixes(layers), (first, *range(3, 8)), 1e9) for first in (2, 1))
+    candidate = next(each for each in candidates(layers, *links, 6) if each.sizes.stages == 6)
+    over, within = (stage_costs(layers, (first, *range(3, 8)), 1e9) for first in (2, 1))
     assert [costs for _, costs in _simulated(candidate, [over, within])] == [within]
 
 
@@ -175,7 +176,7 @@ def test_the_schedule_in_the_file_takes_what_the_table_says(run, tmp_path):
     assert sum(best["layers"]) == 8 and len(best["layers"]) == best["stages"] == header["stages"]
     assert best["peak_bytes"] <= 1.2e8
     # The costs of the stages, in a profile of their own.
-    cut = stage_costs(read_layers(str(profile)), prefixes(layers), np.cumsum(best["layers"]).tolist(), 1e9)
+    cut = stage_costs(read_layers(str(profile)), np.cumsum(best["layers"]).tolist(), 1e9)
     stage_profile = {"alpha": 1e-5, "beta": 1e-9}
     split = "W" in json.loads(path.read_text())["order"]["cost"]
     stage_profile |= {name: times.tolist() for name, times in cut.durations(split).items()}
@@ -227,9 +228,9 @@ def test_a_schedule_takes_what_its_row_says_though_its_cuts_moved_after_it_was_o
         overhead={"F": np.array([0.7, 1.2, 1.2, 0.9, 0.5, 0.2])},
     )  # fmt: skip
     layers = Layers(tuple("abcdef"), tuple(itertools.pairwise(range(6))), times, machine)
-    best = plan(layers, Hierarchy([Level(2, 1e9)]), 4, 165e3, schemes=["hanayo"])
+    best = plan(layers, 2, 1e9, 4, 165e3, schemes=["hanayo"])
     first = best.front[0]
-    costs = stage_costs(layers, prefixes(layers), np.cumsum(first.layers).tolist(), 1e9)
+    costs = stage_costs(layers, np.cumsum(first.layers).tolist(), 1e9)
     run = simulate(best.program, costs.with_halves, costs.machine)
     assert (run.end.max(), run.footprint.peak.max()) == (first.step_time, first.peak_bytes)
     check(best.program)
@@ -264,9 +265,7 @@ def test_what_is_split_and_what_is_redone_is_searched(memory):
     machine = Machine(activation=1.0, weight=1e6, saved=8e6 * ones, owned=4e6 * ones)
     times = {"F": 10 * ones, "B": 18 * ones, "I": 12 * ones, "W": 10 * ones}
     layers = Layers(("a", "b", "c", "d"), ((0, 1), (1, 2), (2, 3)), times, machine)
-    own, best = (
-        plan(layers, Hierarchy([Level(4, 1e9)]), 8, memory, schemes=["1f1b", "zb-h1"], budget=n) for n in (0, 1)
-    )
+    own, best = (plan(layers, 4, 1e9, 8, memory, schemes=["1f1b", "zb-h1"], budget=n) for n in (0, 1))
     first = best.front[0]
     assert first.order == "search" and first.step_time < own.front[0].step_time and first.peak_bytes <= memory
     count = {op: len(best.program.rows_of(op)) for op in (Op.BWD, Op.BWD_I, Op.RECOMPUTE)}
@@ -286,7 +285,7 @@ def test_a_stage_costs_what_its_layers_cost():
     times = {"F": np.array([1.0, 2, 3, 4]), "B": np.array([2.0, 4, 6, 8])}
     # Layer 3 reads layer 1, too: its output crosses the cut behind layer 2 as well.
     layers = Layers(("a", "b", "c", "d"), ((0, 1), (1, 2), (1, 3), (2, 3)), times, machine)
-    cut = stage_costs(layers, prefixes(layers), (2, 3, 4), bandwidth=4.0)
+    cut = stage_costs(layers, (2, 3, 4), bandwidth=4.0)
     assert cut.layer_counts == (2, 1, 1) and cut.machine.beta == 0.25
     expected = {
         "activation": [7, 7 + 9, 1],
@@ -313,28 +312,28 @@ def test_a_stage_costs_what_its_layers_cost():
 def test_gradients_inside_a_stage_need_room_whatever_workspace_leaves_out(workspace):
     times = {"F": np.array([1.0, 2]), "B": np.array([2.0, 4])}
     layers = Layers(("a", "b"), ((0, 1),), times, Machine(activation=100, workspace=workspace))
-    found = stage_costs(layers, prefixes(layers), (2,), bandwidth=4.0).machine.workspace
+    found = stage_costs(layers, (2,), bandwidth=4.0).machine.workspace
     assert {name: sizes.tolist() for name, sizes in found.items()} == {"F": [0], "B": [200], "I": [200], "W": [0]}
 
 
 def test_redoing_as_long_as_a_forward_takes_its_overhead_once():
     times = {"F": np.array([1.0, 2]), "B": np.array([2.0, 4]), "R": np.array([1.0, 2])}
     layers = Layers(("a", "b"), ((0, 1),), times, Machine(overhead={"F": 0.5}))
-    cut = stage_costs(layers, prefixes(layers), (2,), bandwidth=4.0)
+    cut = stage_costs(layers, (2,), bandwidth=4.0)
     assert cut.times["F"] == cut.times["R"] == 2.5
     free = layers._replace(times=times | {"R": np.zeros(2)})  # less than the overhead of F
-    assert stage_costs(free, prefixes(free), (2,), bandwidth=4.0).times["R"] == 0
+    assert stage_costs(free, (2,), bandwidth=4.0).times["R"] == 0
 
 
 def test_stages_are_balanced_with_and_without_their_transfers():
     layers = model()
-    order = prefixes(layers)
-    every = balanced(layers, order, 1e9, 8)
+    seconds = prefixes(layers).seconds
+    every = balanced(layers, 1e9, 8)
     assert [cut.layer_counts for cut in every[7]] == [(1,) * 8]
     for stages, cuts in enumerate(every, start=1):
         times = [sum(cut.times.values()).max() for cut in cuts]
         choices = itertools.combinations(range(1, 8), stages - 1)
-        best = min(np.diff(order.seconds[[0, *inner, 8]]).max() for inner in choices)
+        best = min(np.diff(seconds[[0, *inner, 8]]).max() for inner in choices)
         assert times[0] == pytest.approx(best)
 
 
@@ -355,7 +354,7 @@ def test_replicas_of_a_pipeline_run_side_by_side(name):
 
 def test_pipedream_s_partition_is_a_schedule_too():
     layers = read_layers(str(VGG16))
-    plan = partition(prefixes(layers), [Level(4, 1e9)])
+    plan = partition(prefixes(layers), 4, 1e9)
     sizes = Sizes(2, 12, 4, replicas=tuple(stage.replicas for stage in plan.stages))
     program = compile(load("1f1b-rr", sizes), sizes)
     check(program)

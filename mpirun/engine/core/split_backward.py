@@ -1,15 +1,22 @@
 """BWD_I and BWD_W: a backward in two halves, first the gradients of the inputs, later those of the weights.
 
 In the autograd graph of a stage, the nodes from which an input can be reached form the path of the input gradient.
-Beside the path hang branches from which only parameters can be reached. The first half runs the path and keeps the
-gradients that arrive at each node with a branch. The second half runs the branches from there. Nothing is computed
-twice [Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.1; the cut is that of
+Beside the path hang branches from which only parameters can be reached. For relu(x W + b), with g the gradient of the
+output:
+
+    path       g -> relu -> add -> mm -> x        the first half runs it, and keeps what arrives at add and at mm
+                             |      |
+    branches                 b      W             the second half runs them from there
+
+Nothing is computed twice [Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.1; the cut is that of
 torch.distributed.pipelining].
 
-Autograd runs all that can be reached from its roots, and from a node of the path the rest of the path can be reached.
-So the second half does not use these nodes as roots. It calls the nodes with branches one by one, during an autograd
-call that needs nothing but the branches, so that they compute nothing else. A second autograd call starts from their
-results, at the first nodes of the branches, and adds to the parameters' gradients.
+Autograd runs all that can be reached from its roots, and from add it reaches mm and x. So the second half does not use
+nodes of the path as roots, but calls them itself, in two calls of autograd:
+
+    1.  root _CALL; asked for: b, W     a hook of _CALL calls add(...) and mm(...). A node computes only those of its
+                                        results that autograd was asked for: add nothing for mm, mm nothing for x
+    2.  roots: b, W, with these results adds to the parameters' `grad`; a branch may be longer than one node
 
 Where the graph cannot be cut, as that of a compiled stage, the first half runs all of it and keeps the parameters'
 gradients, which the second half adds. A compiled graph may not be kept for a second run.

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpirun.engine.act import Act, in_order
-from mpirun.engine.buffers import LocalBuffer
-from mpirun.engine.context import Context
-from mpirun.engine.weight_shards import first_fetches
+from mpirun.engine.core.buffers import LocalBuffer
+from mpirun.engine.core.context import Act, Context, in_order
+from mpirun.engine.core.weight_layout import first_fetches
 from schedgen.ir.instructions import Instruction, Kind
 
 
@@ -21,9 +20,8 @@ class Transfers:
     """
 
     def __init__(self, context: Context) -> None:
-        """`partial_sums` will hold the buffer of every dw that is received, by stage, shard and sender."""
+        """Nothing is prepared yet."""
         self.context, self.buffers, self.transport = context, context.buffers, context.transport
-        self.partial_sums: dict[tuple[int, int, int], LocalBuffer] = {}
         self.first_fetches = first_fetches(context.instructions)
 
     def fetch_w(self, row: int, i: Instruction) -> Act:
@@ -31,19 +29,23 @@ class Transfers:
         stage = self.context.stages[i.stage]
         weights = stage.weights[stage.shard_spans[i.shard]]
         act = self._receive(row, i, Kind.W, self.buffers.get(Kind.W, i.stage, piece=i.shard), weights, weights)
-        return in_order(stage.owned_shards_copier(), act) if row in self.first_fetches and stage.owned else act
+        if row not in self.first_fetches or not stage.owned:
+            return act
+        # Copied through `data`: autograd does not see it, as it sees no message.
+        copies = [(stage.weights.data[stage.shard_spans[shard]], owned) for shard, owned in stage.owned.items()]
+        return in_order(lambda: [target.copy_(owned) for target, owned in copies], act)
 
     def recv(self, row: int, i: Instruction) -> Act:
         """RECV: start receiving an x, a g or another rank's partial sum of a dw into its memory slot."""
         slots = self.context.slots
         if i.kind == Kind.DW:
-            buffer = self.partial_sums[i.stage, i.shard, i.source] = LocalBuffer()
+            buffer = self.buffers.partial_sums[i.stage, i.shard, i.source] = LocalBuffer()
             gradient = self.context.grad_buffers.of_unit((i.stage, i.shard))
             size = len(slots.keys(i.source, i.stage, i.shard)), len(gradient.total)
             memory = slots.received(i, size, torch.uint8)
             return self._receive(row, i, i.kind, buffer, memory, [gradient.as_numbers(sent) for sent in memory])
         buffer = self.buffers.named_by(i)
-        spec = self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
+        spec = self.context.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
         memory = slots.received(i, spec.size, spec.dtype)
         return self._receive(row, i, i.kind, buffer, memory, memory)
 

@@ -1,101 +1,58 @@
-"""ADD and ALLREDUCE: sums over ranks.
+"""ALLREDUCE of other kinds than dw: sums over the slices of a stage (tensor parallelism), and over tied stages.
 
-dw.s  A stage's weight gradient, over the ranks that compute or own the stage. A rank that does not own the stage sends
-      its partial sum to an owner, whose ADD adds the rows. If a stage has several owners, their ALLREDUCE starts the
-      sum over them. The sum overlaps other instructions; NORM, or a STEP to a version, waits for it.
-x, g  The partial results of the slices of a tensor-parallel stage. Outputs are summed after forwards, gradients of
-      inputs after backwards, in the order of the slices: the bits are the same on all slices and in every run. The sum
-      overlaps other instructions; the first instruction that reads it waits for it.
-t.k   The gradients of the parameters that the stages of tie k share, over these stages in their order. Tied stages each
-      have a copy of these parameters. The sum replaces the gradients of every copy, so all copies get the same step.
+x, g  The partial results of slices. Outputs are summed after forwards, gradients of inputs after backwards, in the
+      order of the slices: the bits are the same on all ranks and in every run. The sum overlaps other instructions; the
+      first that reads it waits for it.
+t.k   The gradients of the parameters that the stages of tie k share, in the order of the stages. Tied stages each have
+      a copy of these parameters. The sum replaces the gradients of every copy, so all copies get the same step.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 
 from mpirun.comm.ordered_allreduce import SLICE_TAGS, OrderedAllreduce
 from mpirun.comm.sections import Section
 from mpirun.comm.transport import NO_ROW
-from mpirun.engine.act import Act
-from mpirun.engine.buffers import LocalBuffer
-from mpirun.engine.context import Context
-from mpirun.engine.weight_shards import sections
+from mpirun.engine.core.buffers import LocalBuffer
+from mpirun.engine.core.context import Act, Context
+from mpirun.engine.core.weight_layout import sections
 from mpirun.model.contract import Model
 from mpirun.model.stage_shape import flat_layout
 from schedgen.ir.instructions import B, F, Instruction, Kind
 
 
-class OwnerAllreduce:
-    """Prepares ADD, and ALLREDUCE over the owners of a stage, by methods with the signature of those of `Transfers`."""
-
-    def __init__(self, context: Context, partial_sums: Mapping[tuple[int, int, int], LocalBuffer]) -> None:
-        """`partial_sums`: the buffers of dw that RECVs fill, by stage, shard and sender."""
-        self.context, self.partial_sums = context, partial_sums
-        self.by_stage: dict[int, OrderedAllreduce] = {}
-
-    def add(self, row: int, i: Instruction) -> Act:
-        """ADD: add the partial sum that another rank has sent."""
-        gradient = self.context.grad_buffers.of_unit((i.stage, i.shard))
-        received, wait_value = self.partial_sums[i.stage, i.shard, i.source], self.context.buffers.wait_value
-        keys = self.context.slots.keys(i.source, i.stage, i.shard)
-
-        def act() -> None:
-            gradient.add_rows(keys, wait_value(received))
-
-        return act
-
-    def allreduce(self, row: int, i: Instruction) -> Act:
-        """ALLREDUCE: start the sum of dw.s over its owners."""
-        context = self.context
-        if i.stage not in self.by_stage:
-            keys = [context.slots.keys(rank, i.stage) for rank in context.header.groups[i.group]]
-            gradient, group = context.grad_buffers.of_stage(i.stage), context.transport.group(i.group)
-            rows = gradient.data[: len(keys[group.rank])]  # an owner without terms has a row for the sum alone
-            sections = context.stages[i.stage].sections
-            self.by_stage[i.stage] = OrderedAllreduce(context.transport, group, rows, keys, sections, gradient.total)
-        allreduce, start = self.by_stage[i.stage], context.allreduces.start
-
-        def act() -> None:
-            start(allreduce)
-
-        return act
-
-
-class SliceAllreduce:
-    """Prepares the sums over slices that a rank takes part in.
+class SliceSums:
+    """Prepares these sums.
 
     Transfers need memory with a fixed address, so the summands are copied into such memory. Sums over the same ranks,
     of the same size and type, share it: each begins when the previous one is done.
     """
 
-    def __init__(self, context: Context) -> None:
-        """No sum is prepared yet: `allreduce` prepares each."""
-        self.context = context
+    def __init__(self) -> None:
+        """No sum is prepared yet."""
         # By the ranks of the slices, in the order of the slices, the number of bytes and the type.
         self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
         self.latest: dict[OrderedAllreduce, LocalBuffer] = {}  # the buffer that each of them summed last
 
-    def allreduce(self, row: int, i: Instruction) -> Act:
-        """ALLREDUCE: start the sum, which will replace the summand of this rank's slice in the buffer."""
-        header, transport = self.context.header, self.context.transport
+    def prepare(self, context: Context, i: Instruction) -> Act:
+        """An act that starts the sum, which will replace the summand of this rank's slice in the buffer."""
+        header, transport = context.header, context.transport
         if i.kind == Kind.G:
             consumer = header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
             direction, slices = B, header.slices_of(consumer)
         else:
             direction, slices = F, header.slices_of(i.stage)
         ranks = tuple(header.compute[direction, list(slices), i.mb].tolist())
-        spec = self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
+        spec = context.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
         key = ranks, spec.bytes, spec.dtype
         if key not in self.shared:
-            rows = torch.empty((1, spec.bytes), dtype=torch.uint8, device=self.context.slots.device)
+            rows = torch.empty((1, spec.bytes), dtype=torch.uint8, device=context.slots.device)
             keys, sections = [[ranks.index(rank)] for rank in header.groups[i.group]], [Section(0, *key[1:])]
             group = transport.group(i.group)
             self.shared[key] = OrderedAllreduce(transport, group, rows, keys, sections, tags=SLICE_TAGS)
-        buffer, allreduce, allreduces = self.context.buffers.named_by(i), self.shared[key], self.context.allreduces
-        total, wait_value, latest = allreduce.total.view(spec.dtype), self.context.buffers.wait_value, self.latest
+        buffer, allreduce, allreduces = context.buffers.named_by(i), self.shared[key], context.allreduces
+        total, wait_value, latest = allreduce.total.view(spec.dtype), context.buffers.wait_value, self.latest
 
         def done() -> bool:
             allreduces.advance()
@@ -121,14 +78,14 @@ def parameters_of_tie(model: Model, stages: tuple[int, ...]) -> list[dict[int, l
     return [tie for tie in ties if tuple(sorted(tie)) == stages]
 
 
-def tied_allreduce(context: Context, i: Instruction) -> Act:
+def tied_sum(model: Model, context: Context, i: Instruction) -> Act:
     """ALLREDUCE: pack the gradients of shared parameters, sum them over the stages, copy the sum into each owned dw."""
     header, transport, allreduces = context.header, context.transport, context.allreduces
     stages, group = header.tied[i.tie], transport.group(i.group)
     rank, grad_buffers = transport.comm.rank, context.grad_buffers
     owned = {stage: grad_buffers.of_stage(stage) for stage in stages if rank in header.owners[stage]}
     row_sums = grad_buffers.claim_row_sums([(stage, -1) for stage in owned])
-    shared = parameters_of_tie(context.setup.model, stages)
+    shared = parameters_of_tie(model, stages)
     views = {  # by owned stage, into its dw, which has each trained parameter once, under the first of its names
         stage: [
             view

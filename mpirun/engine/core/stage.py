@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from mpirun.comm.device import Device
-from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
-from mpirun.engine.weight_shards import pieces, sections, shard_spans
+from mpirun.engine.core.split_backward import WeightHalf, input_half, weight_half
+from mpirun.engine.core.weight_layout import pieces, sections, shard_spans
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.meta_values import like_parameter
@@ -141,16 +141,6 @@ class LocalStage:
             piece.of_shard(flat).copy_(piece.of_parameter(named[piece.parameter][1].detach()))
         return flat
 
-    def owned_shards_copier(self) -> Callable[[], None]:
-        """A function that copies the owned shards into `weights`, beside the fetched ones; autograd does not see it."""
-        pairs = [(self.weights.data[self.shard_spans[shard]], owned) for shard, owned in self.owned.items()]
-
-        def copy() -> None:
-            for target, owned in pairs:
-                target.copy_(owned)
-
-        return copy
-
     def version(self, memory: Tensor) -> LocalStage:
         """The same stage, and module, with a version of its weights in `memory`, shape (bytes,)."""
         stage = copy.copy(self)
@@ -190,13 +180,6 @@ class LocalStage:
         if shard < 0:
             return self.views(flat)
         return [piece.of_shard(flat) for piece in pieces(self.layout, self.shard_spans[shard])]
-
-    def new_parameters(self, shard: int) -> list[nn.Parameter]:
-        """The parameters in an owned shard, or pieces of them, as new ones with the attributes of the module's."""
-        own = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        of_shard = own if shard < 0 else [own[p.parameter] for p in pieces(self.layout, self.shard_spans[shard])]
-        views = self.views_of_shard(shard, self.owned[shard])
-        return [like_parameter(parameter, view.data) for parameter, view in zip(of_shard, views, strict=True)]
 
     def forward(
         self,
@@ -290,9 +273,9 @@ class LocalStage:
 def _places(module: nn.Module, parameter: nn.Parameter, own: nn.Parameter) -> list[Place]:
     """Where a module has a parameter: the submodule's parameters, the name there, and what belongs there instead."""
     return [
-        (part._parameters, name, own)
-        for part in module.modules()
-        for name, x in part._parameters.items()
+        (shard._parameters, name, own)
+        for shard in module.modules()
+        for name, x in shard._parameters.items()
         if x is parameter
     ]
 

@@ -10,18 +10,19 @@ A buffer has rows of equal length, each with a key. Like the weights, rows are b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mpirun.comm.sections import add, numbers
-from mpirun.engine.act import Act
-from mpirun.engine.planned_memory import MemorySlots
-from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Unit
+from mpirun.engine.core.buffers import Slots
+from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.core.weight_layout import Unit
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
+
+RowAct = tuple[int, Callable[[], None]]  # a row, and an act that runs before or after the instruction in that row
 
 
 class GradBuffer:
@@ -64,7 +65,7 @@ class GradBuffer:
         for place, row in zip(places, rows, strict=True):
             add(self.numbers[place], row)
 
-    def slices_adder(self, buffer: StageGradBuffer, span: slice) -> Act:
+    def slices_adder(self, buffer: StageGradBuffer, span: slice) -> Callable[[], None]:
         """An act that adds the rank's own sums to this shard: the slice `span` of every row of `buffer`."""
         pairs = [
             (self.numbers[self.places[key]], self.as_numbers(row))
@@ -83,7 +84,7 @@ class GradBuffer:
         for row in self.numbers[1:]:
             add(self.numbers[0], row)
 
-    def message(self) -> tuple[Tensor, Act | None]:
+    def message(self) -> tuple[Tensor, Callable[[], None] | None]:
         """The tensor to send, shape (rows, n), or (n,) for one row, and an act that packs it; None: no packing."""
         if len(self.rows) == 1:
             return self.rows[0], None
@@ -112,7 +113,7 @@ class StageGradBuffer(GradBuffer):
             for parameter, view in zip(stage.parameters, self.views[key], strict=True):
                 parameter.grad = view
 
-    def message(self) -> tuple[Tensor, Act | None]:
+    def message(self) -> tuple[Tensor, Callable[[], None] | None]:
         """All rows in place, shape (rows, n)."""
         return self.data, None
 
@@ -124,7 +125,7 @@ class GradBuffers:
         self,
         header: Header,
         stages: Mapping[int, LocalStage],
-        slots: MemorySlots,
+        slots: Slots,
         rank: int,
         others: GradBuffers | None,
     ) -> None:
@@ -182,12 +183,12 @@ class GradBuffers:
         self.rows_claimed.update(claimed)
         return [self.of_unit(unit) for unit in claimed]
 
-    def zeroing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
-        """Pairs (row, act): the act, run before the instruction in that row, zeroes a buffer whose sum begins there.
+    def zeroing_acts(self, instructions: Sequence[Instruction]) -> list[RowAct]:
+        """Acts that run before an instruction, and zero a buffer whose sum begins there.
 
         Shards that are slices of the rows of all weights are set to zero together with these rows, once.
         """
-        acts: list[tuple[int, Act]] = []
+        acts: list[RowAct] = []
         zeroed: set[int] = set()
         for row, unit in _first_additions(instructions, self.stages):
             buffer = self.of_unit(unit)
@@ -198,10 +199,10 @@ class GradBuffers:
                 acts.append((row, buffer.sliced_from.zero))
         return acts
 
-    def completing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
-        """Pairs (row, act): the act, run after a stage's last backward in that row, adds its sums to an owned shard."""
+    def completing_acts(self, instructions: Sequence[Instruction]) -> list[RowAct]:
+        """Acts that run after a stage's last backward, and add its sums to an owned shard."""
         last_backward = {i.stage: row for row, i in enumerate(instructions) if i.op in (Op.BWD, Op.BWD_W)}
-        acts: list[tuple[int, Act]] = []
+        acts: list[RowAct] = []
         for index, row in last_backward.items():
             stage = self.stages[index]
             for shard in stage.owned if stage.owns_separate_shards else ():

@@ -1,0 +1,171 @@
+"""The loaders of a map-style dataset, of a function, and of a torch IterableDataset."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from mpirun.data.load_ahead import seed, set_states, states, states_kept
+from mpirun.data.loader import Loader, Step, deal
+from mpirun.data.microbatches import Microbatch, checked_pair
+from schedgen.util.errors import UsageError
+
+
+def loader_class(dataset: Any) -> type[Loader]:
+    """The class for a map-style dataset, a torch IterableDataset, or a function; UsageError if it is none of these."""
+    if isinstance(dataset, IterableDataset):
+        return StreamLoader
+    if hasattr(dataset, "__getitem__"):
+        return MapLoader
+    if callable(dataset):
+        return FunctionLoader
+    raise UsageError(
+        f"a {type(dataset).__name__} is no dataset: give one with __len__ and __getitem__, a torch IterableDataset, or "
+        "a function make(step, microbatch, rng)"
+    )
+
+
+@lru_cache(2)
+def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Sequence[int]:
+    """The dataset's indices in the order of an epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(length) if shuffle else range(length)  # type: ignore[return-value]
+
+
+class MapLoader(Loader):
+    """The loader of a dataset with `__len__`, and with `__getitem__` or `__getitems__`."""
+
+    name = "a dataset"
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and the dataset's length."""
+        super().__post_init__()
+        try:
+            self.sample_count = len(self.dataset)
+        except (TypeError, NotImplementedError):
+            kind = type(self.dataset).__name__
+            raise UsageError(f"the dataset, a {kind}, has no length: give it __len__") from None
+        self._check_samples(self.sample_count)
+        self._say_of_last(self.sample_count % self.step_size)
+
+    def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
+        """Microbatch `number` of any step, the same as in an iteration."""
+        with states_kept():
+            made = self.made(epoch, step, [number])
+            return self._microbatch(number, made.samples, made.collated[number])
+
+    def made(self, epoch: int, step: int, numbers: Sequence[int]) -> Step:
+        """These microbatches of a step; seeds the global generators."""
+        indices = self._indices(epoch, step)
+        dealt, collated = deal(indices, self.microbatch_size, self.microbatches), {}
+        for number in numbers:
+            seed(self.seed, epoch, step, number)
+            collated[number] = self._collated(step, number, dealt[number])
+        is_last = self.sample_count is not None and step == len(self) - 1
+        return Step(len(indices), is_last, 0, collated)
+
+    def _indices(self, epoch: int, step: int) -> list[int]:
+        """The dataset's indices of the samples in a step."""
+        order = epoch_order(self.sample_count or 0, self.shuffle, self.seed, epoch)
+        return [int(index) for index in order[step * self.step_size : (step + 1) * self.step_size]]
+
+    def _collated(self, step: int, number: int, indices: list[int]) -> Any:
+        whole = getattr(self.dataset, "__getitems__", None)
+        items = whole(indices) if whole else [self.dataset[index] for index in indices]
+        return (self.collate or default_collate)(items)
+
+    def _steps(self, epoch: int, first: int) -> tuple[Dataset[Step], Iterable[int]]:
+        return _NumberedSteps(self, epoch), count(first) if self.sample_count is None else range(first, len(self))
+
+
+class FunctionLoader(MapLoader):
+    """The loader of a function `make(step, microbatch, rng) -> (input, target)`, which has no end."""
+
+    kind, name = "function", "a function that makes microbatches"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        Loader.__post_init__(self)
+        if self.collate is not None:
+            raise UsageError(f"{self.name} leaves nothing to collate")
+
+    def _indices(self, epoch: int, step: int) -> list[int]:
+        return [0] * self.step_size
+
+    def _collated(self, step: int, number: int, indices: list[int]) -> Any:
+        return self.dataset(step, number, np.random.default_rng([self.seed, step, number]))
+
+    def _unchanging(self) -> dict[str, Any]:
+        return {**super()._unchanging(), "microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
+
+    def _microbatch(self, number: int, samples: int, collated: Any) -> Microbatch:
+        """As in `Loader`; the size is that of dimension 0 of the input's first tensor that has one."""
+        made = super()._microbatch(number, samples, checked_pair(collated, "the function should return"))
+        size = next((len(x) for x in made.leaves if isinstance(x, torch.Tensor) and x.dim()), made.size)
+        return made._replace(size=size)
+
+
+class StreamLoader(Loader):
+    """The loader of an IterableDataset: every rank reads all samples, and keeps those of its microbatches."""
+
+    kind, name = "stream", "an IterableDataset"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        if self.workers > 1:
+            raise UsageError(f"{self.workers} workers cannot share {self.name}: it takes one at most")
+
+    def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
+        """UsageError: a stream gives no single microbatch."""
+        raise UsageError("an IterableDataset is read in order from its start: no single microbatch of it can be made")
+
+    def _steps(self, epoch: int, first: int) -> tuple[Dataset[Step], None]:
+        return _StepsInOrder(self, epoch, first), None
+
+
+class _NumberedSteps(Dataset[Step]):
+    """The steps of an epoch, each made by its number."""
+
+    def __init__(self, loader: MapLoader, epoch: int) -> None:
+        self.loader, self.epoch = loader, epoch
+
+    def __getitem__(self, step: int) -> Step:
+        return self.loader.made(self.epoch, step, self.loader.reads)
+
+
+class _StepsInOrder(IterableDataset[Step]):
+    """The steps of a stream from `first` on.
+
+    The stream draws from generators that are seeded by seed and epoch, the collation of a microbatch from others, which
+    are seeded by step and number, too.
+    """
+
+    def __init__(self, loader: StreamLoader, epoch: int, first: int) -> None:
+        self.loader, self.epoch, self.first = loader, epoch, first
+
+    def __iter__(self) -> Iterator[Step]:
+        loader, size = self.loader, self.loader.step_size
+        seed(loader.seed, self.epoch)
+        stream = iter(loader.dataset)
+        deque(islice(stream, self.first * size), maxlen=0)
+        here = list(islice(stream, size))
+        for step in count(self.first):
+            if not here:
+                return
+            following = list(islice(stream, size))  # tells whether this step is the last
+            of_stream = states()
+            dealt, collated = deal(here, loader.microbatch_size, loader.microbatches), {}
+            for number in loader.reads:
+                seed(loader.seed, self.epoch, step, number)
+                collated[number] = (loader.collate or default_collate)(dealt[number])
+            dropped = len(following) if loader.last == "drop" and len(following) < size else 0
+            yield Step(len(here), len(following) == dropped, dropped, collated)
+            set_states(of_stream)
+            here = following

@@ -1,0 +1,1 @@
+"""The core: what every step executes, whatever the schedule. The features around it it knows as `interfaces`."""

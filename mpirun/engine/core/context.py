@@ -1,0 +1,175 @@
+"""What the acts of a rank work with, and what the core asks of the features around it.
+
+Every instruction becomes an act once, before the first step. The core imports none of the features. The set-up
+(`engine.build`) hands them over in the `Context`; a feature that a run does not use does nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mpirun.comm.device import Device
+from mpirun.comm.ordered_allreduce import AllreduceQueue
+from mpirun.comm.transport import Transport
+from mpirun.data.microbatches import Microbatch
+from mpirun.engine.core.buffers import LocalBuffers, Slots
+from mpirun.engine.core.grad_buffers import GradBuffer, GradBuffers
+from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
+from mpirun.engine.core.split_backward import WeightHalf
+from mpirun.engine.core.stage import LocalStage, SavedForward
+from mpirun.engine.core.weight_layout import Unit
+from mpirun.model.dataflow import Dataflow
+from mpirun.model.stage_shape import StageShape
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Instruction, Kind, Op
+
+Act = Callable[[], object]  # knows its operands; its return value is ignored
+# Computes the loss of a microbatch from the last stage's outputs, and puts its metrics into the dict.
+Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
+
+# From what computes a job to what also surrounds it, such as a graph that is replayed, or buffers that are restored.
+Around = Callable[[Instruction, LocalStage, Callable[..., Any]], Callable[..., Any]]
+
+
+def in_order(first: Act, second: Act) -> Act:
+    """An act that runs `first`, then `second`."""
+
+    def act() -> None:
+        first()
+        second()
+
+    return act
+
+
+class PendingBackward:
+    """What a forward, or the first half of a backward, keeps for later jobs of the same stage and microbatch."""
+
+    __slots__ = ("half", "loss_gradient", "saved")
+    saved: SavedForward
+    half: WeightHalf | None
+    loss_gradient: Tensor  # last stage only: the gradient that its backward starts from
+
+
+class MinibatchLoss(Protocol):
+    """The loss of a whole minibatch (`engine.loss`)."""
+
+    collected: dict[int, Any]
+
+    def add_outputs(self, mb: int, outputs: Sequence[Tensor], batch: Microbatch) -> Mapping[int, Tensor]:
+        """Collect a microbatch's outputs; with the last of them the losses of all microbatches."""
+
+    def take_gradients(self, mb: int) -> list[Tensor | None]:
+        """The gradients of a microbatch's outputs."""
+
+
+class Optimizer(Protocol):
+    """The optimizers of what this rank owns (`engine.optimizer`)."""
+
+    def take_assigned(self) -> None:
+        """Copy what a script has assigned to its parameters into the weights."""
+
+    def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
+        """Add a pass's gradients to those of earlier passes; in the last pass the sums replace them."""
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+
+    def step(
+        self, unit: Unit, gradient: GradBuffer, step: int, norm: float, version: LocalStage | None = None,
+        update: int = 0,
+    ) -> None:  # fmt: skip
+        """Step the weights of a unit, or of a version of them."""
+
+
+class Versions(Protocol):
+    """The versions of weights (`engine.weight_versions`)."""
+
+    unsound: dict[int, Tensor]  # by stage: numbers to add to the norms, NaN after an update that is not finite
+
+    def at(self, stage: int, version: int) -> LocalStage:
+        """The stage with that version of its weights."""
+
+    def step(self, context: Context, i: Instruction) -> Act:
+        """STEP to a version."""
+
+    def copy_last_to_0(self) -> None:
+        """Begin the next pass with the last versions."""
+
+
+class Norms(Protocol):
+    """The numbers from which all ranks compute the norms of gradients (`engine.grad_norm`)."""
+
+    length: int
+
+    def contributor(
+        self, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor], added: Tensor | None = None
+    ) -> Callable[[np.ndarray], None]:
+        """A function that writes this rank's numbers of a unit to their positions."""
+
+    def norms(self, numbers: Sequence[float]) -> list[float]:
+        """The norm of every parameter, from the numbers of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One rank's shard of a run. Each instruction's act binds what it needs from it."""
+
+    header: Header
+    instructions: Sequence[Instruction]
+    shapes: Sequence[StageShape]
+    dataflows: Sequence[Dataflow]  # by microbatch of the list
+    seed: int
+    device: Device
+    position: Position  # the step and pass being executed
+    stages: Mapping[int, LocalStage]  # by number: those that the rank owns or computes, or whose gradients it forwards
+    slots: Slots  # where received buffers lie
+    transport: Transport
+    allreduces: AllreduceQueue  # the sums over ranks in flight
+    buffers: LocalBuffers  # x, g and w by name, and dw that are sent
+    grad_buffers: GradBuffers  # dw
+    microbatches: MicrobatchReader
+
+    # What jobs leave for later instructions.
+    pending: dict[tuple[int, int], PendingBackward] = field(default_factory=dict)  # by stage and microbatch
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by microbatch, since the last NORM
+    metrics: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # as `losses`
+
+    # The features around the core.
+    score: Callable[[LocalStage, Instruction], Score]  # of the last stage
+    minibatch_loss: MinibatchLoss | None  # in place of `score`
+    around: Around
+    versions: Versions
+    optimizer: Optimizer
+    norms: Norms
+    other_sums: Mapping[int, Callable[[Context, Instruction], Act]]  # ALLREDUCE of a t, x or g, by kind
+
+    def stage_of(self, i: Instruction) -> LocalStage:
+        """The stage, with the version of its weights that the instruction names."""
+        return self.versions.at(i.stage, i.version) if i.version >= 0 else self.stages[i.stage]
+
+    def pending_of(self, i: Instruction) -> PendingBackward:
+        """What jobs of the same stage and microbatch keep for later ones."""
+        return self.pending.setdefault((i.stage, i.mb), PendingBackward())
+
+    @cached_property
+    def saving(self) -> set[tuple[int, int]]:
+        """The stages and microbatches whose FWD keeps its graph: a backward follows without a RECOMPUTE before it."""
+        redone = {(i.stage, i.mb) for i in self.instructions if i.op == Op.RECOMPUTE}
+        return {(i.stage, i.mb) for i in self.instructions if i.op in (Op.BWD, Op.BWD_I)} - redone
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a stage has the loss."""
+        return not self.header.graph.consumers[stage]
+
+    def wait_for_weights(self, i: Instruction) -> Callable[[], object] | None:
+        """A function that waits until all shards of the stage's weights have arrived; None: they are never fetched."""
+        if i.stage not in self.slots.fetched:
+            return None
+        shards = [self.buffers.get(Kind.W, i.stage, piece=shard) for shard in self.stages[i.stage].shard_spans]
+        return partial(self.buffers.wait_values, shards)

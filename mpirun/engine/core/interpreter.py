@@ -1,0 +1,94 @@
+"""The interpreter: one rank executes its list of instructions, step after step.
+
+`Interpreter.table` maps every opcode to what prepares it. Before the first step each instruction becomes an act, a
+function without arguments that knows its tensors, its requests and its peers. A step calls the acts in the order of the
+list. The list alone decides the order: transfers start where the list starts them, and an act that needs an operand
+waits until the operand has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpirun.engine.core.backward import Backward, WeightBackward
+from mpirun.engine.core.context import Act, Context, in_order
+from mpirun.engine.core.forward import Forward
+from mpirun.engine.core.messages import Transfers
+from mpirun.engine.core.optimizer_step import OptimizerStep, StepResult
+from mpirun.engine.core.sums import Sums
+from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
+from schedgen.ir.instructions import Instruction, Op
+
+
+class Interpreter:
+    """A rank's list, prepared, and the loop that executes it."""
+
+    def __init__(self, context: Context, state: memoryview) -> None:
+        """Prepare all instructions. Collective. `state`: the words that the watchdog reads."""
+        self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
+        self.transport, self.position = context.transport, context.position
+        self.microbatches = context.microbatches
+        transfers, sums = Transfers(context), Sums(context)
+        self.optimizer_step = OptimizerStep(context)
+        self.table: dict[int, Callable[[int, Instruction], Act]] = {  # each takes the instruction and its row
+            Op.FETCH_W: transfers.fetch_w,
+            Op.RECV: transfers.recv,
+            Op.SEND: transfers.send,
+            Op.FWD: lambda row, i: Forward(context, i),
+            Op.BWD: lambda row, i: Backward(context, i),
+            Op.BWD_I: lambda row, i: Backward(context, i),
+            Op.BWD_W: lambda row, i: WeightBackward(context, i),
+            Op.RECOMPUTE: lambda row, i: Forward(context, i),
+            Op.ADD: sums.add,
+            Op.ALLREDUCE: sums.allreduce,
+            Op.NORM: self.optimizer_step.norm,
+            Op.STEP: self.optimizer_step.step,
+            Op.FREE: transfers.free,
+        }
+        self.code = [self.table[i.op](row, i) for row, i in enumerate(context.instructions)]
+        for row, zero in context.grad_buffers.zeroing_acts(context.instructions):
+            self.code[row] = in_order(zero, self.code[row])
+        for row, complete in context.grad_buffers.completing_acts(context.instructions):
+            self.code[row] = in_order(self.code[row], complete)
+        self.execute_list: Callable[[], None] = self.execute  # a trace replaces it
+
+    def run(self, step: int) -> StepResult:
+        """Execute the list once for every accumulation pass of a step; no autograd graph may be alive."""
+        context = self.context
+        self.position.step = self.state[STEP] = step
+        self.state[PHASE] = TRAINING
+        self._forget_pass()
+        context.optimizer.take_assigned()
+        for index in context.slots.fetched:  # another interpreter, or the script, may have moved `data`
+            self.stages[index].use_weights()
+        context.grad_buffers.detach()
+        losses: list[float] = []
+        metrics: list[dict[str, float]] = []
+        for number in range(self.position.passes):
+            self.position.accumulation_pass = number
+            self.begin_pass()
+            self.execute_list()
+            losses += self.optimizer_step.result.losses
+            metrics += self.optimizer_step.result.metrics
+        for stage in self.stages.values():
+            stage.give_back()
+        self.state[ROW] = NOTHING
+        return self.optimizer_step.result._replace(losses=losses, metrics=metrics)
+
+    def begin_pass(self) -> None:
+        """Called before every pass through the list; `engine.first_step` overrides it."""
+
+    def _forget_pass(self) -> None:
+        """Drop what an interrupted pass has kept: the next pass may have other data."""
+        self.microbatches.forget()
+        self.context.losses.clear()
+        self.context.metrics.clear()
+        if self.context.minibatch_loss is not None:
+            self.context.minibatch_loss.collected.clear()
+
+    def execute(self) -> None:
+        """Call the acts in their order, and show the watchdog which one runs."""
+        state = self.state
+        for row, act in enumerate(self.code):
+            state[ROW] = row
+            act()
