@@ -1,4 +1,4 @@
-"""The READMEs: every command in them runs, what they show is what is printed, and their links resolve."""
+"""The pages of the documentation: every command and script in them runs, what they show is printed, links resolve."""
 
 import functools
 import hashlib
@@ -19,24 +19,33 @@ import mpirun
 import schedgen
 
 ROOT = Path(__file__).parent.parent
-DOCS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("*/docs/*.md"))
-NAMES = ("README.md", "schedgen/README.md", "mpirun/README.md", *DOCS)
-TEXT = "".join((ROOT / name).read_text() for name in NAMES)
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, flags=re.S)
-COMMANDS = list(dict.fromkeys(line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()))
+PACKAGES = ("schedgen", "mpirun")
+# In the order of reading: later pages use files that commands of earlier ones have made.
+FIRST = ("README.md", *(f"{package}/docs/{page}.md" for page in ("tutorial", "how-to") for package in PACKAGES))
+OTHERS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*/README.md"), *ROOT.glob("*/docs/*.md")])
+PAGES = list(dict.fromkeys((*FIRST, *OTHERS)))
 
-LEFT_OUT = {"make test"}  # it runs this file
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """The code blocks of a page: language and text."""
+    return re.findall(r"```(\w*)\n(.*?)```", (ROOT / page).read_text(), flags=re.S)
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+COMMANDS = list(dict.fromkeys(line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()))
+SCRIPTS = [text for kind, text in BLOCKS if kind == "python"]
+NAMED = {match[1]: text for text in SCRIPTS if (match := re.match(r"# (\w+\.py)\n", text))}  # files that commands use
+
 Place = tuple[Path, dict[str, str]]  # a folder and an environment
-TRAIN = "mpiexec -n 4 python -m "
-# Options that shorten commands: one golden schedule of each kind, as test_traces.py compiles all; one epoch, not three.
+TRAIN = "mpiexec -n 4 python "
+# Options that shorten commands.
 MORE = {
     "make run": " STEPS=1",
-    "make traces": " GOLDEN='lpp-g4 zb-v 1f1b-tied 1f1b-rr fsdp-sharded 1f1b-tensor' BIN=build/tools",
-    f"{TRAIN}mpirun.examples.digits zb-h1.json": " 1",
-    f"{TRAIN}mpirun profile --model mpirun.examples.gpt:tiny --stages 4 --output profile.json": " --steps 1",
+    f"{TRAIN}-m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 --output profile.json": " --steps 1",
+    "schedgen plan profile.json --workers 4 --microbatches 8 --memory 8e6 --output plan.json": " --schemes 1f1b,ddp",
 }
 LAST = {"make run": next(text for _, text in BLOCKS if text.startswith("verify: "))}  # the end of a command's output
-EXIT = {"schedgen diff 1f1b.json mine.json": 1}  # the files differ
+EXIT = {"schedgen check broken.json": 1}  # a SEND is missing
 
 # A stand-in for Slurm's srun: it starts the ranks with mpiexec.
 SRUN = """while [ "$1" != python ]; do [ "$1" = -n ] && ranks=$2; shift; done
@@ -53,7 +62,7 @@ class Done(NamedTuple):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> Iterator[Place]:
-    """A copy of the repository, and an environment in which the README's commands find what they need."""
+    """A copy of the repository, and an environment in which the pages' commands find what they need."""
     copy = tmp_path_factory.mktemp("readme") / "repository"
     skip = shutil.ignore_patterns(".venv*", "build", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
     shutil.copytree(ROOT, copy, ignore=skip)
@@ -66,15 +75,15 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> It
     for name, text in {"srun": SRUN, "python": f'{python} "$@"', "schedgen": f'{python} -m schedgen "$@"'}.items():
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")
         (tools / name).chmod(0o755)
-    (copy / "vee.py").write_text(next(text for kind, text in BLOCKS if kind == "python" and "def w(" in text))
+    for name, text in NAMED.items():
+        (copy / name).write_text(text)
     mpiexec = os.environ.get("MPIEXEC", str(venv / "bin" / "mpiexec"))
     path = os.pathsep.join([str(tools), str(venv / "bin"), os.environ["PATH"]])
     inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MPI")}
     # MPI=system is run with this venv and its launcher in place of a site's.
-    # The pictures that the READMEs show are 80 columns wide. mypy's cache outlives the copy.
-    more = {"COLUMNS": "80", "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache")}
     links = share_kernels(copy)
-    yield copy, {**inherited, **more, "PATH": path, "MPIEXEC": mpiexec}
+    # The pictures that the pages show are 80 columns wide.
+    yield copy, {**inherited, "COLUMNS": "80", "PATH": path, "MPIEXEC": mpiexec}
     for link in links:
         link.unlink()
 
@@ -94,7 +103,7 @@ def share_kernels(copy: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def four(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Done]]:
-    """Runs `mpiexec -n 4 python -m MODULE ARGUMENTS`: the first command by itself, the others in one shared launch."""
+    """Runs `mpiexec -n 4 python ...`: the first command by itself, the others in one shared launch."""
     copy, environment = place
     waiting: list[StandingLaunch] = []
 
@@ -102,7 +111,8 @@ def four(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         if not waiting:
             waiting.append(StandingLaunch(4, environment, tmp_path_factory.mktemp("launch"), copy))
             return shell(command.replace("mpiexec", environment["MPIEXEC"], 1), place)
-        return Done(*waiting[0].run(shlex.split(command.removeprefix(TRAIN)), 300))
+        module, *arguments = shlex.split(command.removeprefix(TRAIN).removeprefix("-m "))
+        return Done(*waiting[0].run([module.removesuffix(".py"), *arguments], 300))
 
     yield four
     for launch in waiting:
@@ -119,7 +129,7 @@ def shell(command: str, place: Place) -> Done:
 
 @pytest.fixture(scope="module")
 def ran(place: Place, four: Callable[[str], Done]) -> Callable[[str], Done]:
-    """Runs a command of the READMEs, shortened and only once, and returns how it ended."""
+    """Runs a command of the pages, shortened and only once, and returns how it ended."""
 
     @functools.cache
     def ran(command: str) -> Done:
@@ -137,87 +147,96 @@ def ran(place: Place, four: Callable[[str], Done]) -> Callable[[str], Done]:
     return ran
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in LEFT_OUT])
-def test_a_command_of_the_readme_runs(command: str, ran: Callable[[str], Done]) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs(command: str, ran: Callable[[str], Done]) -> None:
     done = ran(command)
     assert done.code == EXIT.get(command, 0), done.out + done.err
     assert "Traceback" not in done.err
     assert done.out.endswith(LAST.get(command, ""))
 
 
-def test_the_readme_quotes_the_golden_1f1b_file() -> None:
-    quoted = next(text for kind, text in BLOCKS if '"op": "RECV"' in text)
-    assert "  [\n" + quoted in (ROOT / "traces" / "1f1b.json").read_text()
+def test_every_script_is_run_by_a_command() -> None:
+    """A script begins with the name of its file, for the commands, or is a file of the examples."""
+    examples = {file.read_text(): file.stem for file in (ROOT / "mpirun" / "examples").glob("*.py")}
+    names = [*(name.removesuffix(".py") for name in NAMED), *(examples[text] for text in SCRIPTS if text in examples)]
+    assert len(names) == len(SCRIPTS)
+    assert [name for name in names if not any(re.search(rf"\b{name}\b", command) for command in COMMANDS)] == []
 
 
-def test_the_readme_shows_a_whole_script_whose_loss_falls(ran: Callable[[str], Done]) -> None:
-    quoted = next(text for kind, text in BLOCKS if kind == "python")
-    assert quoted == (ROOT / "mpirun" / "examples" / "first_script.py").read_text()
-    first, *_, last = re.findall(r"test (.*)", ran(f"{TRAIN}mpirun.examples.first_script").out)
+def test_the_first_script_s_loss_falls(ran: Callable[[str], Done]) -> None:
+    first, *_, last = re.findall(r"test (.*)", ran(f"{TRAIN}-m mpirun.examples.first_script").out)
     assert float(last) < float(first) / 4
 
 
-def test_the_readme_shows_what_is_printed(ran: Callable[[str], Done]) -> None:
-    for command in (
-        "schedgen compile 1f1b --stages 4 --microbatches 8 --output 1f1b.json",
-        "schedgen new mine",
-        "schedgen compile mine.py --stages 4 --microbatches 8 --output mine.json",
-        "schedgen check 1f1b.json",
-        "schedgen draw 1f1b.json",
-        "schedgen diff 1f1b.json mine.json",
-        "schedgen plan tests/data/vgg16.txt --workers 4 --bandwidth 1e9 --partition-only",
-    ):
-        printed = ran(command).out
-        if "compile" not in command and "new" not in command:
-            assert f"```\n{printed}```" in TEXT, command
+def test_the_first_schedule_shows_what_is_printed(ran: Callable[[str], Done]) -> None:
+    commands = [
+        line for kind, text in blocks("schedgen/docs/tutorial.md") if kind == "sh" for line in text.splitlines()
+    ]
+    printed = "".join(done.out + done.err for done in map(ran, commands[1:]))
+    shown = [text for kind, text in blocks("schedgen/docs/tutorial.md") if not kind]
+    assert len(shown) == 4 and [text for text in shown if text not in printed] == []
+
+
+def test_the_page_of_the_file_quotes_the_golden_1f1b() -> None:
+    golden, (_, form) = (ROOT / "traces" / "1f1b.json").read_text(), blocks("schedgen/docs/file.md")[0]
+    instructions = re.findall(r'^   \{"op.*\n', form, flags=re.M)
+    assert len(instructions) == 3 and "  [\n" + "".join(instructions) in golden
 
 
 def test_the_page_on_one_microbatch_shows_what_the_passes_make(place: Place, ran: Callable[[str], Done]) -> None:
     ran("schedgen compile 1f1b --stages 2 --microbatches 2 --dump-passes passes --output two.json")
     written = "".join(file.read_text() for file in sorted((place[0] / "passes").iterdir()))
-    page = (ROOT / "schedgen" / "docs" / "one-microbatch.md").read_text()
-    shown = [text for kind, text in re.findall(r"```(\w*)\n(.*?)```", page, flags=re.S) if not kind]
+    shown = [text for kind, text in blocks("schedgen/docs/one-microbatch.md") if not kind]
     assert len(shown) == 2 and all(text in written for text in shown)
 
 
-def test_every_scheme_is_in_the_readme_s_table() -> None:
+def test_every_scheme_is_in_the_table() -> None:
     from schedgen.schemes import SCHEMES
 
-    (chapter,) = re.findall(r"^## Schemes$(.*?)^###? ", TEXT, flags=re.M | re.S)
+    page = (ROOT / "schedgen" / "docs" / "reference.md").read_text()
+    (chapter,) = re.findall(r"^## Schemes$(.*?)^###? ", page, flags=re.M | re.S)
     assert re.findall(r"^\| `([^`]+)` \|", chapter, flags=re.M) == list(SCHEMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_link_to_a_file_resolves(name: str) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_to_a_file_resolves(page: str) -> None:
     def anchors(file: Path) -> set[str]:
         headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
         return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
-    readme = ROOT / name
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", readme.read_text()) if "://" not in link]
-    assert links
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()) if "://" not in link]
     for link in links:
         path, _, anchor = link.partition("#")
-        file = readme.parent / path if path else readme
+        file = (ROOT / page).parent / path if path else ROOT / page
         assert file.exists(), link
         assert not anchor or anchor in anchors(file), link
 
 
-def test_every_file_of_mpirun_is_in_its_map() -> None:
-    text = (ROOT / "mpirun" / "README.md").read_text()
-    files = [f"{file.parent.name}/{file.name}" for file in (ROOT / "mpirun").glob("*/*.py")]
-    listed = [file for file in files if f"({file})" in text]
-    left_out = [file for file in files if file not in listed and not file.endswith("__init__.py")]
-    assert listed and all(file.startswith("examples/") for file in left_out), left_out
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, new = set[Path](), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        links = [(page.parent, link) for page in new for link in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())]
+        new = {(folder / link).resolve() for folder, link in links} - reached
+    assert reached == {ROOT / page for page in PAGES}
 
 
-def test_every_public_name_of_mpirun_is_in_its_table() -> None:
-    table = (ROOT / "mpirun" / "README.md").read_text().split("## Public names")[1].split("\n## ")[0]
-    assert [name for name in mpirun.__all__ if f"`{name}`" not in table] == []
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_room_is_in_its_map(package: str) -> None:
+    text = (ROOT / package / "README.md").read_text()
+    rooms = {file.parent.relative_to(ROOT / package) for file in (ROOT / package).glob("*/**/__init__.py")}
+    depth = {"schedgen": 1, "mpirun": 2}[package]
+    assert [str(room) for room in rooms if len(room.parts) <= depth and f"]({room})" not in text] == []
+
+
+def test_every_public_name_of_mpirun_is_in_the_reference() -> None:
+    page = (ROOT / "mpirun" / "docs" / "reference.md").read_text()
+    chapter = page.split("## Public names")[1].split("\n## ")[0]
+    assert [name for name in mpirun.__all__ if f"`{name}`" not in chapter] == []
     assert mpirun.UsageError is schedgen.UsageError
 
 
-def test_the_readme_s_commands_are_found() -> None:
-    """Guards the pattern above: a README whose blocks are written otherwise would test nothing."""
+def test_the_commands_are_found() -> None:
+    """Guards the patterns above: pages whose blocks are written otherwise would test nothing."""
     words = {shlex.split(command)[0] for command in COMMANDS}
-    assert {"make", "schedgen", "mpiexec", "srun", "git"} <= words
+    assert {"make", "schedgen", "mpiexec", "srun", "python", "sed"} <= words and len(NAMED) == 5

@@ -1,6 +1,6 @@
 """The graph file: what a schedule must know of a model. `mpirun graph` writes it, and `--graph` reads it.
 
-schedgen/README.md, "Models", explains its keys and their defaults.
+schedgen/docs/reference.md, "The graph file", explains its keys.
 """
 
 from __future__ import annotations

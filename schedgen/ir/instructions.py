@@ -18,7 +18,7 @@ DIRECTIONS = {2: ("F", "B"), 3: ("F", "I", "W"), 1: ("F",)}
 
 
 class Op(IntEnum):
-    """Opcodes. Semantics in one line each; `schedgen/README.md` has the long form."""
+    """Opcodes. Semantics in one line each; `schedgen/docs/file.md` has the long form."""
 
     FETCH_W = 0  # start receiving w.stage, or one shard of it; the sender has a matching SEND
     RECV = 1  # start receiving buf

@@ -7,8 +7,10 @@ best pipeline (A)
     A(j, m) = min of T(0 -> j, m) and, over cuts s between and 0 < m' < m,
               max(A(s, m - m'), 2 a_s / (B m'), 2 a_j / (B m'), T(s -> j, m'))
 
-schedgen/README.md, "The partition", says what the terms are, and where they differ from those that the paper prints
-[Narayanan et al. 2019, PipeDream, section 3.1]. Layers are cut along their order.
+where w_ij are the bytes of the weights between the cuts and a_s those that cross cut s. These are the terms of
+PipeDream's optimizer. The paper [Narayanan et al. 2019, PipeDream, section 3.1] prints
+max(seconds, 2 (m - 1) |w| / B) / m for T, 2 a_s / B for what enters a stage, and nothing for what leaves it. Layers are
+cut along their order.
 
 A replica of a stage has as many minibatches in flight as there are workers at its stage and after it, divided by the
 stage's replicas and rounded up (NOAM of the first stage, section 3.2). Each of them has its own activations and its own

@@ -1,8 +1,9 @@
 """The Pareto front, in time and memory, of the schedules that a profile's layers allow.
 
-schedgen/README.md, "The search", says how it is found. With a memory limit, candidates are tried and their cuts moved
-as without one, because moved cuts may fit where the cuts that they began with do not; in addition, cuts that keep to
-the limit are tried and moved. `pipedream` searches nothing: it is PipeDream's own schedule.
+Candidates are schemes with balanced layers; those that no bound excludes are simulated, and the cuts of the best are
+moved while that helps (`cut_moves`). With a memory limit, candidates are tried and their cuts moved as without one,
+because moved cuts may fit where the cuts that they began with do not; in addition, cuts that keep to the limit are
+tried and moved. `pipedream` searches nothing: it is PipeDream's own schedule.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
 def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     """The numbers of one pass through the program, in seconds: means over the timelines of all passes.
 
-    schedgen/README.md, "Measured runs", says what they are; `workers` has busy and idle of each. Raises RefusedFile
+    schedgen/docs/reference.md, "Numbers", says what they are; `workers` has busy and idle of each. Raises RefusedFile
     if the jobs' time cannot be told from zero at the precision of the trace's numbers.
     """
     table, workers = program.rows, program.header.workers

@@ -13,7 +13,7 @@ from schedgen.simulator.timeline import CAUSES
 
 
 def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
-    """The numbers by name: times in the unit of the costs; bytes in all, by kind, link and worker. See the README."""
+    """The numbers in docs/reference.md: times in the unit of the costs; bytes in all, by kind, link and worker."""
     table, workers = program.rows, program.header.workers
     sends = program.rows_of(Op.SEND)
     link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.to[sends], return_inverse=True)

@@ -1,8 +1,7 @@
 """The numbers of a schedule: Table 1 of Rahimi 2025, and more, per worker and in total.
 
-schedgen/README.md explains them: "Costs" and, for versions of weights, "Updates without a flush". Times are those of
-`simulate` with messages that take no time, as Rahimi 2025 assumes ("we assume that transmission latencies can be
-hidden").
+schedgen/docs/reference.md, "Numbers", explains them. Times are those of `simulate` with messages that take no time, as
+Rahimi 2025 assumes ("we assume that transmission latencies can be hidden").
 """
 
 from __future__ import annotations

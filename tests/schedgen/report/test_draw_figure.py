@@ -1,4 +1,4 @@
-"""draw -o .svg, .png: labels, determinism, the README's pictures, and the message without matplotlib."""
+"""draw -o .svg, .png: labels, determinism, the pages' pictures, and the message without matplotlib."""
 
 from __future__ import annotations
 
@@ -117,12 +117,13 @@ def test_without_matplotlib_the_extra_is_named(run, refused, schedules, monkeypa
 
 @pytest.mark.skipif(matplotlib.__version__ != PINNED, reason=f"the pictures are made by matplotlib {PINNED}")
 @pytest.mark.parametrize("command", PICTURES)
-def test_the_readme_s_pictures_are_those_of_today(run, tmp_path, monkeypatch, command):
+def test_the_pages_pictures_are_those_of_today(run, tmp_path, monkeypatch, command):
     *arguments, _, committed = shlex.split(command)
     monkeypatch.chdir(ROOT)
     assert run("draw", *arguments, "-o", tmp_path / "again.svg").code == 0
     assert (tmp_path / "again.svg").read_bytes() == (ROOT / committed).read_bytes(), "make pictures"
-    assert f"]({committed})" in (ROOT / "README.md").read_text()
+    pages = [ROOT / "README.md", ROOT / "schedgen" / "docs" / "tutorial.md"]
+    assert any(f"/{Path(committed).name})" in page.read_text() for page in pages)
 
 
 def test_there_are_pictures():

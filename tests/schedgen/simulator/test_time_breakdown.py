@@ -99,6 +99,6 @@ def test_units_do_not_matter():
     assert np.allclose(1e6 * one.time, other.time) and one.time[:, TRANSFER].any()
 
 
-def test_the_readme_says_what_each_share_is():
-    text = (Path(__file__).parents[3] / "schedgen" / "README.md").read_text()
+def test_the_reference_says_what_each_share_is():
+    text = (Path(__file__).parents[3] / "schedgen" / "docs" / "reference.md").read_text()
     assert "".join(f"| {name} | {words} |\n" for name, words in zip(SHARES, MEANING, strict=True)) in text
