@@ -42,7 +42,7 @@ FAN = """
 """
 SEVERAL = """
     edges = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    apart = [0, 1]
+    per_consumer = [0, 1]
     def w(s, b, d):
         return s % 4, (s + d * (b % 2)) % 4
 """
