@@ -18,15 +18,15 @@ import fuzz
 import schedgen.checker.files
 import schedgen.cli.main
 import schedgen.ir.file
+import schedgen.ir.line_codec
 import schedgen.ir.validate_header
-import schedgen.ir.validate_instruction
 import schedgen.util.option_fields
 from schedgen.cli.options import CheckOptions
 
 
 def a_number_that_no_one_bounds() -> None:
     fuzz.SECONDS = 1.0  # some make writing endless
-    schedgen.ir.validate_instruction._number = lambda value, *_: value
+    schedgen.ir.line_codec._faults = lambda form, *_: [(form < 0, "")]
 
 
 def a_size_that_is_believed() -> None:

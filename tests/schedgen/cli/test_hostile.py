@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import sys
@@ -12,7 +11,6 @@ import fuzz
 import numpy as np
 import pytest
 
-import schedgen.ir.file
 import schedgen.simulator.memory_plan
 import schedgen.util.jit
 from schedgen.analysis import Waits
@@ -21,7 +19,6 @@ from schedgen.checker.deadlock import rule_4
 from schedgen.checker.proof import Proof
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.file import read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
 from schedgen.report.diff import diff
@@ -182,38 +179,6 @@ def test_many_copies_held_at_once_take_a_place_each(monkeypatch):
         zip(program.rows.stage[of_rank_0].tolist(), memory_plan(program, sizes).slot[of_rank_0].tolist(), strict=True)
     )
     assert len(pairs) == len({stage for stage, _ in pairs}) == len({place for _, place in pairs}) > 3
-
-
-class Endless(io.RawIOBase):
-    """A first line, then one line for ever."""
-
-    def __init__(self, first: bytes, line: bytes) -> None:
-        self.first, self.line = first, line
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        data = (self.first + self.line * (len(buffer) // len(self.line) + 1))[: len(buffer)]
-        complete = len(data) - (len(data) - len(self.first)) % len(self.line)
-        buffer[:complete] = data[:complete]
-        self.first = b""
-        return complete
-
-
-def test_a_header_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr(schedgen.ir.file, "MOST_HEADER", 2**20)
-    with pytest.raises(RefusedFile, match="the header is too long"):
-        read(io.BufferedReader(Endless(b'{"schedgen": 2,\n', b"\n")), "f")
-
-
-def test_a_list_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr(schedgen.ir.file, "MOST_ROWS", 2**20)
-    out = io.BytesIO()
-    write(compiled("gpipe", 2, 2), out)
-    first = out.getvalue().partition(b"  [\n")
-    with pytest.raises(RefusedFile, match="more than 1048576 instructions"):
-        read(io.BufferedReader(Endless(b"".join(first[:2]), b'   {"op": "STEP", "stage": 0},\n')), "f")
 
 
 @pytest.mark.parametrize("command", [("seal", "/dev/zero"), ("stats", "{}", "--profile", "/dev/zero"),
