@@ -51,7 +51,6 @@ class Proof:
     """A projected program and what the rules share."""
 
     def __init__(self, program: Program, name: str) -> None:
-        """`name` begins every refusal."""
         self.program, self.header, self.name = program, program.header, name
         self.analysis = analyse(program)
         self.rank, self.op, self.kind, self.stage, self.mb, self.piece, self.operand = program.rows

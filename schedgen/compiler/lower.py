@@ -12,11 +12,9 @@ from schedgen.compiler.passes.emit_jobs import emit_jobs
 from schedgen.compiler.passes.free import free
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.limits import MOST_USES
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
 from schedgen.util.arrays import Flags, Ints, Times
-from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
 from schedgen.util.version import __version__
 
@@ -35,9 +33,6 @@ def lower(placed: PlacedScheme, start: Times, dump: Dump = lambda name, program:
     program = program.project()  # a separate statement: it frees the global program, a third of the memory
     program = free(program)
     dump("free", program)
-    if program.header.shard_uses() > MOST_USES * len(program):
-        shards = sum(map(len, placed.shard_owners))
-        raise UsageError(f"--shards: {shards} shards are too many for so few workers and microbatches")
     return program
 
 

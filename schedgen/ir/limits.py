@@ -14,8 +14,6 @@ MOST_WORKERS = 2**20
 MOST_STAGES = 2**20  # of a model's graph file
 MOST_LAYERS = 2**31  # of one of its stages
 MOST_PAIRS = 2**25  # pairs of a worker and a stage: tables have an entry for each
-MOST_TIES = 16  # of one stage
-MOST_USES = 64  # per instruction: of shards of weights or, in a list of forwards, of inputs
 MOST_RATIO = 1e6  # of the longest job's duration to the shortest's
 
 

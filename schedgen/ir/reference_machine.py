@@ -29,7 +29,6 @@ class ReferenceMachine:
     """All ranks, and the posted receives that no SEND has matched yet."""
 
     def __init__(self, program: Program) -> None:
-        """All ranks stand at the beginning of their lists. `program` may be damaged."""
         self.header = program.header
         self.ranks = [Rank(rank, program) for rank in range(self.header.workers)]
         # By (from, to, kind): the posted receives, each with the buffer's name at the sender and at the receiver.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -134,23 +133,6 @@ def test_a_tie_entered_many_times_takes_no_memory():
         check(again)
 
 
-def test_a_stage_in_many_ties_is_refused(run, refused, graph_file, tmp_path):
-    path = tmp_path / "tied.json"
-    file = json.loads(run("compile", "gpipe", "--stages", 20, "--microbatches", 1, "-o", "-").out)
-    path.write_text(json.dumps({**file, "tied": [[0, s] for s in range(1, 18)]}))
-    assert refused(run("seal", path), 1).endswith("tied must have no stage in more than 16 lists")
-    graph = graph_file(stages=20, tied=[[0, s] for s in range(1, 18)])
-    message = refused(run("compile", "gpipe", "--graph", graph, "--microbatches", 1, "-o", path), 2)
-    assert message == "schedgen: tied: stage 0 is in 17 ties, more than 16"
-
-
-def test_more_edges_than_instructions_can_serve_are_refused(run, refused, tmp_path):
-    path = tmp_path / "edges.json"
-    file = json.loads(run("compile", "gpipe", "--stages", 40, "--microbatches", 3, "--workers", 40, "-o", "-").out)
-    path.write_text(json.dumps({**file, "edges": list(itertools.combinations(range(40), 2))}))
-    assert "edges ask for more gradients than" in refused(run("seal", path), 1)
-
-
 def test_a_long_circle_is_one_short_sentence():
     """Every rank's SEND waits for the RECV that follows the next rank's SEND."""
     ranks = 300
@@ -269,7 +251,7 @@ def test_layers_whose_sizes_add_up_to_no_number_are_refused(run, refused, tmp_pa
 def test_costs_that_stats_would_not_take_are_refused_by_check(file, run, refused):
     file.write_text(file.read_text().replace('"F": 1,', '"F": 10000000,'))
     for command in ("check", "stats", "simulate"):
-        assert "a million times the smallest" in refused(run(command, file), 1)
+        assert "a million times as long as the shortest" in refused(run(command, file), 1)
 
 
 @pytest.mark.parametrize("times", [{"dur": 0}, {"ts": 0, "dur": 0}], ids=["at times", "at once"])

@@ -241,10 +241,9 @@ def edited(program, **changes):
         ([[0, 1], []], "shards must name an owner in 0..1 of every shard of every stage"),
         ([[0, 2], [1, 0]], "shards must name an owner in 0..1"),
         ([[0], [1]], "shards must divide a stage, or be left out"),
-        ([[1, 0], [1, 0]], "the first owner of stage 0 is not the worker that weights names"),
+        ([[1, 0], [1, 0]], "the first owner of each stage must be the worker that weights names"),
         ([[0, 0], [1, 0]], "owners do not agree with weights"),
         ([[0, 1, 1], [1, 0]], None),
-        ([[0, 1, 1] * 1000, [1, 0]], "shards ask for more shards than"),
     ],
 )
 def test_a_header_with_wrong_shards_is_refused(shards, reason):

@@ -548,14 +548,12 @@ def test_a_header_that_versions_do_not_go_with_is_refused(key, words, base, judg
 # Schemes of one's own
 
 
-@pytest.mark.parametrize(
-    "updates", ["'sometimes'", "None", "3", "['stash']", "''", "{}", "lambda: 1", "'Stash'", "b'stash'"]
-)
+@pytest.mark.parametrize("updates", ["'sometimes'", "None", "3", "['stash']", "'Stash'"])
 def test_a_scheme_file_with_wrong_updates_is_one_sentence(updates, run, refused, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(f"updates = {updates}\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b + s + d\n")
     message = refused(run("compile", path, "--stages", 2, "--microbatches", 4, "-o", "-"), 2)
-    assert "updates must be 'flush', 'stash', 'vertical', '2bw', not " in message
+    assert "is none of flush, stash, vertical, 2bw" in message
 
 
 def test_a_scheme_file_says_its_updates_and_the_option_is_stronger(run, tmp_path):
