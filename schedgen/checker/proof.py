@@ -15,7 +15,7 @@ from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
 from schedgen.util.errors import RefusedFile
 
 RULES = {
-    1: "every job exactly once, on the worker w names, a forward before it is redone, no stage but the last unread",
+    1: "every job exactly once, on the worker w names, a forward before it is redone",
     2: "every operand is defined before it is used",
     3: "every SEND has its RECV or FETCH_W, in order",
     4: "no deadlock, even if every SEND blocks until it is matched",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import pairwise
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -44,11 +43,7 @@ class Rows(Columns, Operands):
 
     def take(self, index: Numbers | slice) -> Rows:
         """The rows at these indices."""
-        return Rows(*(column[index] for column in self.columns()))
-
-    def columns(self) -> list[NDArray[Any]]:
-        """All columns, in the order of the fields."""
-        return list(self)
+        return Rows(*(column[index] for column in self))
 
 
 def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
@@ -93,7 +88,7 @@ class Program:
             order = np.argsort(after, kind="stable")
             after = after[order]
         merge = _merge_at(after, len(self))
-        pairs = zip(self.rows.columns(), new.columns(), strict=True)
+        pairs = zip(self.rows, new, strict=True)
         rows = Rows(*(merge(column, inserted[order]) for column, inserted in pairs))
         time = None if self.time is None else merge(self.time, self.time[np.maximum(after, 0)])
         return Program(self.header, rows, time)
@@ -154,16 +149,6 @@ class Program:
 
 def _merge_at(after: Numbers, length: int) -> Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]:
     """A function that inserts values into a column of `length`, each after the row that the ascending `after` gives."""
-    first = np.flatnonzero(np.append(True, after[1:] != after[:-1]))  # of the values at each place
-    if 64 * len(first) < length:  # few places: whole slices
-        old_bounds = list(pairwise([0, *(after[first] + 1).tolist(), length]))
-        new_bounds = [*pairwise([*first.tolist(), len(after)]), (0, 0)]
-
-        def merge_slices(column: NDArray[Any], inserted: NDArray[Any]) -> NDArray[Any]:
-            slices = zip(old_bounds, new_bounds, strict=True)
-            return np.concatenate([part for (a, b), (c, d) in slices for part in (column[a:b], inserted[c:d])])
-
-        return merge_slices
     places = after + 1 + np.arange(len(after))
     is_old = np.ones(length + len(after), bool)
     is_old[places] = False

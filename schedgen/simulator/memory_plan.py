@@ -27,8 +27,6 @@ from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.util.arrays import Ints, Numbers
 from schedgen.util.jit import kernel
 
-MOST_TOGETHER = 2**24  # pairs of a fetched copy and one live with it, on a rank; with more, no stages share a slot
-
 
 class MemoryPlan(NamedTuple):
     """The slots of every rank, numbered from 0, for what it receives, foreign weight gradients and weight versions."""
@@ -173,9 +171,7 @@ def _shared_slots(program: Program, copies: _Claims) -> Numbers:
         stages, first, stage = np.unique(copies.pool[lives], return_index=True, return_inverse=True)
         number = np.argsort(np.argsort(first))[stage]  # stages by first fetch
         pairs = int((np.arange(len(lives)) - np.searchsorted(np.sort(end), begin)).sum())
-        if pairs <= MOST_TOGETHER:
-            number = _first_fit.sized(pairs + len(lives))(number, begin, end, len(stages), pairs)[number]
-        shared[lives] = number
+        shared[lives] = _first_fit.sized(pairs + len(lives))(number, begin, end, len(stages), pairs)[number]
     return shared
 
 

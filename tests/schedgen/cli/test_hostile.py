@@ -23,9 +23,7 @@ from schedgen.ir.program import Program, concatenate, rows
 from schedgen.report.diff import diff
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.buffer_sizes import buffer_sizes
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.memory_plan import memory_plan
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import RefusedFile, clip
 
@@ -124,15 +122,6 @@ def test_the_difference_of_schedules_in_another_order_takes_less_than_squared_ti
     assert work(200) < 6 * work(50)
 
 
-def test_a_tie_entered_many_times_takes_no_memory():
-    scheme = Scheme("one", 1, lambda s, b, d: (0 * s, 0 * s), lambda s, b, d: 0 * s, "0", "greedy")
-    program = compile(scheme, Sizes(2000, 1, 1), Options(tied=[list(range(2000))]))
-    ties = np.flatnonzero(program.rows.kind == Kind.T)
-    again = Program(program.header, program.rows.take(np.insert(np.arange(len(program)), ties.repeat(20_000), ties[0])))
-    with fuzz.memory(2**28), pytest.raises(RefusedFile, match="this tie is summed twice"):
-        check(again)
-
-
 def test_a_long_circle_is_one_short_sentence():
     """Every rank's SEND waits for the RECV that follows the next rank's SEND."""
     ranks = 300
@@ -149,18 +138,6 @@ def test_a_long_circle_is_one_short_sentence():
     with pytest.raises(RefusedFile, match=r"waits forever, in a cycle with line .*; and 296 more") as error:
         rule_4(Proof(program, "f"), waits)
     assert len(str(error.value)) < 600
-
-
-def test_many_copies_held_at_once_take_a_place_each(monkeypatch):
-    program = compiled("fsdp", 12, 4, 2, weight_slots=12)
-    sizes = buffer_sizes(Machine(), 12)
-    fetched = program.rows.op == Op.FETCH_W
-    monkeypatch.setattr(schedgen.simulator.memory_plan, "MOST_TOGETHER", 3)
-    of_rank_0 = fetched & (program.rows.rank == 0)
-    pairs = set(
-        zip(program.rows.stage[of_rank_0].tolist(), memory_plan(program, sizes).slot[of_rank_0].tolist(), strict=True)
-    )
-    assert len(pairs) == len({stage for stage, _ in pairs}) == len({place for _, place in pairs}) > 3
 
 
 @pytest.mark.parametrize("command", [("seal", "/dev/zero"), ("stats", "{}", "--profile", "/dev/zero"),
@@ -231,14 +208,6 @@ def test_an_entry_that_stands_twice_is_refused(file, run, refused, tmp_path):
     text = file.read_text()
     twice.write_text(text.replace('"op": "FWD"', '"op": "BWD", "op": "FWD"', 1))
     assert f"{twice}: not JSON: an object has 'op' twice" in refused(run("seal", twice), 1)
-
-
-def test_sizes_whose_sums_are_no_numbers_are_refused(file, run, refused, tmp_path):
-    profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps({"F": 1, "I": 1, "W": 1, "activation": 9e17}))
-    for command in ("stats", "simulate"):
-        message = refused(run(command, file, "--profile", profile), 2)
-        assert "sizes of 900000000000000000 bytes are too large for" in message
 
 
 def test_layers_whose_sizes_add_up_to_no_number_are_refused(run, refused, tmp_path):
