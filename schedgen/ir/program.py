@@ -43,7 +43,11 @@ class Rows(Columns, Operands):
 
     def take(self, index: Numbers | slice) -> Rows:
         """The rows at these indices."""
-        return Rows(*(column[index] for column in self))
+        return Rows(*(column[index] for column in self.columns()))
+
+    def columns(self) -> list[NDArray[Any]]:
+        """All columns, in the order of the fields."""
+        return list(self)
 
 
 def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
@@ -88,7 +92,7 @@ class Program:
             order = np.argsort(after, kind="stable")
             after = after[order]
         merge = _merge_at(after, len(self))
-        pairs = zip(self.rows, new, strict=True)
+        pairs = zip(self.rows.columns(), new.columns(), strict=True)
         rows = Rows(*(merge(column, inserted[order]) for column, inserted in pairs))
         time = None if self.time is None else merge(self.time, self.time[np.maximum(after, 0)])
         return Program(self.header, rows, time)

@@ -60,7 +60,8 @@ def _accepted(key: str, check: Callable[..., _Checked], *arguments: Any) -> _Che
 
 def read_limits(raw: Mapping[str, Any]) -> Limits:
     """The limits that a header sets; Wrong if one is missing or wrong."""
-    scheme, lowering, shards = raw.get("scheme"), raw.get("lowering"), raw.get("shards", [])
+    scheme: Any = raw.get("scheme")
+    lowering, shards = raw.get("lowering"), raw.get("shards", [])
     _need(isinstance(scheme, dict) and isinstance(scheme.get("name"), str), "scheme", "scheme must have a name")
     for key in ("workers", "stages", "microbatches"):
         right = _is_whole(scheme.get(key), 1, LARGEST)
@@ -191,13 +192,14 @@ def _lowering(value: Any, limits: Limits) -> dict[str, Any]:
     return {key: value[key] for key in _LOWERING if key in value}
 
 
-def _lists(key: str, value: object, what: str, limit: int) -> tuple[tuple[int, ...], ...]:
+def _lists(key: str, value: Any, what: str, limit: int) -> tuple[tuple[int, ...], ...]:
     """Lists of stages or ranks below `limit`, each ascending and not empty."""
-    for numbers in value if isinstance(value, list) else [None]:
+    lists: list[Any] = value if isinstance(value, list) else [None]
+    for numbers in lists:
         right = isinstance(numbers, list) and numbers and all(_is_whole(number, 0, limit - 1) for number in numbers)
         right = right and numbers == sorted(set(numbers))
         _need(right, key, f"{key} must be lists of different {what} in 0..{limit - 1}, ascending")
-    return tuple(map(tuple, value))  # type: ignore[arg-type]
+    return tuple(map(tuple, value))
 
 
 def _weights_shape(raw: Mapping[str, Any], shape: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ CONTEXT = 2  # rows shown around a change
 def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
     """The diff's lines, none if the programs are equal; line numbers are those of the files `a_name` and `b_name`."""
     headers = list(_header_changes(a.header, b.header))
-    changed = not all(np.array_equal(old, new) for old, new in zip(a.rows, b.rows, strict=True))
+    changed = not all(np.array_equal(old, new) for old, new in zip(a.rows.columns(), b.rows.columns(), strict=True))
     if not headers and not changed:
         return
     for key, old, new in headers:

@@ -54,7 +54,9 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
     versions = np.flatnonzero(~lifetimes.is_received & is_weight)
     received = np.flatnonzero(lifetimes.is_received & ~is_weight)
     copies, copy_of_shard = _merge_shards(lifetimes, fetched, sizes)
-    gradients, _ = _merge_shards(lifetimes, _foreign_gradients(lifetimes), sizes)
+    sums = np.flatnonzero(lifetimes.buffer == Buffer.DW)
+    sums = sums[~header.is_owner[lifetimes.rank[sums], lifetimes.size_column[sums]]]
+    gradients, _ = _merge_shards(lifetimes, sums, sizes)
     amounts = lifetimes.amounts(sizes.by_kind(header))[received]
     stage = lifetimes.stages_of(versions)
     claims = _concatenate(
@@ -79,11 +81,6 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
     rank = program.rows.rank[claims.begin[slotted]]
     np.maximum.at(slot_sizes, offset[rank] + slot_of_claim[slotted], claims.size[slotted])
     return MemoryPlan(slot, tuple(np.split(slot_sizes, offset[1:-1])))
-
-
-def _foreign_gradients(lifetimes: Lifetimes) -> Numbers:
-    header, lives = lifetimes.program.header, np.flatnonzero(lifetimes.buffer == Buffer.DW)
-    return lives[~header.is_owner[lifetimes.rank[lives], lifetimes.size_column[lives]]]
 
 
 def _merge_shards(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tuple[_Claims, Numbers]:
