@@ -61,8 +61,8 @@ def _slices(placed: PlacedScheme) -> PlacedScheme:
     for stage in placed.graph.per_consumer:
         if split[stage]:
             raise UsageError(
-                f"stage {stage} gives several stages different outputs, so it cannot be split: add {stage} to whole in "
-                "the graph"
+                f"stage {stage} gives several stages different outputs, so it has no slices: add {stage} to replicated "
+                "in the graph"
             )
     ties = [tuple(stage * T + t for stage in tie) for tie in placed.tied for t in range(T)]
     ties += [tuple(stage * T + t for t in range(T)) for stage in np.flatnonzero(split).tolist()]

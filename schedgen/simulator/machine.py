@@ -66,9 +66,8 @@ class Machine(NamedTuple):
         return np.where(sizes > 0, self.alpha + self.beta * sizes, 0.0)
 
 
-PROFILE_KEYS = {
-    "per_consumer" if name == "edge_activation" else name: name for name in Machine._fields
-}  # by key: the field
+# By the key of a profile's entry: the field.
+PROFILE_KEYS = {"per_consumer" if name == "edge_activation" else name: name for name in Machine._fields}
 # The entries of a profile that are as large for a slice as for its stage.
 _UNDIVIDED = ("activation", "alpha", "beta", "overhead")
 _TIMES = ("alpha", "beta", "overhead", "step")  # the entries that are no bytes
@@ -86,9 +85,9 @@ def read_profile(
     """The durations of jobs and the machine, from a JSON object: F, with B or I and W or all, and optionally keys of
     `PROFILE_KEYS`.
 
-    Times and bytes are numbers, or lists by stage (apart: by edge, tied: by tie); workspace and overhead may be objects
-    that have these for some of F, B, I, W. Where the schedule of `header` has slices, lists may be by stage of the
-    model. `edges` ascend. `ties`: how many there are, if there is no `header`; tied is left out if there are none.
+    Times and bytes are numbers, or lists by stage (per_consumer: by edge, tied: by tie); workspace and overhead may be
+    objects that have these for some of F, B, I, W. Where the schedule of `header` has slices, lists may be by stage of
+    the model. `edges` ascend. `ties`: how many there are, if there is no `header`; tied is left out if there are none.
     Bytes are rounded up to whole numbers.
     Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
     the number of stages or edges.
@@ -103,7 +102,8 @@ def read_profile(
         ties = 0 if header.tensor_parallel else len(header.tied)  # slices share parts of a tie's parameters
     if len(lone := given & {"I", "W"}) == 1:
         raise RefusedFile(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
-    tied = ties or len(values.get("tied", ())) if isinstance(values.get("tied"), list) else ties
+    listed = values.get("tied")
+    tied = ties or (len(listed) if isinstance(listed, list) else 0)
     named = clip(", ".join(f"{producer}-{consumer}" for producer, consumer in edges[:30]))
     lengths = {  # by key: the length of a list, and why
         "per_consumer": (len(edges), f"{counted} {number_of(len(edges), 'edge')}: {named}"),
@@ -114,8 +114,8 @@ def read_profile(
             raise RefusedFile(f"{name}: there is no cost '{clip(key)}'")
         length, why = lengths.get(key, (stages, f"{counted} {number_of(stages, 'stage')}"))
         is_object = isinstance(value, dict) and key in ("workspace", "overhead")
-        for direction, amount in value.items() if is_object else [("", value)]:
-            if direction not in ("", *DIRECTION.values()):
+        for direction, amount in value.items() if is_object else [(None, value)]:
+            if direction not in (None, *DIRECTION.values()):
                 raise RefusedFile(f"{name}: {key} should have some of F, B, I and W, not '{clip(direction)}'")
             what = f"{name}: {key} of {direction}" if direction else f"{name}: {key}"
             amounts = _check(amount, what, length, why, single=key in ("alpha", "beta"))
@@ -147,9 +147,9 @@ def workspaces(machine: Machine) -> dict[str, Amount]:
 
 
 def _profile_of_slices(profile: dict[str, Any], header: Header) -> dict[str, Any]:
-    """Expand a profile with lists by stage (apart: by edge) of the model to lists by stage and edge of the schedule.
+    """A profile with lists by stage and edge of the model as one with lists by stage and edge of the schedule.
 
-    In lists, a slice of a sliced stage gets a T-th of everything but `_UNDIVIDED` and apart: times, weights, memory.
+    In lists, a slice of a sliced stage gets a T-th of everything but per_consumer and `_UNDIVIDED`.
     """
     T, stages, edges = header.tensor_parallel.degree, header.model_stages, header.model_graph.edges
     if T == 1:
