@@ -116,7 +116,7 @@ def read_profile(
         is_object = isinstance(value, dict) and key in ("workspace", "overhead")
         for direction, amount in value.items() if is_object else [(None, value)]:
             if direction not in (None, *DIRECTION.values()):
-                raise RefusedFile(f"{name}: {key} should have some of F, B, I and W, not '{clip(direction)}'")
+                raise RefusedFile(f"{name}: {key} should have some of F, B, I and W, not '{clip(str(direction))}'")
             what = f"{name}: {key} of {direction}" if direction else f"{name}: {key}"
             amounts = _check(amount, what, length, why, single=key in ("alpha", "beta"))
             if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):
