@@ -40,7 +40,7 @@ from mpirun.engine.recipe import Recipe
 from mpirun.engine.setup import Setup, set_up, text_microbatches
 from mpirun.model.dataflow import ALIGN
 from mpirun.model.load_model import load_model
-from schedgen.checker.files import checked
+from schedgen.checker import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.graph_file import ModelGraph

@@ -28,7 +28,6 @@ class Analysis:
     """The analysis of one projected program; each part is computed on first use."""
 
     def __init__(self, program: Program) -> None:
-        """Compute nothing yet. Callers use `analyse`, which returns the one analysis of a program."""
         self._program = Program(program.header, program.rows)  # a copy: a value that holds its own key is never freed
 
     @cached_property

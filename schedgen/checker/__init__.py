@@ -13,7 +13,6 @@ gradient_sums.py    rule 5
 collectives.py      rule 6
 weight_versions.py  rule 9, and rule 5 where weights have versions
 tensor_slices.py    rules 10 and 11
-files.py            reads and checks schedule files by name
 """
 
 from __future__ import annotations
@@ -21,23 +20,25 @@ from __future__ import annotations
 from schedgen.analysis import Memory, analyse
 from schedgen.checker.buffers import rule_2, rule_7, rule_8
 from schedgen.checker.deadlock import rule_4
-from schedgen.checker.gradient_sums import rule_5, ties_entered_once
+from schedgen.checker.gradient_sums import rule_5
 from schedgen.checker.jobs import rule_1
 from schedgen.checker.messages import rule_3, rule_6
 from schedgen.checker.proof import RULES, Proof
 from schedgen.checker.tensor_slices import check_copies, rule_10, rule_11
 from schedgen.checker.weight_versions import rule_9
+from schedgen.ir.file import read
 from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile, UsageError
+from schedgen.util.files import display_name, open_input
 from schedgen.util.progress import counted
 
-__all__ = ["RULES", "Memory", "check", "check_compiled"]
+__all__ = ["RULES", "Memory", "check", "check_compiled", "checked"]
 
 
 def check(program: Program, name: str = "program") -> Memory:
     """Prove the eleven rules for a projected program; return its exact peak memory. `name` is for error messages."""
     proof = Proof(program, name)
-    rules = (rule_1, rule_9, ties_entered_once, rule_2, rule_3, rule_10, rule_6, rule_7, rule_8, rule_5)
+    rules = (rule_1, rule_9, rule_2, rule_3, rule_10, rule_6, rule_7, rule_8, rule_5)
     with counted("check", len(rules) + 2, "step") as done:
         for rule in rules:
             rule(proof)
@@ -48,6 +49,17 @@ def check(program: Program, name: str = "program") -> Memory:
         rule_11(proof)
         done(1)
     return proof.analysis.memory
+
+
+def checked(name: str) -> Program:
+    """The program in file `name` (-: standard input), read and checked. Raises RefusedFile."""
+    label = display_name(name)
+    with open_input(name) as source:
+        program, fault = read(source, label)
+    check(program, label)
+    if fault:
+        raise RefusedFile(fault)
+    return program
 
 
 def check_compiled(program: Program) -> None:

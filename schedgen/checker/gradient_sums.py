@@ -11,15 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.checker.proof import Proof, Touches
-from schedgen.ir.accesses import entered_again
 from schedgen.ir.effects import Buffer, Effect
 from schedgen.ir.instructions import Kind, Op
 from schedgen.util.arrays import Ints, Numbers
-
-
-def ties_entered_once(proof: Proof) -> None:
-    """Refuse a rank that enters a tie twice; runs before rules on buffers, as accesses leave out the second entry."""
-    proof.refuse_any(5, entered_again(proof.program), "this tie is summed twice")
 
 
 def rule_5(proof: Proof) -> None:
@@ -113,6 +107,7 @@ def _sums_of_ties(proof: Proof, last_sum: Ints, norm: Numbers) -> None:
             rank = int(proof.rank[row])
             complete = last_sum[rank, at][header.is_owner[rank, at]].max(initial=-1)
             for wrong, words in (
+                (rank in entered, "this tie is summed twice"),
                 (not right[int(proof.group[row])], "this is not the group of the tie's owners"),
                 (row < complete, "the sums of the tie's stages are not complete here"),
                 (row > norm[rank], f"this adds to t.{k} after NORM"),

@@ -1,7 +1,4 @@
-"""Rule 1: every job exactly once, on the worker w names, no FWD after its RECOMPUTE; forwards alone train nothing.
-
-No stage but the last goes unread: the loss reads that one alone.
-"""
+"""Rule 1: every job exactly once, on the worker w names, no FWD after its RECOMPUTE; forwards alone train nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +6,12 @@ import numpy as np
 
 from schedgen.checker.proof import Proof
 from schedgen.ir.instructions import FORWARD_KINDS, FORWARD_OPS, B, F, Op, W
-from schedgen.ir.stage_graph import unread
 from schedgen.util.arrays import Ints
 
 
 def rule_1(proof: Proof) -> None:
     """Prove that every job is there exactly once, on the worker that the header's `compute` names, and no other job."""
     compute = proof.header.compute
-    _last_stage_alone_is_unread(proof)
     if proof.header.is_forward:
         trains = ~np.isin(proof.op, FORWARD_OPS) | ~np.isin(proof.kind, FORWARD_KINDS)
         proof.refuse_any(1, np.flatnonzero(trains), "this instruction trains, but the file is a list of forwards")
@@ -34,13 +29,6 @@ def rule_1(proof: Proof) -> None:
     if split:
         for s, b in np.argwhere(compute[W] != compute[B])[:1]:
             proof.refuse_rank(1, int(compute[W, s, b]), f"W({s}, {b}) is not on the worker of I({s}, {b})")
-
-
-def _last_stage_alone_is_unread(proof: Proof) -> None:
-    """Prove that some stage reads every stage before the last, or before its slices."""
-    forwards, last = proof.rows_of(Op.FWD), proof.header.first_slices[-1]
-    for stage in [stage for stage, readers in enumerate(proof.header.graph.consumers[:last]) if not readers]:
-        proof.refuse_any(1, forwards[proof.stage[forwards] == stage], unread(stage, last))
 
 
 def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:

@@ -15,7 +15,7 @@ from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
 from schedgen.util.errors import RefusedFile
 
 RULES = {
-    1: "every job exactly once, on the worker w names, a forward before it is redone, no stage but the last unread",
+    1: "every job exactly once, on the worker w names, a forward before it is redone",
     2: "every operand is defined before it is used",
     3: "every SEND has its RECV or FETCH_W, in order",
     4: "no deadlock, even if every SEND blocks until it is matched",
@@ -51,7 +51,6 @@ class Proof:
     """A projected program and what the rules share."""
 
     def __init__(self, program: Program, name: str) -> None:
-        """`name` begins every refusal."""
         self.program, self.header, self.name = program, program.header, name
         self.analysis = analyse(program)
         self.rank, self.op, self.kind, self.stage, self.mb, self.piece, self.operand = program.rows

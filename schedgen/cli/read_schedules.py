@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from schedgen.checker.files import checked
+from schedgen.checker import checked
 from schedgen.cli.options import (
     CheckOptions,
     CostOptions,
@@ -38,8 +38,7 @@ from schedgen.report.stats_table import named_numbers, stats_table
 from schedgen.report.torch_csv import as_torch_csv, lost_in_csv
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import Simulation, simulate
-from schedgen.simulator.simulation_numbers import simulation_numbers
-from schedgen.simulator.stats import stats
+from schedgen.simulator.stats import simulation_numbers, stats
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.errors import UsageError, note, number_of, one_line
 from schedgen.util.files import display_name, is_standard_output, open_output, read_text

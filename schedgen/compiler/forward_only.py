@@ -72,10 +72,8 @@ def _placed(program: Program) -> PlacedScheme:
         n=program.job_rows(Op.FWD)[None],
         graph=header.graph,
         shard_owners=header.shard_owners,
-        caps=None,
         unsplit_backward=nowhere,
         delayed_send=nowhere,
         recompute=nowhere,
-        tied=(),
         tensor_parallel=header.tensor_parallel,
     )

@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 
 from schedgen.compiler.passes import FORWARDS, PIPELINE, WITH_VERSIONS
-from schedgen.compiler.passes.emit_jobs import emit_jobs
 from schedgen.compiler.passes.free import free
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.limits import MOST_USES
-from schedgen.ir.program import Program
+from schedgen.ir.instructions import B, Op, W
+from schedgen.ir.program import Program, rows
 from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
 from schedgen.util.arrays import Flags, Ints, Times
-from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
+from schedgen.util.sort import stable_order
 from schedgen.util.version import __version__
 
 Dump = Callable[[str, Program], object]  # is called with the name of a pass, and the program after it
+OPS = {1: (Op.FWD,), 2: (Op.FWD, Op.BWD), 3: (Op.FWD, Op.BWD_I, Op.BWD_W)}  # by the number of directions
 
 
 def lower(placed: PlacedScheme, start: Times, dump: Dump = lambda name, program: None) -> Program:
@@ -35,10 +35,28 @@ def lower(placed: PlacedScheme, start: Times, dump: Dump = lambda name, program:
     program = program.project()  # a separate statement: it frees the global program, a third of the memory
     program = free(program)
     dump("free", program)
-    if program.header.shard_uses() > MOST_USES * len(program):
-        shards = sum(map(len, placed.shard_owners))
-        raise UsageError(f"--shards: {shards} shards are too many for so few workers and microbatches")
     return program
+
+
+def emit_jobs(header: Header, start: Times, placed: PlacedScheme) -> Program:
+    """The program of all jobs, in time order; `start`: when every job starts, flat over (direction, stage, microbatch).
+
+    RECOMPUTE redoes a forward before its backward if the forward keeps nothing, or if its backward runs on another
+    worker, which has nothing saved.
+    """
+    d, s, b = (index.ravel() for index in np.indices(header.compute.shape, np.int32))
+    worker = header.compute.ravel()
+    order = stable_order(worker)
+    order = order[np.argsort(start[order], kind="stable")]
+    ops = np.array(OPS[len(header.compute)], np.int32)[d]
+    if placed.unsplit_backward.any():
+        unsplit = placed.unsplit_backward[s, b]
+        ops[(d == B) & unsplit] = Op.BWD
+        order = order[~((d == W) & unsplit)[order]]
+    program = Program(header, rows(ops[order], worker[order], stage=s[order], mb=b[order]), start[order])
+    redone = np.flatnonzero(placed.redone[program.rows.stage, program.rows.mb] & (d[order] == B))
+    job = order[redone]
+    return program.insert(rows(Op.RECOMPUTE, worker[job], stage=s[job], mb=b[job]), after=redone - 1)
 
 
 def _named(redone: Flags) -> list[int | list[int]]:

@@ -75,7 +75,7 @@ def shard_counts(sizes: Sizes, options: Options) -> list[int]:
 def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     """Raise UsageError if options name something that does not exist, or do not fit the scheme or one another."""
     mode, updates = options.mode or scheme.mode, options.updates or scheme.updates
-    for name, value, known in (("mode", mode, MODES), ("updates", updates, UPDATES)):
+    for name, value, known in (("mode", mode, MODES), ("updates", updates, tuple(UPDATES))):
         if value not in known:
             raise UsageError(f"{name} {value!r} is none of {', '.join(known)}")
     if options.n is None and scheme.n is no_order:

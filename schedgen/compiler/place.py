@@ -38,15 +38,13 @@ class PlacedScheme:
     compute: Ints  # (D, S, B): the worker a job runs on; both have a last axis of T slices until they are refined
     n: NDArray[Any]  # (D, S, B)
     graph: StageGraph
-    shard_owners: tuple[
-        tuple[int, ...], ...
-    ]  # by stage, the owner of each shard of its weights; empty: none are divided
-    caps: Numbers | None  # by stage, the most microbatches in flight on a worker
+    shard_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each shard; empty: no weights are divided
     unsplit_backward: Flags  # (S, B): whether the backward is unsplit: I and W are one job
     delayed_send: Flags  # (S, B): whether x.s.b leaves only after the worker's next job
     recompute: Flags  # (S, B): whether the forward keeps nothing and is redone before the backward
-    tied: tuple[tuple[int, ...], ...]  # stages that share parameters
     tensor_parallel: TensorParallel
+    caps: Numbers | None = None  # by stage, the most microbatches in flight on a worker
+    tied: tuple[tuple[int, ...], ...] = ()  # stages that share parameters
 
     @cached_property
     def exact_cost(self) -> Mapping[str, float]:
@@ -89,7 +87,6 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
         unsplit_backward=evaluate_marks("unsplit_backward", scheme.unsplit_backward, stages, batches),
         delayed_send=evaluate_marks("delayed_send", scheme.delayed_send, stages, batches),
         recompute=np.zeros((stages, batches), bool),
-        tied=(),
         tensor_parallel=TensorParallel(1, (), stages),
     )
 
@@ -100,9 +97,7 @@ class Placement(NamedTuple):
     weights: Ints  # (D, S, B, T) for T slices; of divided weights, the owner of shard 0
     compute: Ints  # (D, S, B, T)
     workers: int
-    shard_owners: tuple[
-        tuple[int, ...], ...
-    ]  # by stage, the owner of each shard of its weights; empty: none are divided
+    shard_owners: tuple[tuple[int, ...], ...]  # as in `PlacedScheme`
 
 
 def place_jobs(

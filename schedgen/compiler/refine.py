@@ -6,14 +6,12 @@ steps, ordering and lowering, only know stages of the program.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import F
-from schedgen.ir.limits import MOST_TIES
 from schedgen.ir.stage_graph import StageGraph, expand_slices
 from schedgen.ir.tensor_parallel import TensorParallel, check_slices_apart
 from schedgen.util.arrays import Ints
@@ -63,8 +61,8 @@ def _slices(placed: PlacedScheme) -> PlacedScheme:
     for stage in placed.graph.per_consumer:
         if split[stage]:
             raise UsageError(
-                f"stage {stage} gives several stages different outputs, so it cannot be split: add {stage} to whole in "
-                "the graph"
+                f"stage {stage} gives several stages different outputs, so it has no slices: add {stage} to replicated "
+                "in the graph"
             )
     ties = [tuple(stage * T + t for stage in tie) for tie in placed.tied for t in range(T)]
     ties += [tuple(stage * T + t for t in range(T)) for stage in np.flatnonzero(split).tolist()]
@@ -85,7 +83,7 @@ def _slices(placed: PlacedScheme) -> PlacedScheme:
         unsplit_backward=np.repeat(placed.unsplit_backward, T, axis=0),
         delayed_send=np.repeat(placed.delayed_send, T, axis=0),
         recompute=np.repeat(placed.recompute, T, axis=0),
-        tied=_distinct(ties),
+        tied=tuple(sorted(set(ties))),
         tensor_parallel=TensorParallel(T, tuple(np.flatnonzero(~split).tolist()) if T > 1 else (), stages * T),
     )
 
@@ -94,12 +92,3 @@ def _by_slice(workers: Ints) -> Ints:
     """Workers (D, S, B, T) by stage of the model as workers (D, S T, B) by stage of the program."""
     directions, stages, microbatches, T = workers.shape
     return np.ascontiguousarray(np.moveaxis(workers, 3, 2).reshape(directions, stages * T, microbatches))
-
-
-def _distinct(ties: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The ties in the order of the file; a tie that was given twice counts once."""
-    distinct = tuple(sorted(set(ties)))
-    for stage, count in Counter(stage for tie in distinct for stage in tie).items():
-        if count > MOST_TIES:
-            raise UsageError(f"tied: stage {stage} is in {count} ties, more than {MOST_TIES}")
-    return distinct

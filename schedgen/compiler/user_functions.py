@@ -24,15 +24,21 @@ from schedgen.util.progress import over
 COMPARED = 64  # single jobs, at the most, whose numbers are compared with those in arrays of all jobs
 
 
-def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int) -> list[NDArray[Any]]:
+NUMBERS, MARKS = "iuf", "b"  # kinds of dtypes that a function may return
+_WORDS = {NUMBERS: "numbers", MARKS: "True or False"}
+
+
+def evaluate(
+    name: str, function: Function, shape: tuple[int, ...], values: int, kinds: str = NUMBERS
+) -> list[NDArray[Any]]:
     """The `values` arrays of `shape` that `function` returns; if it raises on arrays, it is called for every job.
 
-    UsageError if it returns anything but numbers, or if a job alone gets other numbers than in arrays.
+    UsageError if it returns anything but `kinds`, or if a job alone gets another value than in arrays.
     """
     try:
         returned = function(*np.ix_(*map(np.arange, shape)))
     except (Exception, SystemExit) as error:  # not made for arrays, or wrong: calling it job by job tells which
-        columns = _job_by_job(name, function, shape, values)
+        columns = _job_by_job(name, function, shape, values, kinds)
         warnings.warn(
             f"{name} takes no arrays ({type(error).__name__}), so it was called for each of {math.prod(shape)} jobs; "
             "with NumPy in place of if, in, min and the like, as np.where(s < 2, 0, 1), it is called with arrays",
@@ -40,34 +46,16 @@ def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int)
             stacklevel=2,
         )
         return columns
-    if values > 1 and not _is_tuple(returned, values):
-        raise _no_pair(name, returned)
-    arrays = [_broadcast(name, value, shape) for value in (returned if values > 1 else (returned,))]
+    arrays = [_broadcast(name, value, shape, kinds) for value in _tuple(name, returned, values)]
     _compare(name, function, arrays)
     return arrays
 
 
 def evaluate_marks(name: str, function: Function | None, stages: int, microbatches: int) -> Flags:
     """A function of s and b on every stage and microbatch, (S, B); None marks nothing. UsageError unless it is bool."""
-    shape = (stages, microbatches)
     if function is None:
-        return np.zeros(shape, bool)
-    try:
-        marks = np.asarray(function(*np.ix_(*map(np.arange, shape))))
-    except (Exception, SystemExit):  # not made for arrays, or wrong: calling it one by one tells which
-        try:
-            marks = np.array([[function(s, b) for b in range(microbatches)] for s in range(stages)])
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"{name} raised {raised(error)}") from None
-    if marks.dtype != bool:
-        raise UsageError(f"{name} must return True or False, not {marks.dtype}")
-    try:
-        marks = np.broadcast_to(marks, shape)
-    except ValueError:
-        words = f"which does not fit (stages, microbatches) = {shape}"
-        raise UsageError(f"{name} returned an array of shape {marks.shape}, {words}") from None
-    _compare(name, function, [marks])
-    return marks
+        return np.zeros((stages, microbatches), bool)
+    return evaluate(name, function, (stages, microbatches), 1, MARKS)[0]
 
 
 def _compare(name: str, function: Function, arrays: Sequence[NDArray[Any]]) -> None:
@@ -101,47 +89,39 @@ def at_job(array: NDArray[Any], flat: int) -> str:
     return f"{array[job]} for {_job_words(job, array.shape)}"
 
 
-def _is_tuple(returned: Any, values: int) -> bool:
-    return isinstance(returned, (tuple, list)) and len(returned) == values
+def _tuple(called: str, returned: Any, values: int) -> tuple[Any, ...]:
+    if values == 1:
+        return (returned,)
+    if not isinstance(returned, (tuple, list)) or len(returned) != values:
+        raise UsageError(f"{called} must return a pair (weights_worker, compute_worker), not {_brief(returned)}")
+    return tuple(returned)
 
 
-def _no_pair(called: str, returned: Any) -> UsageError:
-    return UsageError(f"{called} must return a pair (weights_worker, compute_worker), not {_brief(returned)}")
-
-
-def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    if np.ma.is_masked(value):
-        raise UsageError(f"{name} must return numbers, not a masked array: use np.where instead of a mask")
+def _broadcast(called: str, value: Any, shape: tuple[int, ...], kinds: str) -> NDArray[Any]:
     try:
         array = np.asarray(value)
     except ValueError:
-        raise UsageError(f"{name} must return numbers, not {_brief(value)}") from None
-    if array.dtype.kind not in "iuf":
-        raise UsageError(f"{name} must return numbers, not {_brief(value)}")
+        array = np.array(None)
+    if array.dtype.kind not in kinds or np.ma.is_masked(value):
+        raise UsageError(f"{called} must return {_WORDS[kinds]}, not {_brief(value)}")
     try:
         return np.broadcast_to(array, shape)
     except ValueError:
-        raise UsageError(
-            f"{name} returned an array of shape {np.shape(value)}, "
-            f"which does not fit (stages, microbatches, directions{', slices' if len(shape) > 3 else ''}) = {shape}"
-        ) from None
+        axes = ("stages", "microbatches", "directions", "slices")[: len(shape)]
+        words = f"which does not fit ({', '.join(axes)}) = {shape}"
+        raise UsageError(f"{called} returned an array of shape {array.shape}, {words}") from None
 
 
-def _job_by_job(name: str, function: Function, shape: tuple[int, ...], values: int) -> list[NDArray[Any]]:
+def _job_by_job(name: str, function: Function, shape: tuple[int, ...], values: int, kinds: str) -> list[NDArray[Any]]:
     columns: list[list[Any]] = [[] for _ in range(values)]
     for job in over(itertools.product(*(range(length) for length in shape)), name, math.prod(shape)):
         try:
             returned = function(*job)
         except (Exception, SystemExit) as error:
             raise UsageError(f"{name}{_job_words(job, shape)} raised {raised(error)}") from None
-        if values > 1 and not _is_tuple(returned, values):
-            raise _no_pair(f"{name}{_job_words(job, shape)}", returned)
-        for column, value in zip(columns, returned if values > 1 else (returned,), strict=True):
-            number = value.item() if isinstance(value, np.generic | np.ndarray) and not value.ndim else value
-            if type(number) not in (int, float):
-                raise UsageError(f"{name}{_job_words(job, shape)} must return numbers, not {_brief(returned)}")
-            column.append(number)
-    return [_broadcast(name, column, (len(column),)).reshape(shape) for column in columns]
+        for column, value in zip(columns, _tuple(name, returned, values), strict=True):
+            column.append(value)
+    return [_broadcast(name, column, (len(column),), kinds).reshape(shape) for column in columns]
 
 
 def _job_words(job: Sequence[Any], shape: tuple[int, ...]) -> str:

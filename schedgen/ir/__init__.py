@@ -6,8 +6,8 @@ reference_machine.py  what a list means, step by step; reference_rank.py: the st
 header.py             all but the instructions; of it stage_graph.py, tensor_parallel.py, weight_shards.py,
                       weight_versions.py
 program.py            a header and the instructions as arrays
-file.py               writes and reads the file: validate_header.py its header, line_codec.py the lines that it writes,
-                      validate_instruction.py any other; version_1.py renames the keys of older files
+file.py               writes and reads the file: validate_header.py its header, line_codec.py its instructions;
+                      version_1.py renames the keys of older files
 limits.py             how large a schedule may be
 graph_file.py         what a schedule must know of a model
 cost.py               durations of jobs

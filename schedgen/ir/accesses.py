@@ -97,10 +97,7 @@ def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, In
 
 
 def accesses(program: Program, buffers: Collection[Buffer] = tuple(Buffer)) -> Accesses:
-    """What every row does to buffers of these kinds. `program` may be damaged, or hold only some ranks' rows.
-
-    A rank's second ALLREDUCE of one tie has no accesses, so that repeating it takes no memory; check refuses it.
-    """
+    """What every row does to buffers of these kinds. `program` may be damaged, or hold only some ranks' rows."""
     forms = [tuple(does for does in EFFECTS[op].get(kind, ()) if does.buffer in buffers) for op in Op for kind in Kind]
     begin = np.cumsum([0, *map(len, forms)])
     table = np.array([does for form in forms for does in form], np.int64).reshape(-1, 3)
@@ -125,7 +122,7 @@ def _most(program: Program, names: _Names, table: Numbers, begin: Numbers) -> in
     for e in np.flatnonzero(np.isin(table[:, 2], list(several))).tolist():
         more = np.maximum(several[Which(table[e, 2])], 1) - 1
         if more.any():
-            rows = (form == np.searchsorted(begin, e, side="right") - 1) & ~names.again
+            rows = form == np.searchsorted(begin, e, side="right") - 1
             most += int(np.bincount(program.rows.stage[rows], minlength=len(more)) @ more)
     return most
 
@@ -144,7 +141,6 @@ class _Names(NamedTuple):
     owner: Flags  # (workers, units)
     redone: Flags  # (stages, microbatches): the forward saves nothing: it is redone, or has no backward on its rank
     stays: Flags  # by row, for STEP: the version before has a FREE, so it lives on
-    again: Flags  # by row: an ALLREDUCE of a tie that its rank has entered before
     stages: int
     batches: int
     versions: int
@@ -153,8 +149,7 @@ class _Names(NamedTuple):
 
 def _names(program: Program) -> _Names:
     """Gather `_Names` from the header, and from the rows that change what other rows do."""
-    header, again = program.header, np.zeros(len(program), bool)
-    again[entered_again(program)] = True
+    header = program.header
     edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
     stages, shards = np.arange(header.stages + 1), header.weight_shards
@@ -172,7 +167,6 @@ def _names(program: Program) -> _Names:
         owner=header.is_owner,
         redone=redone,
         stays=_freed_later(program),
-        again=again,
         stages=header.stages,
         batches=header.microbatches,
         versions=header.weight_versions.count,
@@ -192,14 +186,6 @@ def _freed_later(program: Program) -> Flags:
         stays[steps] = np.isin(weights[steps] * versions + table.version[steps] - 1, freed)
         stays[steps[table.version[steps] == 0]] = False
     return stays
-
-
-def entered_again(program: Program) -> Numbers:
-    """The rows with an ALLREDUCE of a tie that their rank has entered before, ascending; they have no accesses."""
-    table, rows = program.rows, program.rows_of(Op.ALLREDUCE)
-    rows = rows[table.kind[rows] == Kind.T]
-    entries = table.rank[rows].astype(np.int64) * len(program.header.tied) + table.stage[rows]
-    return np.delete(rows, np.unique(entries, return_index=True)[1])
 
 
 @kernel
@@ -236,8 +222,7 @@ def _expand(
                 number[count] = s * batches + b
                 count += which == Which.JOB or not names.redone[s, b]
             elif which == Which.TIED:
-                end = names.first_of_tie[s] if names.again[row] else names.first_of_tie[s + 1]
-                for k in range(names.first_of_tie[s], end):
+                for k in range(names.first_of_tie[s], names.first_of_tie[s + 1]):
                     unit = first_unit[names.tied[k]]
                     if names.owner[rank[row], unit]:
                         number[count] = unit

@@ -62,7 +62,7 @@ class Does(NamedTuple):
 
 X, G, W, DW, PARTIAL, SAVED, HALF = Buffer
 READ, SEND, DEFINE, RECEIVE, ADD, CHANGE, END = Effect
-NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, PARTS, TIED, BEFORE, IN_PLACE, BESIDE = Which
+NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, SHARDS, TIED, BEFORE, IN_PLACE, BESIDE = Which
 Form = dict[Kind, tuple[Does, ...]]  # what an opcode does, by the kind of buffer that it names
 
 
@@ -75,7 +75,7 @@ def _named(effect: Effect, *buffers: Buffer) -> Form:
     return {Kind[buffer.name]: (Does(effect, buffer, NAMED),) for buffer in buffers}
 
 
-_FORWARD = Does(READ, W, PARTS), Does(READ, X, INPUTS)
+_FORWARD = Does(READ, W, SHARDS), Does(READ, X, INPUTS)
 _BACKWARD = *_FORWARD, Does(READ, G, OUTPUTS)
 
 # Effects are in the order in which memory is taken and released. A buffer that an instruction ends takes memory
@@ -87,9 +87,9 @@ EFFECTS: dict[Op, Form] = {
     Op.SEND: _named(SEND, X, G, W, DW),
     Op.FWD: _job(*_FORWARD, Does(DEFINE, SAVED, UNREDONE), Does(DEFINE, X, OUTPUTS)),
     Op.RECOMPUTE: _job(*_FORWARD, Does(DEFINE, SAVED, JOB)),
-    Op.BWD: _job(*_BACKWARD, Does(DEFINE, G, INPUTS), Does(ADD, DW, PARTS), Does(END, SAVED, JOB)),
+    Op.BWD: _job(*_BACKWARD, Does(DEFINE, G, INPUTS), Does(ADD, DW, SHARDS), Does(END, SAVED, JOB)),
     Op.BWD_I: _job(*_BACKWARD, Does(READ, SAVED, JOB), Does(DEFINE, HALF, JOB), Does(DEFINE, G, INPUTS)),
-    Op.BWD_W: _job(*_BACKWARD, Does(ADD, DW, PARTS), Does(END, HALF, JOB), Does(END, SAVED, JOB)),
+    Op.BWD_W: _job(*_BACKWARD, Does(ADD, DW, SHARDS), Does(END, HALF, JOB), Does(END, SAVED, JOB)),
     Op.ADD: {Kind.DW: (Does(ADD, DW, NAMED), Does(END, PARTIAL, NAMED))},
     Op.ALLREDUCE: _named(CHANGE, X, G) | _named(ADD, DW) | {Kind.T: (Does(ADD, DW, TIED),)},
     Op.NORM: _job(),

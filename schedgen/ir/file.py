@@ -8,38 +8,39 @@ Every number is checked against the header's sizes before anything is built from
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import DIRECTIONS, Instruction
-from schedgen.ir.limits import MOST_ROWS, Limits
-from schedgen.ir.line_codec import CLOSE, LAST, State, read_lines, write_lines
-from schedgen.ir.program import Program, Rows, rows
+from schedgen.ir.instructions import DIRECTIONS
+from schedgen.ir.limits import Limits
+from schedgen.ir.line_codec import State, line_of_item, read_lines, write_lines
+from schedgen.ir.program import Program, Rows, concatenate
 from schedgen.ir.validate_header import Wrong, read_header, read_limits
-from schedgen.ir.validate_instruction import instruction
 from schedgen.ir.version_1 import from_version_1
 from schedgen.util.arrays import Ints
-from schedgen.util.errors import RefusedFile, clip
-from schedgen.util.files import BLOCK
+from schedgen.util.errors import RefusedFile
 from schedgen.util.parse_json import read_json
 from schedgen.util.progress import counted
 
 VERSION = 2
 CHUNK = 2**16  # rows written at a time
-MOST_LINE = 2**27  # bytes of a line of the header
-MOST_SHOWN = 256  # bytes of a wrong line that are read as an instruction: twice as many as the longest has
-MOST_HEADER = 2**28  # bytes of a header, where each line counts 64 bytes more
+BLOCK = 2**20  # bytes of lists read at a time
+LINE_FEED = b"\n"
 
 _PROGRAMS = ' "programs": ['
+# The lines behind the lists, and what is said of any other.
+_END = (
+    (rb" \],\n", "the programs should end here, with ' ],'"),
+    (rb' "sha256": "[0-9a-f]{64}"\n', "the SHA-256 of the lines above should stand here"),
+    (rb"\}\n", "the file should end with one line '}' here"),
+)
 
 
 # Writing
@@ -117,6 +118,25 @@ def line_of(program: Program, row: int, rank: int | None = None) -> int:
 # Reading
 
 
+class _Content(NamedTuple):
+    """The content of a file."""
+
+    data: bytes
+    name: str
+
+    def refuse(self, at: int, reason: str) -> RefusedFile:
+        """The error to raise for the line in which byte `at` is."""
+        return RefusedFile(f"{self.name}:{self.data.count(LINE_FEED, 0, at) + 1}: {reason}")
+
+    def end_of_line(self, at: int) -> int:
+        """The index behind the line in which byte `at` is."""
+        end = self.data.find(LINE_FEED, at) + 1
+        if not end:
+            words = "the file ends within this line" if self.data[at:] else "the file ends here, before its end"
+            raise self.refuse(len(self.data), words)
+        return end
+
+
 def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     """The program in a canonical file, and an error message if its SHA-256 is wrong, else None.
 
@@ -124,52 +144,73 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     A wrong hash is left to the caller, who can first check the program, which
     may name the damaged instruction.
     """
-    lines = _Lines(source, name)
-    header_text = _header_text(lines)
+    content = _Content(source.read(), name)
+    lines, begin = _read_header_lines(content)
     try:
-        raw = json.loads("\n".join(header_text) + "]}")
+        raw = json.loads("\n".join(lines) + "]}")
     except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", lines.number)
-        raise RefusedFile(f"{name}:{line}: the header is not JSON: {getattr(error, 'msg', error)}") from None
+        where = getattr(error, "lineno", len(lines))
+        raise RefusedFile(f"{name}:{where}: the header is not JSON: {getattr(error, 'msg', error)}") from None
     try:
         limits = read_limits(raw)
-        table = _read_programs(lines, limits)
+        table, end = _read_lists(content, begin, limits)
         header = read_header(raw, limits, jobs=len(table.op))
     except Wrong as wrong:
-        raise RefusedFile(f"{name}:{_key_line(header_text, wrong.key)}: {wrong}") from None
-    for number, (line_read, line) in enumerate(zip(header_text, header_lines(header), strict=False), start=1):
-        if line_read != line:
+        raise RefusedFile(f"{name}:{_key_line(lines, wrong.key)}: {wrong}") from None
+    for number, (line, written) in enumerate(zip(lines, header_lines(header), strict=False), start=1):
+        if line != written:
             raise RefusedFile(f"{name}:{number}: not in canonical form; `schedgen seal` rewrites it")
-    digest = lines.digest.hexdigest()
-    stored = re.fullmatch(r' "sha256": "([0-9a-f]{64})"', next(lines))
-    if stored is None:
-        raise lines.refuse("the SHA-256 of the lines above should stand here")
-    fault = None
-    if stored[1] != digest:
-        fault = f"{name}:{lines.number}: the SHA-256 does not match the lines above: the file was damaged or edited"
-    if next(lines) != "}" or not lines.ended():
-        raise lines.refuse("the file should end with one line '}' here")
-    return Program(header, table), fault
+    return Program(header, table), _read_end(content, end)
 
 
-def _header_text(lines: _Lines) -> list[str]:
-    """The header's lines, with the one that begins the lists, in the words of today's version; the first is checked."""
-    first = next(lines)
-    version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
+def _read_header_lines(content: _Content) -> tuple[list[str], int]:
+    """The header's lines in today's format version, and the index of the first list behind them."""
+    first = content.data[: content.end_of_line(0) - 1]
+    version = re.fullmatch(rb'\{"schedgen": (\d{1,9}),', first)
     if version is None:
-        reason = "its lines end in CR LF, not LF" if first.endswith("\r") else "its first line is wrong"
-        raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": {VERSION},')
+        reason = "its lines end in CR LF, not LF" if first.endswith(b"\r") else "its first line is wrong"
+        raise content.refuse(0, f'not a schedule file: {reason}, it should be {{"schedgen": {VERSION},')
     if int(version[1]) > VERSION:
-        raise lines.refuse(f"format version {version[1]} is newer than this schedgen reads ({VERSION})")
+        raise content.refuse(0, f"format version {int(version[1])} is newer than this schedgen reads ({VERSION})")
     if int(version[1]) < 1:
-        raise lines.refuse(f"there is no format version {version[1]}")
-    header_text, room = [first], MOST_HEADER
-    while header_text[-1] != _PROGRAMS:
-        header_text.append(next(lines))
-        room -= len(header_text[-1]) + 64
-        if room < 0:
-            raise lines.refuse("the header is too long")
-    return from_version_1("\n".join(header_text)).split("\n") if int(version[1]) == 1 else header_text
+        raise content.refuse(0, f"there is no format version {int(version[1])}")
+    end = content.data.find(f"\n{_PROGRAMS}\n".encode()) + 1
+    if not end:
+        content.end_of_line(content.data.rfind(LINE_FEED) + 1)
+    end = content.end_of_line(end)
+    text = content.data[:end].decode("ascii", "backslashreplace")
+    return (from_version_1(text) if int(version[1]) == 1 else text).split("\n")[:-1], end
+
+
+def _read_lists(content: _Content, at: int, limits: Limits) -> tuple[Rows, int]:
+    """The instructions of all ranks, from byte `at`, and the index behind them."""
+    state, blocks = State(), list[Rows]()
+    with counted("read", None, " instructions") as done:
+        while state.rank < limits.workers:
+            end = content.data.rfind(LINE_FEED, at, at + BLOCK) + 1 or content.end_of_line(at)
+            taken = read_lines(content.data[at:end], state, limits)
+            state, at = taken.state, at + taken.size
+            if taken.wrong:
+                raise content.refuse(at, f"rank {state.rank}: {taken.wrong}")
+            blocks.append(taken.rows)
+            done(len(taken.rows.op))
+    return concatenate(blocks), at
+
+
+def _read_end(content: _Content, at: int) -> str | None:
+    """Read what follows the lists, from byte `at`; an error message if the SHA-256 is wrong."""
+    begins = [at]
+    for pattern, words in _END:
+        begins.append(content.end_of_line(begins[-1]))
+        if not re.fullmatch(pattern, content.data[begins[-2] : begins[-1]]):
+            raise content.refuse(begins[-2], words)
+    if begins[-1] < len(content.data):
+        raise content.refuse(begins[-2], _END[-1][1])
+    digest = hashlib.sha256(memoryview(content.data)[: begins[1]]).hexdigest()
+    if digest.encode() in content.data[begins[1] :]:
+        return None
+    reason = "the SHA-256 does not match the lines above: the file was damaged or edited"
+    return str(content.refuse(begins[1], reason))
 
 
 def stored_hash(source: BinaryIO) -> str:
@@ -190,125 +231,17 @@ def parse(content: str, name: str) -> Program:
         programs = raw.get("programs")
         if not isinstance(programs, list) or len(programs) != limits.workers:
             raise Wrong("programs", f"programs must be a list of {limits.workers} lists, one a worker")
-        instructions: list[Instruction] = []
-        for rank, listed in enumerate(programs):
-            if not isinstance(listed, list):
-                raise Wrong("programs", f"the program of rank {rank} must be a list")
-            for i, item in enumerate(listed):
-                try:
-                    instructions.append(instruction(item, limits))
-                except ValueError as error:
-                    raise Wrong("programs", f"rank {rank}, instruction {i}: {error}") from None
-        header = read_header(raw, limits, jobs=len(instructions))
+        lists = ["  [\n" + ",\n".join(map(line_of_item, listed)) + "\n" * bool(listed) for listed in programs]
+        taken = read_lines("  ],\n".join(lists).encode() + b"  ]\n", State(), limits)
+        if taken.wrong:
+            index = np.count_nonzero(taken.rows.rank == taken.state.rank)
+            raise Wrong("programs", f"rank {taken.state.rank}, instruction {index}: {taken.wrong}")
+        header = read_header(raw, limits, jobs=len(taken.rows.op))
+    except (TypeError, RecursionError):
+        raise RefusedFile(f"{name}: programs must be lists of instructions") from None
     except Wrong as wrong:
         raise RefusedFile(f"{name}: {wrong}") from None
-    ranks = np.repeat(np.arange(limits.workers), [len(listed) for listed in programs])
-    op, kind, stage, mb, piece, operand = np.array(instructions, np.int32).reshape(-1, 6).T
-    return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, piece=piece, operand=operand))
-
-
-class _Lines:
-    """A file's lines, hashed and counted as they are read; an error is a RefusedFile that names the line."""
-
-    def __init__(self, source: BinaryIO, name: str) -> None:
-        """Nothing is read yet."""
-        self.source, self.name, self.number, self.digest = source, name, 0, hashlib.sha256()
-        self.rest = b""  # read from the source, but not taken yet
-
-    def __next__(self) -> str:
-        """The next line, without its line feed."""
-        end = self.rest.find(b"\n") + 1
-        if end:
-            data, self.rest = self.rest[:end], self.rest[end:]
-        else:
-            data, self.rest = self.rest + self.source.readline(MOST_LINE), b""
-            if len(data) >= MOST_LINE:
-                self.number += 1
-                raise self.refuse("the line is too long")
-        self.number += 1
-        if not data.endswith(b"\n"):
-            raise self.refuse("the file ends here, before its end" if not data else "the file ends within this line")
-        self.digest.update(data)
-        try:
-            return data[:-1].decode("ascii")
-        except UnicodeDecodeError:
-            raise self.refuse("not ASCII text") from None
-
-    def read_block(self) -> bool:
-        """Read another block; False at the end of the source."""
-        data = self.source.read(BLOCK)
-        self.rest += data
-        return bool(data)
-
-    def whole(self) -> bytes:
-        """The whole lines that are read from the source, but not taken yet."""
-        return self.rest[: self.rest.rfind(b"\n") + 1]
-
-    def take(self, count: int) -> None:
-        """Take the next `count` lines, which are read already."""
-        feeds = np.flatnonzero(np.frombuffer(self.rest, np.uint8) == ord("\n"))
-        size = int(feeds[count - 1]) + 1 if count else 0
-        self.digest.update(memoryview(self.rest)[:size])
-        self.rest = self.rest[size:]
-        self.number += count
-
-    def ended(self) -> bool:
-        """Whether the file ends here."""
-        return not self.rest and not self.source.read(1)
-
-    def refuse(self, reason: str) -> RefusedFile:
-        """The error to raise for the line that was read last."""
-        return RefusedFile(f"{self.name}:{self.number}: {reason}")
-
-
-def _read_programs(lines: _Lines, limits: Limits) -> Rows:
-    """Read every rank's list, up to and including the bracket that ends them all."""
-    state = State()
-    blocks: list[list[NDArray[Any]]] = [[] for _ in Rows._fields]  # by column
-    length = 0
-    with counted("read", None, " instructions") as done:
-        while state.rank < limits.workers:
-            more = lines.read_block()
-            taken = read_lines(lines.whole(), state, limits)
-            if taken is None or not (more and len(lines.rest) <= 2 * BLOCK):
-                raise _wrong_line(lines, state, limits)
-            state = taken.state
-            for column, block in zip(blocks, taken.rows.columns(), strict=True):
-                column.append(block)
-            length += len(taken.rows.op)
-            if length > MOST_ROWS:
-                raise lines.refuse(f"more than {MOST_ROWS} instructions: too many")
-            lines.take(taken.lines)
-            done(len(taken.rows.op))
-    if next(lines) != " ],":
-        raise lines.refuse("the programs should end here, with ' ],'")
-    return Rows(*(np.concatenate(blocks.pop(0)) for _ in Rows._fields))  # frees each column's blocks once it is whole
-
-
-def _wrong_line(lines: _Lines, state: State, limits: Limits) -> RefusedFile:
-    """The error to raise for the first of the next lines that `write` would not write."""
-    whole = lines.whole()
-    ends = [match.end() for match in re.finditer(b"\n", whole)]
-    good = bisect.bisect_left(ends, True, key=lambda end: read_lines(whole[:end], state, limits) is None)
-    before = read_lines(whole[: ends[good - 1]] if good else b"", state, limits)
-    assert before is not None
-    lines.take(before.lines)
-    rank, line = before.state.rank, next(lines)
-    if before.state.line == CLOSE:
-        return lines.refuse(f"the program of rank {rank} should begin here, with '  ['")
-    if line.startswith("  ]"):
-        end = "  ]," if rank + 1 < limits.workers else "  ]"
-        reason = "a comma stands before this end of its list" if line == end else f"its list should end with '{end}'"
-        return lines.refuse(f"rank {rank}: {reason}")
-    if before.state.line == LAST:
-        return lines.refuse(f"rank {rank}: a comma is missing at the end of the line before, or this is its end")
-    item = line.removesuffix(",")[:MOST_SHOWN]
-    try:
-        instruction(json.loads(item), limits)
-    except (ValueError, RecursionError) as error:
-        reason = f"not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else str(error)
-        return lines.refuse(f"rank {rank}: {clip(item)}: {reason}")
-    return lines.refuse(f"rank {rank}: {clip(item)}: not in canonical form; `schedgen seal` rewrites it")
+    return Program(header, taken.rows)
 
 
 def _key_line(lines: Iterable[str], key: str) -> int:

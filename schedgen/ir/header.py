@@ -192,7 +192,3 @@ class Header:
         """The most saved forwards that a rank may hold at once; None: any number."""
         limit = self.lowering.get("memory_limit")
         return limit if isinstance(limit, int) else None
-
-    def shard_uses(self) -> int:
-        """How many times all jobs together use a shard of weights; 0 if no weights are divided."""
-        return len(self.weight_shards.units) * self.microbatches * len(self.compute) if self.shard_owners else 0

@@ -13,10 +13,7 @@ MOST_JOBS = 2**27  # of a schedule, about a hundred bytes each
 MOST_WORKERS = 2**20
 MOST_STAGES = 2**20  # of a model's graph file
 MOST_LAYERS = 2**31  # of one of its stages
-MOST_ROWS = 2**30  # instructions of a file
 MOST_PAIRS = 2**25  # pairs of a worker and a stage: tables have an entry for each
-MOST_TIES = 16  # of one stage
-MOST_USES = 64  # per instruction: of shards of weights or, in a list of forwards, of inputs
 MOST_RATIO = 1e6  # of the longest job's duration to the shortest's
 
 
@@ -30,10 +27,6 @@ class Limits(NamedTuple):
     ties: int
     versions: int  # 0: weights have none
     shards: tuple[int, ...] = ()  # of the weights of each stage; empty: none are divided
-
-    def is_sharded(self, stage: object) -> bool:
-        """Whether the weights of a stage have shards; False for anything that is not a stage."""
-        return isinstance(stage, int) and 0 <= stage < len(self.shards) and self.shards[stage] > 1
 
 
 def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:

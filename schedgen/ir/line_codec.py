@@ -8,7 +8,9 @@ numbers of many lines at once, and only the form of each line is looked up. All 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +19,8 @@ from numpy.typing import NDArray
 from schedgen.ir.instructions import KINDS, OPERANDS, Instruction, Kind, Op
 from schedgen.ir.limits import Limits
 from schedgen.ir.program import Rows, rows
-from schedgen.util.arrays import Numbers
+from schedgen.util.arrays import Flags, Numbers
+from schedgen.util.errors import clip
 
 _DIGITS = b"0123456789"
 _TO_ZERO = bytes.maketrans(_DIGITS, b"0" * 10)
@@ -79,6 +82,10 @@ def _forms() -> _Forms:
 
 
 _FORMS = _forms()
+_LAST_END = _FORMS.number[b"  ]"]
+_VERSIONS = Limits._fields.index("versions")
+_ORDER = ("op", "stage", "buf", "shard", "mb", "version", "from", "to", "group")  # of the operands in every line
+_TEXTS = {op.name: [str(one) for one in _instructions() if one.op == op] for op in Op}
 
 
 def write_lines(table: Rows, last: bool) -> bytes:
@@ -90,6 +97,13 @@ def write_lines(table: Rows, last: bool) -> bytes:
     written = np.take_along_axis(numbers, column, axis=1)[column < 4].tolist()
     text = "".join(map(_FORMS.texts.__getitem__, form.tolist())) % tuple(written)
     return text.encode("ascii")
+
+
+def line_of_item(item: object) -> str:
+    """The text of an instruction that is given as a JSON value: its operands in order, on one line."""
+    if isinstance(item, dict):
+        item = {name: item[name] for name in _ORDER if name in item} | item
+    return f"   {json.dumps(item)}"
 
 
 class State(NamedTuple):
@@ -104,66 +118,92 @@ class Taken(NamedTuple):
 
     rows: Rows
     lines: int
+    size: int  # bytes of these lines
     state: State  # after these lines
+    wrong: str  # why the line after these is refused; empty: none is
 
 
-def read_lines(data: bytes, state: State, limits: Limits) -> Taken | None:
-    """Read whole lines, up to the end of the last rank's list; None if one of them is wrong.
+def read_lines(data: bytes, state: State, limits: Limits) -> Taken:
+    """Read whole lines, up to the first wrong one or the end of the last rank's list.
 
     A line is wrong if `write_lines` would not write it and it is not a bracket in its place.
     """
     form, numbers = _forms_and_numbers(data)
-    closed = np.cumsum(_FORMS.line[form] == CLOSE)
-    end = int(np.searchsorted(closed, limits.workers - state.rank)) + 1  # further lines are in no list
-    form, closed = form[:end], state.rank + closed[:end]
     line = _FORMS.line[form]
-    close = line == CLOSE
-    ends_all = closed[close] == limits.workers  # the only bracket without a comma
-    if (
-        (form < 0).any()
-        or not _FOLLOWS[np.append(state.line, line)[:-1], line].all()
-        or (ends_all != form[close]).any()
-    ):
-        return None
-    column = _FORMS.column[form]
-    values, table = np.zeros_like(column), np.full((len(form), 5), -1, np.int64)
+    before, closed = np.append(state.line, line)[:-1], state.rank + np.cumsum(line == CLOSE)
+    last_end = (line == CLOSE) & ((closed == limits.workers) != (form == _LAST_END))
+    fits = (form >= 0) & _FOLLOWS[before, line] & ~last_end
+    lists = int(np.searchsorted(closed, limits.workers)) + 1  # further lines are in no list
+    end = int(np.argmin(np.append(fits[:lists], False)))
+    is_wrong = end < min(lists, len(form))
+    column = _FORMS.column[form[:end]]
+    values, table = np.zeros_like(column), np.full((end, 5), -1, np.int64)
     values[column < 4] = numbers = numbers[: np.count_nonzero(column < 4)]
     np.put_along_axis(table, column, values, axis=1)
-    item = line >= COMMA
-    form, table = form[item], table[item]
-    if (numbers < 0).any() or not _within(form, table, limits):
-        return None
-    op, kind, _ = _FORMS.fixed[form].T
-    stage, mb, piece, operand, _ = table.T
+    item = np.flatnonzero(line[:end] >= COMMA)
+    wrong = ""
+    faults = _faults(form[item], table[item], limits)
+    faulty = np.append(np.logical_or.reduce([fault for fault, _ in faults]), True)
+    items = int(np.argmax(faulty))
+    if items < len(item):
+        wrong = next(words for fault, words in faults if fault[items])
+        end, item = int(item[items]), item[:items]
+    starts = np.append(0, np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1)
+    size, after = int(starts[end]), State(int(closed[end - 1]), int(line[end - 1])) if end else state
+    if wrong or is_wrong:
+        text = data[size : starts[end + 1] - 1].decode("ascii", "replace")
+        wrong = f"{clip(text.strip().removesuffix(','))}: {wrong}" if wrong else _misplaced(text, after, limits)
+    op, kind, _ = _FORMS.fixed[form[item]].T
+    stage, mb, piece, operand, _ = table[item].T
     taken = rows(op, closed[item], kind=kind, stage=stage, mb=mb, piece=piece, operand=operand)
-    return Taken(taken, len(line), State(int(closed[-1]), int(line[-1])) if len(line) else state)
+    return Taken(taken, end, size, after, wrong)
 
 
-def _within(form: Numbers, table: Numbers, limits: Limits) -> bool:
-    """Whether all numbers are below their bounds, and shards and versions are named exactly where the header has them.
+def _faults(form: Numbers, table: Numbers, limits: Limits) -> list[tuple[Flags, str]]:
+    """What may be wrong with the numbers of instructions, each as flags by instruction and in words.
 
-    `table`: (instructions, 5): stage, mb, piece, operand and a column that does not count.
+    `table`: (instructions, 5): stage, mb, piece, operand and a column that does not count; -2 for no number.
     """
     stage, mb, piece, operand, _ = table.T
     op, kind, bound = _FORMS.fixed[form].T
-    if (stage >= np.where(kind == Kind.T, limits.ties, limits.stages)).any():
-        return False
-    weights = (kind == Kind.W) | (kind == Kind.DW) | (op == Op.STEP)
-    shards = np.array(limits.shards or [1])[np.where(weights, stage, 0) if limits.shards else np.zeros_like(stage)]
-    has_version = bound == Limits._fields.index("versions")
-    wrong = (
-        (mb >= limits.microbatches)
-        | (operand >= np.array(limits[:6])[bound])
-        | (piece >= np.where(weights, shards, limits.stages))
-        | (weights & ((piece >= 0) != (shards > 1)))
-        | (has_version & ((operand >= 0) != (limits.versions > 0)))
-        | ((op == Op.SEND) & (kind == Kind.W) & (limits.versions > 0))  # weights that have versions are never sent
-    )
-    return not wrong.any()
+    is_tie, weights = kind == Kind.T, (kind == Kind.W) | (kind == Kind.DW) | (op == Op.STEP)
+    shards = np.array(limits.shards or [1])[np.minimum(stage, len(limits.shards) - 1) if limits.shards else 0 * stage]
+    version = bound == _VERSIONS
+    return [
+        ((table[:, :4] < -1).any(axis=1), "a number has leading zeros or too many digits"),
+        (is_tie & (stage >= limits.ties), f"there is no such tie among {limits.ties}"),
+        (~is_tie & (stage >= limits.stages), f"there is no such stage in 0..{limits.stages - 1}"),
+        (mb >= limits.microbatches, f"there is no such microbatch in 0..{limits.microbatches - 1}"),
+        (~weights & (piece >= limits.stages), f"there is no such consumer in 0..{limits.stages - 1}"),
+        (weights & (piece >= 0) & (shards == 1), "the weights of this stage have no shards"),
+        (weights & (piece < 0) & (shards > 1), "the weights of this stage are divided: name a shard"),
+        (weights & (piece >= shards), "there is no such shard"),
+        (version & (operand >= 0) & (limits.versions == 0), "weights have no versions here"),
+        (version & (operand < 0) & (limits.versions > 0), "a version is missing"),
+        (operand >= np.array(limits[:6])[bound], "there is no such rank, group or version"),
+    ]
+
+
+def _misplaced(text: str, state: State, limits: Limits) -> str:
+    """Why a line that is no instruction, or stands in the wrong place, is refused."""
+    if state.line == CLOSE:
+        return "the program should begin here, with '  ['"
+    if text.startswith("  ]"):
+        end = "  ]," if state.rank + 1 < limits.workers else "  ]"
+        return "a comma stands before this end of its list" if text == end else f"its list should end with '{end}'"
+    if state.line == LAST:
+        return "a comma is missing at the end of the line before, or this is its end"
+    text, why = text.strip().removesuffix(","), "it is no instruction"
+    with suppress(ValueError, RecursionError, KeyError, TypeError):
+        item = json.loads(text)
+        why = f"{item['op']} is written as one of {', '.join(_TEXTS[item['op']])}"
+        form, _ = _forms_and_numbers(f"{line_of_item(item)}\n".encode())
+        why = "not in canonical form; `schedgen seal` rewrites it" if form[0] >= 0 else why
+    return f"{clip(text)}: {why}"
 
 
 def _forms_and_numbers(data: bytes) -> tuple[Numbers, Numbers]:
-    """The form of every line, -1 for none, and all numbers; -1 for one with leading zeros or too many digits."""
+    """The form of every line, -1 for none, and all numbers; -2 for one with leading zeros or too many digits."""
     letters, zeroed = np.frombuffer(data, np.uint8), np.frombuffer(data.translate(_TO_ZERO), np.uint8)
     is_digit = zeroed == ord("0")
     is_first = is_digit & ~np.append(False, is_digit)[:-1]
@@ -175,5 +215,5 @@ def _forms_and_numbers(data: bytes) -> tuple[Numbers, Numbers]:
     for place in range(min(length.max(initial=0), _MOST_DIGITS)):
         more = np.flatnonzero(length > place)
         numbers[more] = 10 * numbers[more] + letters[first[more] + place] - ord("0")
-    numbers[((letters[first] == ord("0")) & (length > 1)) | (length > _MOST_DIGITS)] = -1
+    numbers[((letters[first] == ord("0")) & (length > 1)) | (length > _MOST_DIGITS)] = -2
     return form, numbers

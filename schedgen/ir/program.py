@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import pairwise
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -154,16 +153,6 @@ class Program:
 
 def _merge_at(after: Numbers, length: int) -> Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]:
     """A function that inserts values into a column of `length`, each after the row that the ascending `after` gives."""
-    first = np.flatnonzero(np.append(True, after[1:] != after[:-1]))  # of the values at each place
-    if 64 * len(first) < length:  # few places: whole slices
-        old_bounds = list(pairwise([0, *(after[first] + 1).tolist(), length]))
-        new_bounds = [*pairwise([*first.tolist(), len(after)]), (0, 0)]
-
-        def merge_slices(column: NDArray[Any], inserted: NDArray[Any]) -> NDArray[Any]:
-            slices = zip(old_bounds, new_bounds, strict=True)
-            return np.concatenate([part for (a, b), (c, d) in slices for part in (column[a:b], inserted[c:d])])
-
-        return merge_slices
     places = after + 1 + np.arange(len(after))
     is_old = np.ones(length + len(after), bool)
     is_old[places] = False

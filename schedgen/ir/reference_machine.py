@@ -29,7 +29,6 @@ class ReferenceMachine:
     """All ranks, and the posted receives that no SEND has matched yet."""
 
     def __init__(self, program: Program) -> None:
-        """All ranks stand at the beginning of their lists. `program` may be damaged."""
         self.header = program.header
         self.ranks = [Rank(rank, program) for rank in range(self.header.workers)]
         # By (from, to, kind): the posted receives, each with the buffer's name at the sender and at the receiver.
@@ -161,8 +160,6 @@ class ReferenceMachine:
     def forward(self, rank: Rank, i: Instruction) -> None:
         """FWD: x.s.b, and what the backward needs if there is one and no RECOMPUTE, from every x.p.b and w.s."""
         rank.need((i.stage, i.mb) not in rank.redone, "it has been redone before")
-        is_read = self.header.graph.consumers[i.stage] or i.stage >= self.header.first_slices[-1]
-        rank.need(bool(is_read), "no stage reads this one, and the loss reads the last alone")
         self.use_inputs(rank, i, (i.stage, i.mb) not in self.keep_nothing)
         self.forwards[i.stage, i.mb] += 1
         self.newest[i.stage, i.mb] = rank.newest.get(i.stage, -1)

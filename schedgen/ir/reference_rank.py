@@ -54,7 +54,6 @@ class Rank:
     """The state of one rank."""
 
     def __init__(self, rank: int, program: Program) -> None:
-        """The rank is at the beginning of its list and holds the weights it owns, nothing else."""
         self.rank = rank
         self.versions = not program.header.has_flush
         self.list = program.instructions(rank)

@@ -97,13 +97,9 @@ def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int,
             raise UsageError("each slice of a stage must read the same slice of each producer, and no other")
         return tuple(pairs)
     for stage in sorted(set(range(stages - 1)) - {producer for producer, _ in pairs})[:1]:
-        raise UsageError(unread(stage, stages - 1))
+        loss = f"the loss reads the last, {stages - 1}, alone"
+        raise UsageError(f"no stage reads stage {stage}, and {loss}: join it with stage {stage + 1}")
     return tuple(pairs)
-
-
-def unread(stage: int, last: int) -> str:
-    """Why a stage before the last that no stage reads is refused."""
-    return f"no stage reads stage {stage}, and the loss reads the last, {last}, alone: join it with stage {stage + 1}"
 
 
 def check_per_consumer(stages: Sequence[object], edges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:

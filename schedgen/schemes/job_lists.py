@@ -30,7 +30,6 @@ class JobList:
     """
 
     def __init__(self, first: int, second: int) -> None:
-        """No jobs yet; `first` and `second` are the worker's stages."""
         self.stages = (first, second)
         self.jobs: list[Job] = []
         self.done = {(d, chunk): 0 for d in (F, B) for chunk in (0, 1)}

@@ -16,7 +16,7 @@ from schedgen.simulator.machine import Machine, workspaces
 from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
 
-NUMBER = 8  # the most bytes of a loss or a norm
+NUMBER = 8  # the most bytes of a loss, which is the x of a last stage
 
 
 class BufferSizes(NamedTuple):
@@ -31,12 +31,6 @@ class BufferSizes(NamedTuple):
     owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
     edge_activation: Numbers | None = None  # by edge, x.s.b.c of a stage with outputs per consumer; None: as x.s.b
     tied: Numbers | None = None  # by tie, the parameters that its stages share; None: not known
-
-    @property
-    def loss(self) -> Numbers:
-        """Bytes that stay of a microbatch's x until NORM, if the stage is the last: x is its loss, a number."""
-        losses: Numbers = np.minimum(self.activation, NUMBER)
-        return losses
 
     def outputs(self, header: Header) -> Numbers:
         """Bytes of x and g by stage and then by edge, shape (S + E,): see `StageGraph.size_columns`."""

@@ -19,7 +19,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE
-from schedgen.simulator.buffer_sizes import BufferSizes
+from schedgen.simulator.buffer_sizes import NUMBER, BufferSizes
 from schedgen.simulator.memory_plan import memory_plan
 from schedgen.util.arrays import Numbers
 
@@ -79,7 +79,9 @@ def _owned(header: Header, sizes: BufferSizes) -> Numbers:
         owned[list(ranks)] += weights + size + _received_slices(size, len(ranks))
     for stage in range(header.stages):
         if not header.graph.consumers[stage] and not header.is_forward:  # losses are kept until NORM
-            owned += sizes.loss[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
+            owned += min(int(sizes.activation[stage]), NUMBER) * np.bincount(
+                header.compute[F, stage], minlength=header.workers
+            )
     for rank, ranks, size in _summed_parts(header, sizes.outputs(header)):
         owned[rank] += size + _received_slices(size, len(ranks))
     return owned + _tied_sums(header, sizes)

@@ -57,14 +57,17 @@ class Machine(NamedTuple):
             sizes = np.where(graph.is_per_consumer[producers], by_stage(self.edge_activation, edges), sizes)
         return sizes
 
+    def step_times(self, header: Header) -> Times:
+        """How long the STEP of each stage takes or, if its weights are divided, of one of its shards."""
+        return by_stage(self.step, header.stages) / header.weight_shards.counts
+
     def message_times(self, sizes: NDArray[Any]) -> Times:
         """How long messages of these bytes take; one of none takes no time."""
         return np.where(sizes > 0, self.alpha + self.beta * sizes, 0.0)
 
 
-PROFILE_KEYS = {
-    "per_consumer" if name == "edge_activation" else name: name for name in Machine._fields
-}  # by key: the field
+# By the key of a profile's entry: the field.
+PROFILE_KEYS = {"per_consumer" if name == "edge_activation" else name: name for name in Machine._fields}
 # The entries of a profile that are as large for a slice as for its stage.
 _UNDIVIDED = ("activation", "alpha", "beta", "overhead")
 _TIMES = ("alpha", "beta", "overhead", "step")  # the entries that are no bytes
@@ -82,9 +85,9 @@ def read_profile(
     """The durations of jobs and the machine, from a JSON object: F, with B or I and W or all, and optionally keys of
     `PROFILE_KEYS`.
 
-    Times and bytes are numbers, or lists by stage (apart: by edge, tied: by tie); workspace and overhead may be objects
-    that have these for some of F, B, I, W. Where the schedule of `header` has slices, lists may be by stage of the
-    model. `edges` ascend. `ties`: how many there are, if there is no `header`; tied is left out if there are none.
+    Times and bytes are numbers, or lists by stage (per_consumer: by edge, tied: by tie); workspace and overhead may be
+    objects that have these for some of F, B, I, W. Where the schedule of `header` has slices, lists may be by stage of
+    the model. `edges` ascend. `ties`: how many there are, if there is no `header`; tied is left out if there are none.
     Bytes are rounded up to whole numbers.
     Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
     the number of stages or edges.
@@ -97,29 +100,27 @@ def read_profile(
     if header is not None:
         values = _profile_of_slices(values, header)
         ties = 0 if header.tensor_parallel else len(header.tied)  # slices share parts of a tie's parameters
-    of_stages = f"{counted} {number_of(stages, 'stage')}"
     if len(lone := given & {"I", "W"}) == 1:
         raise RefusedFile(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
+    listed = values.get("tied")
+    tied = ties or (len(listed) if isinstance(listed, list) else 0)
+    named = clip(", ".join(f"{producer}-{consumer}" for producer, consumer in edges[:30]))
+    lengths = {  # by key: the length of a list, and why
+        "per_consumer": (len(edges), f"{counted} {number_of(len(edges), 'edge')}: {named}"),
+        "tied": (tied, f"there {'is 1 tie' if tied == 1 else f'are {tied} ties'}"),
+    }
     for key, value in values.items():
         if key not in (*names, REDO, *PROFILE_KEYS):
             raise RefusedFile(f"{name}: there is no cost '{clip(key)}'")
-        if key in ("workspace", "overhead") and isinstance(value, dict):
-            for direction, amount in value.items():
-                if direction not in DIRECTION.values():
-                    raise RefusedFile(f"{name}: {key} should have some of F, B, I and W, not '{clip(direction)}'")
-                _check(amount, f"{name}: {key} of {direction}", stages, of_stages)
-            continue
-        if key == "per_consumer":
-            named = clip(", ".join(f"{producer}-{consumer}" for producer, consumer in edges[:30]))
-            _check(value, f"{name}: per_consumer", len(edges), f"{counted} {number_of(len(edges), 'edge')}: {named}")
-            continue
-        if key == "tied":
-            count = ties or len(value if isinstance(value, list) else ())
-            _check(value, f"{name}: tied", count, f"there {'is 1 tie' if count == 1 else f'are {count} ties'}")
-            continue
-        amounts = _check(value, f"{name}: {key}", stages, of_stages, single=key in ("alpha", "beta"))
-        if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):
-            raise RefusedFile(f"{name}: {key} should be a time from 1e-12 to 1e12")
+        length, why = lengths.get(key, (stages, f"{counted} {number_of(stages, 'stage')}"))
+        is_object = isinstance(value, dict) and key in ("workspace", "overhead")
+        for direction, amount in value.items() if is_object else [(None, value)]:
+            if direction not in (None, *DIRECTION.values()):
+                raise RefusedFile(f"{name}: {key} should have some of F, B, I and W, not '{clip(str(direction))}'")
+            what = f"{name}: {key} of {direction}" if direction else f"{name}: {key}"
+            amounts = _check(amount, what, length, why, single=key in ("alpha", "beta"))
+            if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):
+                raise RefusedFile(f"{name}: {key} should be a time from 1e-12 to 1e12")
     given_fields = {
         PROFILE_KEYS[key]: value if key in _TIMES else _rounded_up(value)
         for key, value in values.items()
@@ -146,9 +147,9 @@ def workspaces(machine: Machine) -> dict[str, Amount]:
 
 
 def _profile_of_slices(profile: dict[str, Any], header: Header) -> dict[str, Any]:
-    """Expand a profile with lists by stage (apart: by edge) of the model to lists by stage and edge of the schedule.
+    """A profile with lists by stage and edge of the model as one with lists by stage and edge of the schedule.
 
-    In lists, a slice of a sliced stage gets a T-th of everything but `_UNDIVIDED` and apart: times, weights, memory.
+    In lists, a slice of a sliced stage gets a T-th of everything but per_consumer and `_UNDIVIDED`.
     """
     T, stages, edges = header.tensor_parallel.degree, header.model_stages, header.model_graph.edges
     if T == 1:

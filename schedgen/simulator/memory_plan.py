@@ -27,8 +27,6 @@ from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.util.arrays import Ints, Numbers
 from schedgen.util.jit import kernel
 
-MOST_TOGETHER = 2**24  # pairs of a fetched copy and one live with it, on a rank; with more, no stages share a slot
-
 
 class MemoryPlan(NamedTuple):
     """The slots of every rank, numbered from 0, for what it receives, foreign weight gradients and weight versions."""
@@ -56,7 +54,9 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
     versions = np.flatnonzero(~lifetimes.is_received & is_weight)
     received = np.flatnonzero(lifetimes.is_received & ~is_weight)
     copies, copy_of_shard = _merge_shards(lifetimes, fetched, sizes)
-    gradients, _ = _merge_shards(lifetimes, _foreign_gradients(lifetimes), sizes)
+    sums = np.flatnonzero(lifetimes.buffer == Buffer.DW)
+    sums = sums[~header.is_owner[lifetimes.rank[sums], lifetimes.size_column[sums]]]
+    gradients, _ = _merge_shards(lifetimes, sums, sizes)
     amounts = lifetimes.amounts(sizes.by_kind(header))[received]
     stage = lifetimes.stages_of(versions)
     claims = _concatenate(
@@ -81,11 +81,6 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
     rank = program.rows.rank[claims.begin[slotted]]
     np.maximum.at(slot_sizes, offset[rank] + slot_of_claim[slotted], claims.size[slotted])
     return MemoryPlan(slot, tuple(np.split(slot_sizes, offset[1:-1])))
-
-
-def _foreign_gradients(lifetimes: Lifetimes) -> Numbers:
-    header, lives = lifetimes.program.header, np.flatnonzero(lifetimes.buffer == Buffer.DW)
-    return lives[~header.is_owner[lifetimes.rank[lives], lifetimes.size_column[lives]]]
 
 
 def _merge_shards(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tuple[_Claims, Numbers]:
@@ -173,9 +168,7 @@ def _shared_slots(program: Program, copies: _Claims) -> Numbers:
         stages, first, stage = np.unique(copies.pool[lives], return_index=True, return_inverse=True)
         number = np.argsort(np.argsort(first))[stage]  # stages by first fetch
         pairs = int((np.arange(len(lives)) - np.searchsorted(np.sort(end), begin)).sum())
-        if pairs <= MOST_TOGETHER:
-            number = _first_fit.sized(pairs + len(lives))(number, begin, end, len(stages), pairs)[number]
-        shared[lives] = number
+        shared[lives] = _first_fit.sized(pairs + len(lives))(number, begin, end, len(stages), pairs)[number]
     return shared
 
 

@@ -27,7 +27,6 @@ from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.arrays import Ints, Numbers, Small, Times
-from schedgen.util.errors import UsageError
 from schedgen.util.progress import counted
 
 
@@ -112,12 +111,11 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     """Execute a projected program. `cost`: the duration of each direction, for all stages or by stage.
 
     `check` must accept the program, which is not proved here: numbers of any other, as of a deadlock, mean nothing.
-    UsageError if costs, or the machine's times or sizes, are below 0 or too large to be added up.
+    UsageError if costs, or the machine's times or sizes, are below 0.
     """
     machine, header, table = machine or Machine(), program.header, program.rows
     machine.check_times()
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
-    _check_sizes(program, sizes)
     with counted("simulate", 3, "step") as done:
         analysis = analyse(program)
         waits = analysis.waits
@@ -136,26 +134,13 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     return Simulation(program, sizes, run.start, run.arrival, run.idle, run.cause, lasts)
 
 
-def _check_sizes(program: Program, sizes: BufferSizes) -> None:
-    """UsageError if bytes could exceed 64 bits: no sum of them is more than 16 times the amount tested here."""
-    amounts = (
-        sizes.by_kind(program.header),
-        *sizes.workspace.values(),
-        sizes.owned,
-        () if sizes.tied is None else sizes.tied,
-    )
-    largest = max(int(np.max(amount, initial=0)) for amount in amounts)
-    if largest * (len(program) + program.header.workers) >= 2**59:
-        raise UsageError(f"sizes of {largest} bytes are too large for {len(program)} instructions")
-
-
 def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine, sizes: BufferSizes) -> Times:
     """By row: how long it takes by itself; for a SEND, how long its message takes."""
     table, header = program.rows, program.header
     duration, sends = np.zeros(len(program)), program.rows_of(Op.SEND)
     duration[sends] = machine.message_times(message_bytes(program, sizes, sends))
-    steps = program.rows_of(Op.STEP)  # for a part of the weights: its part of the time
-    duration[steps] = (by_stage(machine.step, header.stages) / header.weight_shards.counts)[table.stage[steps]]
+    steps = program.rows_of(Op.STEP)
+    duration[steps] = machine.step_times(header)[table.stage[steps]]
     lengths = durations(cost, len(header.directions))
     if "I" in lengths:  # a BWD among split backwards
         lengths["B"] = cost["B"] if "B" in cost else lengths["I"] + lengths["W"]

@@ -1,7 +1,7 @@
-"""The numbers of a schedule: Table 1 of Rahimi 2025, and more, per worker and in total.
+"""The numbers of a schedule, and those of a simulation; schedgen/docs/reference.md, "Numbers", explains them.
 
-schedgen/docs/reference.md, "Numbers", explains them. Times are those of `simulate` with messages that take no time, as
-Rahimi 2025 assumes ("we assume that transmission latencies can be hidden").
+`stats`: Table 1 of Rahimi 2025, and more, per worker and in total. Times are those of `simulate` with messages that
+take no time, as Rahimi 2025 assumes ("we assume that transmission latencies can be hidden").
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from schedgen.ir.instructions import KIND_WORDS, LETTER, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.simulate import simulate
+from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.simulator.timeline import CAUSES
 from schedgen.util.arrays import Numbers, Times
 
 
@@ -145,3 +146,43 @@ def _staleness(program: Program) -> Numbers:
     most = np.zeros(header.stages, np.int64)
     np.maximum.at(most, stage, late)
     return most
+
+
+def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
+    """The numbers in docs/reference.md: times in the unit of the costs; bytes in all, by kind, link and worker."""
+    table, workers = program.rows, program.header.workers
+    sends = program.rows_of(Op.SEND)
+    link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.to[sends], return_inverse=True)
+    traffic = np.bincount(number, run.message_bytes[sends], minlength=len(link)).astype(np.int64)
+    return {
+        "latency": run.latency,
+        "makespan": float(run.end.max()),
+        "bubble": run.bubble,
+        "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
+        "bytes": {words: int(run.message_bytes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
+        **_exchanges(program, run),
+        "links": [
+            {"from": int(pair // workers), "to": int(pair % workers), "bytes": int(size)}
+            for pair, size in zip(link, traffic, strict=True)
+        ],
+        "peak_bytes": int(run.footprint.peak.max()),
+        "peak_memory": {kind: peak.tolist() for kind, peak in run.memory._asdict().items()},
+        "workers": [
+            {
+                "worker": r,
+                "busy": float(run.busy[r]),
+                "peak_bytes": int(run.footprint.peak[r]),
+                "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True)),
+            }
+            for r in range(workers)
+        ],
+    }
+
+
+def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
+    """How many sums over slices there are, and the bytes that they move in all; empty without slices."""
+    rows, T = program.exchanges(), program.header.tensor_parallel.degree
+    if T == 1:
+        return {}
+    moved = int(2 * (T - 1) * run.summed_bytes[rows].sum() // T)  # by rings
+    return {"exchanges": {"sums": len(rows) // T, "bytes": moved}}

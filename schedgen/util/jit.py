@@ -44,7 +44,6 @@ class kernel(Generic[P, T]):
     """Decorator: `f.sized(work)(...)` calls f interpreted or compiled, `f(...)` is for calls from other kernels."""
 
     def __init__(self, function: Callable[P, T]) -> None:
-        """Nothing is compiled yet; `function` uses only what numba's nopython mode supports."""
         self.function, self.done = function, 0
         update_wrapper(self, function)
 

@@ -7,8 +7,7 @@ RECV to an earlier place (`receive_early`) keeps that true. `free` comes last, o
 
 from __future__ import annotations
 
-from schedgen.compiler.passes.gradient_reduction import gradient_reduction, tied_gradients
-from schedgen.compiler.passes.optimizer_step import optimizer_step
+from schedgen.compiler.passes.gradient_reduction import gradient_reduction, optimizer_step, tied_gradients
 from schedgen.compiler.passes.send_recv import receive_early, send_recv
 from schedgen.compiler.passes.slice_allreduce import slice_allreduce
 from schedgen.compiler.passes.weight_fetch import weight_fetch

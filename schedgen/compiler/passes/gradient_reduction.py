@@ -17,7 +17,7 @@ import numpy as np
 from schedgen.compiler.passes.find_rows import next_compute, rows_at_end, serving_owner
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Kind, Op
-from schedgen.ir.program import Program, rows
+from schedgen.ir.program import Program, concatenate, rows
 
 # An instruction to be inserted: op, rank, stage, shard, its last operand, the row after which it is inserted, and for
 # divided weights its order among the instructions inserted there: by depth and then by distance.
@@ -120,3 +120,18 @@ def tied_gradients(program: Program, placed: PlacedScheme) -> Program:
         fields += [(rank, tie, header.group_numbers[sharers], after_tie[tie]) for rank in sharers]
     rank_, tie_, group, after = np.array(fields, np.int64).T
     return program.insert(rows(Op.ALLREDUCE, rank_, kind=Kind.T, tie=tie_, group=group), after=after)
+
+
+def optimizer_step(program: Program, _: PlacedScheme) -> Program:
+    """The program with NORM on every rank at its end, then STEP for every stage, or shard of one, on every owner.
+
+    Clipping divides by the norm of the whole gradient, to which every stage contributes: no rank steps before all have
+    entered NORM.
+    """
+    header, shards = program.header, program.header.weight_shards
+    everyone = header.group_numbers[tuple(range(header.workers))]
+    norm = rows(Op.NORM, np.arange(header.workers, dtype=np.int32), group=everyone)
+    steps = [(rank, stage, shard) for stage, shard in shards.units for rank in shards.holders(stage, shard)]
+    rank, stage, shard = np.array(steps, np.int32).T
+    new = concatenate([norm, rows(Op.STEP, rank, stage=stage, shard=shard)])
+    return program.insert(new, after=np.full(len(new.op), len(program) - 1))

@@ -51,7 +51,9 @@ def weight_versions(program: Program, placed: PlacedScheme) -> Program:
         own = header.compute[F, stage] == rank
         newest[stage, own] = np.searchsorted(owned.steps, forward[stage, own])
     used = {VERTICAL: _entered, TWO_BUFFERS: _delayed}.get(header.weight_versions.updates)
-    program = _with_versions(program, used(header, newest) if used else newest)
+    version, table = used(header, newest) if used else newest, program.rows  # only compute instructions so far
+    table = table._replace(operand=version[table.stage, table.mb].astype(np.int32))
+    program = Program(header, table, program.time)
     last_uses = _last_uses(program, updates)
     fields: list[Fields] = []
     for (rank, stage), (sums, steps) in updates.items():
@@ -79,14 +81,6 @@ def check_placement(header: Header) -> None:
     if header.stepped_together:
         what = f"{header.stepped_together} step together"
         raise NeedsOption(f"--updates {header.weight_versions.updates}: {what}, which needs --updates flush")
-
-
-def _with_versions(program: Program, version: Numbers) -> Program:
-    """The program with these versions, (S, B), in its jobs."""
-    table = program.rows  # only compute instructions so far
-    return Program(
-        program.header, table._replace(operand=version[table.stage, table.mb].astype(np.int32)), program.time
-    )
 
 
 def _last_uses(program: Program, updates: Mapping[tuple[int, int], Updates]) -> dict[tuple[int, int], list[int]]:

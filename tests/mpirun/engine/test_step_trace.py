@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from schedgen.checker.files import checked
+from schedgen.checker import checked
 from schedgen.report.measured_run import read_trace, run_numbers
 
 MLP = "mpirun.examples.mlp:tiny"

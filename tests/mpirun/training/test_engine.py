@@ -14,7 +14,7 @@ from examples import further
 from torch.nn.functional import mse_loss
 
 import schedgen
-from schedgen.checker.files import checked
+from schedgen.checker import checked
 from schedgen.cli.main import main as command
 from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.schemes import SCHEMES, load

@@ -262,6 +262,7 @@ def test_the_memory_limit_stands_in_the_header_and_is_held(run, judge, refused, 
     ("key", "change", "words"),
     [
         ("groups", lambda groups: groups + groups, "groups must be different, but [0, 1, 2, 3] is listed 2 times"),
+        ("edges", lambda edges: edges[:-1], "no stage reads stage 2, and the loss reads the last, 3, alone"),
         ("scheme", lambda scheme: {**scheme, "layers": 7}, "layers must be a list of a number for each stage"),
         ("lowering", lambda lowering: {**lowering, "memory_limit": 0}, "memory_limit must be a whole number of at"),
         ("lowering", lambda lowering: {**lowering, "more": 1}, "and may have memory_limit, updates, accumulated"),

@@ -6,7 +6,6 @@ accepts, so the checker refuses whatever the machine cannot execute.
 """
 
 import re
-from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -18,10 +17,8 @@ from hypothesis import assume, given, settings
 from schedgen.checker import RULES, check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.instructions import COMPUTE, F, Kind, Op
+from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.ir.reference_machine import CannotExecute, execute
-from schedgen.ir.stage_graph import StageGraph
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import RefusedFile
@@ -89,27 +86,6 @@ def refused(program, rule):
 @given(data=st.data())
 def test_damage_of_a_rule_s_kind_is_refused_by_that_rule(cases, rule, damage, data):
     refused(damage(data.draw(cases).compile(), data), rule)
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("name", ["1f1b", "fsdp"])
-@pytest.mark.parametrize("forward", [False, True])
-def test_a_stage_that_no_stage_reads_is_refused_by_rule_1_and_by_the_machine(name, tensor, forward):
-    """The loss would be computed from its output, too. In all else the list is right: nobody gets x.1 or gives g.1."""
-    sizes = Sizes(3, 4, 3 * tensor)
-    graph = load(name, sizes, tensor)._replace(edges=((0, 1), (0, 2), (1, 2)))
-    alike = (1,) if tensor > 1 else ()
-    program = compile(graph, sizes, Options(tensor=tensor, replicated_stages=alike, forward=forward))
-    header, rows = program.header, program.rows
-    edges = tuple(edge for edge in header.graph.edges if edge[0] // tensor != 1)
-    gone = np.isin(rows.kind, (Kind.X, Kind.G)) & (rows.stage // tensor == 1)
-    computed = header.compute[F, rows.stage, rows.mb] == rows.rank
-    gone &= ~((rows.op == Op.FREE) & (rows.kind == Kind.X) & computed)
-    left = Program(replace(header, graph=StageGraph(header.stages, edges)), rows.take(np.flatnonzero(~gone))).project()
-    refused(left, 1)
-    with pytest.raises(CannotExecute, match="no stage reads this one"):
-        execute(left)
-    check(program)
 
 
 @given(data=st.data())

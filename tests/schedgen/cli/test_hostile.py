@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -12,7 +10,6 @@ import fuzz
 import numpy as np
 import pytest
 
-import schedgen.ir.file
 import schedgen.simulator.memory_plan
 import schedgen.util.jit
 from schedgen.analysis import Waits
@@ -21,15 +18,12 @@ from schedgen.checker.deadlock import rule_4
 from schedgen.checker.proof import Proof
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.file import read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
 from schedgen.report.diff import diff
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.buffer_sizes import buffer_sizes
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.memory_plan import memory_plan
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import RefusedFile, clip
 
@@ -128,32 +122,6 @@ def test_the_difference_of_schedules_in_another_order_takes_less_than_squared_ti
     assert work(200) < 6 * work(50)
 
 
-def test_a_tie_entered_many_times_takes_no_memory():
-    scheme = Scheme("one", 1, lambda s, b, d: (0 * s, 0 * s), lambda s, b, d: 0 * s, "0", "greedy")
-    program = compile(scheme, Sizes(2000, 1, 1), Options(tied=[list(range(2000))]))
-    ties = np.flatnonzero(program.rows.kind == Kind.T)
-    again = Program(program.header, program.rows.take(np.insert(np.arange(len(program)), ties.repeat(20_000), ties[0])))
-    with fuzz.memory(2**28), pytest.raises(RefusedFile, match="this tie is summed twice"):
-        check(again)
-
-
-def test_a_stage_in_many_ties_is_refused(run, refused, graph_file, tmp_path):
-    path = tmp_path / "tied.json"
-    file = json.loads(run("compile", "gpipe", "--stages", 20, "--microbatches", 1, "-o", "-").out)
-    path.write_text(json.dumps({**file, "tied": [[0, s] for s in range(1, 18)]}))
-    assert refused(run("seal", path), 1).endswith("tied must have no stage in more than 16 lists")
-    graph = graph_file(stages=20, tied=[[0, s] for s in range(1, 18)])
-    message = refused(run("compile", "gpipe", "--graph", graph, "--microbatches", 1, "-o", path), 2)
-    assert message == "schedgen: tied: stage 0 is in 17 ties, more than 16"
-
-
-def test_more_edges_than_instructions_can_serve_are_refused(run, refused, tmp_path):
-    path = tmp_path / "edges.json"
-    file = json.loads(run("compile", "gpipe", "--stages", 40, "--microbatches", 3, "--workers", 40, "-o", "-").out)
-    path.write_text(json.dumps({**file, "edges": list(itertools.combinations(range(40), 2))}))
-    assert "edges ask for more gradients than" in refused(run("seal", path), 1)
-
-
 def test_a_long_circle_is_one_short_sentence():
     """Every rank's SEND waits for the RECV that follows the next rank's SEND."""
     ranks = 300
@@ -170,50 +138,6 @@ def test_a_long_circle_is_one_short_sentence():
     with pytest.raises(RefusedFile, match=r"waits forever, in a cycle with line .*; and 296 more") as error:
         rule_4(Proof(program, "f"), waits)
     assert len(str(error.value)) < 600
-
-
-def test_many_copies_held_at_once_take_a_place_each(monkeypatch):
-    program = compiled("fsdp", 12, 4, 2, weight_slots=12)
-    sizes = buffer_sizes(Machine(), 12)
-    fetched = program.rows.op == Op.FETCH_W
-    monkeypatch.setattr(schedgen.simulator.memory_plan, "MOST_TOGETHER", 3)
-    of_rank_0 = fetched & (program.rows.rank == 0)
-    pairs = set(
-        zip(program.rows.stage[of_rank_0].tolist(), memory_plan(program, sizes).slot[of_rank_0].tolist(), strict=True)
-    )
-    assert len(pairs) == len({stage for stage, _ in pairs}) == len({place for _, place in pairs}) > 3
-
-
-class Endless(io.RawIOBase):
-    """A first line, then one line for ever."""
-
-    def __init__(self, first: bytes, line: bytes) -> None:
-        self.first, self.line = first, line
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        data = (self.first + self.line * (len(buffer) // len(self.line) + 1))[: len(buffer)]
-        complete = len(data) - (len(data) - len(self.first)) % len(self.line)
-        buffer[:complete] = data[:complete]
-        self.first = b""
-        return complete
-
-
-def test_a_header_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr(schedgen.ir.file, "MOST_HEADER", 2**20)
-    with pytest.raises(RefusedFile, match="the header is too long"):
-        read(io.BufferedReader(Endless(b'{"schedgen": 2,\n', b"\n")), "f")
-
-
-def test_a_list_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr(schedgen.ir.file, "MOST_ROWS", 2**20)
-    out = io.BytesIO()
-    write(compiled("gpipe", 2, 2), out)
-    first = out.getvalue().partition(b"  [\n")
-    with pytest.raises(RefusedFile, match="more than 1048576 instructions"):
-        read(io.BufferedReader(Endless(b"".join(first[:2]), b'   {"op": "STEP", "stage": 0},\n')), "f")
 
 
 @pytest.mark.parametrize("command", [("seal", "/dev/zero"), ("stats", "{}", "--profile", "/dev/zero"),
@@ -286,14 +210,6 @@ def test_an_entry_that_stands_twice_is_refused(file, run, refused, tmp_path):
     assert f"{twice}: not JSON: an object has 'op' twice" in refused(run("seal", twice), 1)
 
 
-def test_sizes_whose_sums_are_no_numbers_are_refused(file, run, refused, tmp_path):
-    profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps({"F": 1, "I": 1, "W": 1, "activation": 9e17}))
-    for command in ("stats", "simulate"):
-        message = refused(run(command, file, "--profile", profile), 2)
-        assert "sizes of 900000000000000000 bytes are too large for" in message
-
-
 def test_layers_whose_sizes_add_up_to_no_number_are_refused(run, refused, tmp_path):
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"F": [1] * 16, "B": [2] * 16, "weight": 9e17}))
@@ -304,7 +220,7 @@ def test_layers_whose_sizes_add_up_to_no_number_are_refused(run, refused, tmp_pa
 def test_costs_that_stats_would_not_take_are_refused_by_check(file, run, refused):
     file.write_text(file.read_text().replace('"F": 1,', '"F": 10000000,'))
     for command in ("check", "stats", "simulate"):
-        assert "a million times the smallest" in refused(run(command, file), 1)
+        assert "a million times as long as the shortest" in refused(run(command, file), 1)
 
 
 @pytest.mark.parametrize("times", [{"dur": 0}, {"ts": 0, "dur": 0}], ids=["at times", "at once"])

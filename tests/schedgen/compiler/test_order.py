@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 from schedgen.compiler.compile import compile
 from schedgen.compiler.greedy_order import greedy
 from schedgen.compiler.options import Options
-from schedgen.compiler.strict_order import strict
+from schedgen.compiler.order import strict
 from schedgen.ir.instructions import B, F, Op
 from schedgen.ir.job_graph import job_graph
 from schedgen.ir.stage_graph import StageGraph, chain

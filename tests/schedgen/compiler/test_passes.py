@@ -14,10 +14,9 @@ from hypothesis import given, settings
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
-from schedgen.compiler.lower import header_of
+from schedgen.compiler.lower import emit_jobs, header_of
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes import PIPELINE
-from schedgen.compiler.passes.emit_jobs import emit_jobs
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
 from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op

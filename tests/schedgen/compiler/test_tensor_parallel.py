@@ -26,8 +26,7 @@ from schedgen.simulator.buffer_sizes import buffer_sizes
 from schedgen.simulator.footprint import LINE, footprint
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
-from schedgen.simulator.simulation_numbers import simulation_numbers
-from schedgen.simulator.stats import stats
+from schedgen.simulator.stats import simulation_numbers, stats
 from schedgen.util.errors import RefusedFile, UsageError
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import json
@@ -22,10 +21,7 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import parse, read
 from schedgen.ir.instructions import Kind, Op
-from schedgen.ir.limits import Limits
-from schedgen.ir.line_codec import OPEN, State, read_lines
 from schedgen.ir.program import Program
-from schedgen.ir.validate_instruction import instruction
 from schedgen.report.chakra import dependencies
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -446,25 +442,20 @@ def test_damage_is_refused_where_it_is(name, damage, rule, words, base, refused_
 # Lines
 
 WRONG = [
-    (I(op="FWD", stage=0, mb=0), "FWD takes stage, mb, version"),
-    (I(op="STEP", stage=0), "STEP takes stage, version"),
-    (I(op="FWD", stage=0, mb=0, version=5), "version must be a number in 0..4, not 5"),
-    (I(op="FWD", stage=0, mb=0, version=-1), "version must be a number in 0..4, not -1"),
-    (I(op="BWD", stage=0, mb=0, version="0"), "version must be a number in 0..4, not '0'"),
-    (free("w.0"), "w.0: its version is missing"),
-    (free("w.0@5"), "version must be a number in 0..4, not 5"),
-    (free("w.0@"), "no buffer is called"),
-    (free("w.0@00"), "no buffer is called"),
-    (free("w.0@-1"), "no buffer is called"),
-    (free("w.0@1@1"), "no buffer is called"),
-    (free("dw.0@1"), "dw.0@1: it has no version"),
-    (free("x.0.0@0"), "x.0.0@0: it has no version"),
-    (send("w.0", 1), "w.0: its version is missing"),
-    (send("w.0@0", 1), "weights that have versions are never sent"),
-    (send("x.0.0@0", 1), "x.0.0@0: it has no version"),
-    (recv("g.0.0@0", 1), "g.0.0@0: it has no version"),
-    (I(op="ALLREDUCE", buf="dw.0@1", group=0), "dw.0@1: it has no version"),
-    (I(op="NORM", group=0, version=0), "NORM takes group"),
+    (I(op="FWD", stage=0, mb=0), "a version is missing"),
+    (I(op="STEP", stage=0), "a version is missing"),
+    (I(op="FWD", stage=0, mb=0, version=5), "there is no such rank, group or version"),
+    (I(op="FWD", stage=0, mb=0, version=-1), "FWD is written as one of"),
+    (I(op="BWD", stage=0, mb=0, version="0"), "BWD is written as one of"),
+    (free("w.0"), "a version is missing"),
+    (free("w.0@5"), "there is no such rank, group or version"),
+    (free("w.0@"), "FREE is written as one of"),
+    (free("w.0@00"), "a number has leading zeros"),
+    (free("dw.0@1"), "FREE is written as one of"),
+    (free("x.0.0@0"), "FREE is written as one of"),
+    (send("w.0@0", 1), "SEND is written as one of"),
+    (recv("g.0.0@0", 1), "RECV is written as one of"),
+    (I(op="NORM", group=0, version=0), "NORM is written as one of"),
 ]
 
 
@@ -486,7 +477,7 @@ def test_a_line_that_says_no_version_or_a_wrong_one_is_refused(wrong, words, bas
 def test_a_version_in_a_schedule_with_a_flush_is_refused(wrong, golden, run, refused, tmp_path):
     path = tmp_path / "edited.json"
     path.write_text(golden["1f1b"].replace("  [\n", f"  [\n   {json.dumps(wrong)},\n", 1))
-    assert "takes" in (message := refused(run("check", path), 1)) or "it has no version" in message
+    assert "versions here" in (message := refused(run("check", path), 1)) or "is written as one of" in message
 
 
 @pytest.mark.parametrize(
@@ -494,6 +485,7 @@ def test_a_version_in_a_schedule_with_a_flush_is_refused(wrong, golden, run, ref
     [
         (I(op="FETCH_W", stage=1, from_=1), "are never sent"),
         (send("dw.0", 1), "are never sent"),
+        (send("w.0", 1), "are never sent"),
         (recv("dw.1", 1), "are never sent"),
         (recv("dw.1", 1, "ADD"), "are never sent"),
     ],
@@ -553,82 +545,15 @@ def test_a_header_that_versions_do_not_go_with_is_refused(key, words, base, judg
     assert words in message and "(rule 9: " in message
 
 
-def slow(line, sizes):
-    """What `validate_instruction.instruction` reads from a line, or None; only the writer's own spelling counts."""
-    try:
-        row = instruction(json.loads(line), Limits(*sizes))
-    except (ValueError, RecursionError):
-        return None
-    return row if str(row) == line else None
-
-
-def fast(line, sizes):
-    """What the reader of lines reads, or None, from the second line of rank 0's list."""
-    taken = read_lines(f"   {line}\n".encode(), State(0, OPEN), Limits(*sizes))
-    return taken and Program(None, taken.rows).instruction(0)
-
-
-LINES = st.one_of(
-    st.builds(
-        lambda op, fields: "{" + ", ".join([f'"op": "{op}"', *fields]) + "}",
-        st.sampled_from([op.name for op in Op]),
-        st.lists(
-            st.one_of(
-                st.builds(
-                    '"{}": {}'.format,
-                    st.sampled_from(["stage", "mb", "version", "from", "to", "group"]),
-                    st.sampled_from(["0", "1", "2", "4", "5", "6", "-1", "01", "1.0", "2147483648", "99999999999"]),
-                ),
-                st.builds(
-                    '"buf": "{}{}{}"'.format,
-                    st.sampled_from(["x", "g", "w", "dw", "t", "v"]),
-                    st.sampled_from([".0", ".1", ".0.1", ".0.1.1", ".1.5", ".9", ".00", "", ".0.0.0.0"]),
-                    st.sampled_from(["", "@0", "@1", "@4", "@5", "@", "@00", "@-1", "@9999999999", "@1@1", "@1.0"]),
-                ),
-            ),
-            min_size=1,
-            max_size=3,
-        ),
-    ),
-    st.builds(
-        lambda op, version: f'{{"op": "{op}", "stage": 1, "mb": 2{version}}}' if op != "STEP" else
-        f'{{"op": "STEP", "stage": 1{version}}}',
-        st.sampled_from(["FWD", "BWD", "BWD_I", "BWD_W", "RECOMPUTE", "STEP"]),
-        st.sampled_from(["", ', "version": 0', ', "version": 4', ', "version": 5', ', "version": 00', ', "version": ']),
-    ),
-)  # fmt: skip
-
-
-@functools.cache
-def of_versions(versions):
-    return compiled((2, 1), 4) if versions else compile(load("1f1b", Sizes(2, 4, 2)), Sizes(2, 4, 2))
-
-
-@given(line=LINES, versions=st.sampled_from([0, 5]), data=st.data())
-@settings(max_examples=examples(400))
-def test_both_readers_take_the_same_lines(line, versions, data):
-    sizes = (2, 2, 4, 2, 1, versions)
-    assert fast(line, sizes) == slow(line, sizes), line
-    program = of_versions(versions)
-    real = str(program.instruction(data.draw(st.integers(0, len(program) - 1))))
-    place = data.draw(st.integers(0, len(real)))
-    more = data.draw(st.sampled_from(["", "0", "9", "@", "@1", ' "', ", ", '"version": 1', "}"]))
-    real = real[:place] + more + real[place:]
-    sizes = (3, 2, 4, 2, 0, versions)
-    assert fast(real, sizes) == slow(real, sizes), real
-
-
 # Schemes of one's own
 
 
-@pytest.mark.parametrize(
-    "updates", ["'sometimes'", "None", "3", "['stash']", "''", "{}", "lambda: 1", "'Stash'", "b'stash'"]
-)
+@pytest.mark.parametrize("updates", ["'sometimes'", "None", "3", "['stash']", "'Stash'"])
 def test_a_scheme_file_with_wrong_updates_is_one_sentence(updates, run, refused, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(f"updates = {updates}\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b + s + d\n")
     message = refused(run("compile", path, "--stages", 2, "--microbatches", 4, "-o", "-"), 2)
-    assert "updates must be 'flush', 'stash', 'vertical', '2bw', not " in message
+    assert "is none of flush, stash, vertical, 2bw" in message
 
 
 def test_a_scheme_file_says_its_updates_and_the_option_is_stronger(run, tmp_path):

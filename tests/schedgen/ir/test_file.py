@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from processes import ROOT
 
 from schedgen.ir.file import VERSION, line_of, parse, read
+from schedgen.ir.limits import Limits
+from schedgen.ir.line_codec import OPEN, State, read_lines, write_lines
 from schedgen.schemes import SCHEMES
 from schedgen.util.errors import RefusedFile
 
@@ -62,6 +64,22 @@ def test_an_instruction_stands_on_its_line(cases, data):
     lines = written(program).decode().splitlines()
     for row in range(len(program)):
         assert lines[line_of(program, row) - 1].strip().rstrip(",") == str(program.instruction(row))
+
+
+@given(st.data())
+def test_a_line_is_read_only_as_it_is_written(cases, data):
+    program = data.draw(cases).compile()
+    row = data.draw(st.integers(0, len(program) - 1))
+    line = written(program).splitlines(keepends=True)[line_of(program, row) - 1]
+    place = data.draw(st.integers(0, len(line) - 1))
+    line = (
+        line[:place] + data.draw(st.sampled_from([b"", b"0", b"9", b"@1", b"/0", b".1", b' "', b", "])) + line[place:]
+    )
+    header = program.header
+    groups, versions = len(header.groups), header.microbatches + 1 if header.weight_versions else 0
+    limits = Limits(header.workers, header.stages, header.microbatches, groups, len(header.tied), versions)
+    taken = read_lines(line, State(0, OPEN), limits)
+    assert taken.wrong if not taken.lines else write_lines(taken.rows, not line.endswith(b",\n")) == line
 
 
 @given(st.data())

@@ -41,12 +41,10 @@ def test_a_file_without_ties_says_so(tied_file, run, refused, tmp_path):
 @pytest.mark.parametrize(
     ("instruction", "words"),
     [
-        ({"op": "ALLREDUCE", "buf": "t.1", "group": 1}, "t.1: tied has no entry 1"),
-        ({"op": "ALLREDUCE", "buf": "t.0.0", "group": 1}, "ALLREDUCE takes no buffer t.0.0"),
-        ({"op": "SEND", "buf": "t.0", "to": 1}, "SEND takes no buffer t.0"),
-        ({"op": "RECV", "buf": "t.0", "from": 1}, "RECV takes no buffer t.0"),
-        ({"op": "FREE", "buf": "t.0"}, "FREE takes no buffer t.0"),
-        ({"op": "ALLREDUCE", "buf": "t", "group": 1}, "no buffer is called 't'"),
+        ({"op": "ALLREDUCE", "buf": "t.1", "group": 1}, "there is no such tie"),
+        ({"op": "ALLREDUCE", "buf": "t.0.0", "group": 1}, "ALLREDUCE is written as one of"),
+        ({"op": "SEND", "buf": "t.0", "to": 1}, "SEND is written as one of"),
+        ({"op": "FREE", "buf": "t.0"}, "FREE is written as one of"),
     ],
 )
 def test_a_buffer_that_no_tie_has_is_refused(instruction, words, tied_file, run, refused, tmp_path):

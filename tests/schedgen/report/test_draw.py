@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from terminal import in_terminal
 
-from schedgen.checker.files import checked
+from schedgen.checker import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.report.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colours, oklch

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schedgen.checker.files import checked
+from schedgen.checker import checked
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.time_breakdown import SHARES

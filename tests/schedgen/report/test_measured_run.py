@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schedgen.checker.files import checked
+from schedgen.checker import checked
 from schedgen.ir.instructions import Op
 from schedgen.report.measured_run import read_trace, run_numbers
 
