@@ -102,7 +102,6 @@ class Profile:
     """One rank's part of a profile."""
 
     def __init__(self, comm: MPI.Intracomm, options: ProfileOptions) -> None:
-        """Compile the schedules and set up the model. Collective."""
         self.comm, self.options = comm, options
         on_rank_0(comm, lambda: check_writable("--output", options.output))
         self.program = from_rank_0(comm, lambda: _schedule(options))
@@ -161,7 +160,7 @@ class Profile:
         self.current = None
         stages = range(len(self.setup.shapes))
         weight = [shape.weight_bytes for shape in self.setup.shapes]
-        graph, dataflow = self.program.header.graph, self.setup.dataflows[0]
+        graph, dataflow = self.program.header.graph, self.setup.dataflow
         by_edge = {"per_consumer": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
         return {
             "activation": [measured[Op.FWD, s][0].defined for s in stages],

@@ -27,7 +27,6 @@ class Run:
     """One rank's part of a run."""
 
     def __init__(self, comm: MPI.Intracomm, options: TrainOptions) -> None:
-        """Set up: read the schedule, build the stages, resume. Collective."""
         self.comm = comm = RunComm(comm)
         self.options = options
         for option, path in (("--metrics", options.metrics), ("--trace", options.trace)):

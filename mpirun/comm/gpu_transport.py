@@ -192,7 +192,6 @@ class QueuedTransport(Transport):
         *,
         device: Device,
     ) -> None:
-        """As `Transport`."""
         super().__init__(comm, groups, crowded, on_wait, device=device)
         self.sends: deque[Transfer] = deque()  # those that have not begun
         self.receives_to_begin: deque[Transfer] = deque()

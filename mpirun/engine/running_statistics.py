@@ -77,7 +77,6 @@ class KeptBuffers:
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        """`instructions`: the list of this rank."""
         self.redone = {(i.stage, i.mb) for i in instructions if i.op == Op.RECOMPUTE}
         self.before: dict[tuple[int, int], dict[str, Tensor]] = {}  # by stage and microbatch: from before the FWD
 

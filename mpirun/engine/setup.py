@@ -12,7 +12,7 @@ from torch import nn
 
 from mpirun.comm.device import Device
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, raised_at, together
-from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource, Shape
+from mpirun.data.microbatches import Microbatches, MicrobatchSource
 from mpirun.data.text import training_text
 from mpirun.engine.expand_slices import check_slices, expanded_model
 from mpirun.engine.host import Host
@@ -42,7 +42,7 @@ class Setup(Host):
     model: Model  # with the slices of tensor parallelism
     unsliced_model: Model
     shapes: Sequence[StageShape]  # by stage
-    dataflows: Sequence[Dataflow]  # by microbatch of a list; the first is the largest
+    dataflow: Dataflow
     microbatches: MicrobatchSource
     outputs_of_one_more: Callable[[], Sequence[TensorSpec] | None]  # as Trial's, for the first example. Collective
 
@@ -77,20 +77,16 @@ def set_up(
     reads = together(comm, lambda: _reads(model, header, source))
     dtype, device = torch.bfloat16 if options.autocast else None, host.device.torch
     trial = partial(Trial, model, reads, autocast_dtype=dtype, device=device, prepare=prepare)
-    shapes_by_size = from_rank_0(
-        comm, lambda: [trial(batch).shapes() for batch in _one_of_each_size(source, options.accumulate)]
-    )
-    together(comm, lambda: check_shared_buffers(unsliced_model, shapes_by_size[0]))
-    counts = [len(shape.outputs) for shape in shapes_by_size[0]]
+    shapes = from_rank_0(comm, lambda: trial(source.example).shapes())
+    together(comm, lambda: check_shared_buffers(unsliced_model, shapes))
+    counts = [len(shape.outputs) for shape in shapes]
     outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
-    distinct = [Dataflow(outputs_read, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
-    dataflow_of = dict(zip(dict.fromkeys(source.input_shapes), distinct, strict=False))
-    dataflows = [dataflow_of[shape] for shape in source.input_shapes[: header.microbatches]]
+    dataflow = Dataflow(outputs_read, header, [shape.outputs for shape in shapes])
     return Setup(
         **vars(host), recipe=recipe, seed=options.seed, passes=options.accumulate, canonical=options.canonical,
         autocast_dtype=dtype, on_nan=options.on_nan, graphs=options.graphs, model=model,
-        unsliced_model=unsliced_model, shapes=shapes_by_size[0], dataflows=dataflows, microbatches=source,
-        outputs_of_one_more=cache(lambda: from_rank_0(comm, trial(source.examples()[0]).outputs_of_one_more)),
+        unsliced_model=unsliced_model, shapes=shapes, dataflow=dataflow, microbatches=source,
+        outputs_of_one_more=cache(lambda: from_rank_0(comm, trial(source.example).outputs_of_one_more)),
     )  # fmt: skip
 
 
@@ -113,7 +109,7 @@ def _check_options(model: Model, options: RunOptions, recipe: Recipe, header: He
 def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Reads:
     """What each stage reads, checked against the schedule."""
     try:
-        leaves = len(microbatches.examples()[0].leaves)
+        leaves = len(microbatches.example.leaves)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
@@ -121,13 +117,3 @@ def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Read
     reads = model.resolved_reads(header.graph.producers, leaves)
     check_graph(reads, header)
     return reads
-
-
-def _one_of_each_size(microbatches: MicrobatchSource, passes: int) -> list[Microbatch]:
-    """The first microbatch of each size."""
-    firsts: dict[Shape, Microbatch] = {}
-    for batch in microbatches.examples():
-        firsts.setdefault(batch.shape, batch)
-    if len(firsts) > 1 and passes > 1:
-        raise UsageError("accumulate: the minibatch cannot be cut into microbatches of one size")
-    return list(firsts.values())

@@ -49,7 +49,6 @@ class StepTrace:
     """One rank's record of the passes between `begin` and `end`."""
 
     def __init__(self, instructions: list[Instruction], device: Device) -> None:
-        """Nothing is traced yet."""
         self.instructions, self.device = instructions, device
         self.passes: list[Pass] = []
         self.attached = contextlib.ExitStack()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpirun.data.microbatches import Minibatch
 from mpirun.model.contract import Layers, Model, StageEntry
 from mpirun.model.dataflow import check_reads
 from mpirun.model.loss import check_loss
@@ -119,16 +118,16 @@ def _is_place(value: Any) -> bool:
     return _is_list(value) and len(value) == 2 and isinstance(value[0], Integral) and isinstance(value[1], str)
 
 
-def _makes_batches(value: Any) -> bool:
-    return value is None or callable(value.make if isinstance(value, Minibatch) else value)
+def _is_function_or_none(value: Any) -> bool:
+    return value is None or callable(value)
 
 
 # By field of a model: whether a value is right, and what it should be.
 FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "stages": (_is_list, "a list"),
     "loss": (callable, "a function"),
-    "batch": (_makes_batches, "a function, or a Minibatch of one"),
-    "weights": (lambda value: value is None or callable(value), "a function"),
+    "batch": (_is_function_or_none, "a function"),
+    "weights": (_is_function_or_none, "a function"),
     "length": (lambda value: isinstance(value, Integral) and int(value) >= 1, "a number of bytes"),
     "loss_of": (lambda value: value in ("microbatch", "minibatch"), "microbatch or minibatch"),
     "sliced": (lambda x: isinstance(x, Collection) and all(isinstance(s, Integral) for s in x), "a list of stages"),

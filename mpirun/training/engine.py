@@ -139,7 +139,6 @@ class Engine:
         comm: MPI.Intracomm | None = None,
         **options: Any,
     ) -> None:
-        """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
         given = dict(locals())
         for unknown in options.keys() - {each.name for each in fields(RunOptions)}:
             raise TypeError(f"Engine has no argument {unknown}: help(mpirun.Engine) lists them")

@@ -40,7 +40,7 @@ def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
     """Print notes: nothing is trained, or no stage reads an output."""
     if not any(shape.parameter_names for shape in setup.shapes):
         note(comm, "no parameter is trainable: steps change nothing")
-    dataflow = setup.dataflows[0]
+    dataflow = setup.dataflow
     unread = unread_outputs(dataflow.reads, dataflow.outputs, header)
     for stage in sorted({value.stage for value in unread}):
         outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)

@@ -72,7 +72,8 @@ class Prepared:
         with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(model))
             setup = self._set_up(session.header, model, source)
-            example, self._own = source.examples()[0], (source.loss_weights, source.tokens)
+            example = source.example
+            self._own = [1 / source.count] * source.count, source.count * tokens(example)
             session.build(setup)
         self.names = example.names  # of every microbatch's input
         self.of_shape: dict[Shape, OfShape] = {}

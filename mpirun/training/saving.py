@@ -27,7 +27,6 @@ class Checkpoints:
     """What a run saves, to one directory, and resumes. Every method is collective."""
 
     def __init__(self, session: Session) -> None:
-        """Nothing is saved or resumed yet."""
         self.session = session
         self.directory: Path | None = None  # that the run saves to
         self.resumed: Path | None = None  # that it resumed from

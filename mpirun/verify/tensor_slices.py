@@ -34,13 +34,13 @@ def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
         tensor_parallel=TensorParallel(1, (), stages),
     )
     shapes = [setup.shapes[stage] for stage in header.first_slices]
-    of_schedule = setup.dataflows[0].reads
+    of_schedule = setup.dataflow.reads
     reads = [
         [x._replace(stage=header.model_stage(x.stage)) if isinstance(x, Value) else x for x in of_schedule[stage]]
         for stage in header.first_slices
     ]
-    dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
-    return replace(setup, model=setup.unsliced_model, shapes=shapes, dataflows=dataflows), plain
+    dataflow = Dataflow(reads, plain, [shape.outputs for shape in shapes])
+    return replace(setup, model=setup.unsliced_model, shapes=shapes, dataflow=dataflow), plain
 
 
 def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
