@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -14,14 +14,15 @@ from mpirun.comm.device import Device
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, raised_at, together
 from mpirun.data.microbatches import Microbatches, MicrobatchSource
 from mpirun.data.text import training_text
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.expand_slices import check_slices, expanded_model
 from mpirun.engine.host import Host
 from mpirun.engine.loss import check_minibatch_loss
 from mpirun.engine.options import RunOptions, SetupOptions
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.running_statistics import check_shared_buffers
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, TensorSpec, all_outputs, check_graph
+from mpirun.model.module_tensors import shared_buffers
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
 from schedgen.ir.header import Header
@@ -45,6 +46,17 @@ class Setup(Host):
     dataflow: Dataflow
     microbatches: MicrobatchSource
     outputs_of_one_more: Callable[[], Sequence[TensorSpec] | None]  # as Trial's, for the first example. Collective
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """One rank's part of a run, for what reads or writes all of the model: checkpoints, exports, statistics."""
+
+    comm: MPI.Intracomm
+    header: Header
+    setup: Setup
+    stages: Mapping[int, LocalStage]
+    beat: Callable[[], None]  # is called after each piece of work
 
 
 def text_microbatches(
@@ -78,7 +90,7 @@ def set_up(
     dtype, device = torch.bfloat16 if options.autocast else None, host.device.torch
     trial = partial(Trial, model, reads, autocast_dtype=dtype, device=device, prepare=prepare)
     shapes = from_rank_0(comm, lambda: trial(source.example).shapes())
-    together(comm, lambda: check_shared_buffers(unsliced_model, shapes))
+    together(comm, lambda: _check_shared_buffers(unsliced_model, shapes))
     counts = [len(shape.outputs) for shape in shapes]
     outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
     dataflow = Dataflow(outputs_read, header, [shape.outputs for shape in shapes])
@@ -117,3 +129,15 @@ def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Read
     reads = model.resolved_reads(header.graph.producers, leaves)
     check_graph(reads, header)
     return reads
+
+
+def _check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
+    """UsageError if stages share a buffer that forwards change: each stage has a copy, and the copies would diverge."""
+    changed = {(shape.model_stage, name) for shape in shapes for name in shape.changed_buffers}
+    for places in shared_buffers(model.stages):
+        if not changed.isdisjoint(places):
+            (stage, name), (other, its_name), *_ = places
+            raise UsageError(
+                f"{name} of stage {stage} and {its_name} of stage {other} are one buffer, and forwards would change a "
+                "copy in each: split puts it into one stage"
+            )

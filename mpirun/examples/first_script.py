@@ -10,6 +10,7 @@ class Sorter(nn.Module):
     """Learns to sort eight numbers."""
 
     def __init__(self) -> None:
+        """Eight residual layers of width 64."""
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)) for _ in range(8))
 

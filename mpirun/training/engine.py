@@ -353,9 +353,8 @@ class Engine:
         session = self._begun.session
         path = together(self.comm, lambda: directory_of("export", directory))
         on_rank_0(self.comm, lambda: check_new(path))
-        stages, source = session.interpreter.stages, self._weights_directory
         with session.model_values():
-            write_export(self.comm, session.header, session.setup, stages, path, source, session.beat)
+            write_export(session.part, path, self._weights_directory)
 
     @_collective
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -366,7 +365,7 @@ class Engine:
         """
         session = self._begun.session
         with session.model_values():
-            return whole_state(self.comm, session.header, session.setup, session.interpreter.stages, session.beat)
+            return whole_state(session.part)
 
     @_collective
     def verify(self, tolerance: float | None = None) -> bool:

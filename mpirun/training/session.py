@@ -28,7 +28,7 @@ from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared
 from mpirun.engine.same_start import Values, check_same_start, given_digests
-from mpirun.engine.setup import Setup
+from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
@@ -172,11 +172,15 @@ class Session:
             trace.write(self.comm, self.schedule.all_ranks, option, path)
         return bool(trace.passes)
 
+    @property
+    def part(self) -> RankPart:
+        """What checkpoints, exports and statistics need of this rank."""
+        return RankPart(self.comm, self.header, self.setup, self.interpreter.stages, self.beat)
+
     @contextlib.contextmanager
     def model_values(self) -> Iterator[None]:
         """Inside, for exports, ranks have the model's running statistics, and weights that a script assigned count."""
-        shared = buffers_shared(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
-        with self.watchdog.phase(EXPORTING), self.interpreter.optimizer.assigned(), shared:
+        with self.watchdog.phase(EXPORTING), self.interpreter.optimizer.assigned(), buffers_shared(self.part):
             yield
 
     def step(self, weights: list[float], tokens: int) -> Result:
