@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.setup import RankPart
-from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics, set_buffers
+from mpirun.model.module_tensors import buffer_copies, frozen_statistics, set_buffers
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Instruction, Op
 

@@ -22,16 +22,11 @@ from mpirun.model.module_tensors import own_tensors, shared_parameters
 from schedgen.util.errors import UsageError, raised
 
 
-def load_model(
-    name: str, stages: int, seed: int, layers: Sequence[int] | None = None, needs_batch: bool = True
-) -> Model:
+def load_model(name: str, stages: int, seed: int, needs_batch: bool = True) -> Model:
     """The model `name` (MODULE:FUNCTION) in `stages` stages.
 
-    `layers`: the function is asked for sum(layers) stages, of which stage k joins layers[k]; None: one each.
     `needs_batch`: UsageError if the model does not say how a microbatch is made.
     """
-    if layers is not None:
-        return join_stages(load_model(name, sum(layers), seed, None, needs_batch), layers)
     module_name, colon, function_name = name.partition(":")
     if not colon:
         raise UsageError(f"--model {name}: should be MODULE:FUNCTION")

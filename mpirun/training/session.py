@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from mpirun.comm.fail_together import Stop, first_difference, together
-from mpirun.comm.output import say
+from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import build_interpreter
@@ -30,8 +30,8 @@ from mpirun.engine.running_statistics import buffers_shared
 from mpirun.engine.same_start import Values, check_same_start, given_digests
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
-from mpirun.model.frozen_statistics import buffer_copies, set_buffers
-from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
+from mpirun.model.module_tensors import buffer_copies, set_buffers
+from mpirun.training.notes import note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification
@@ -115,7 +115,8 @@ class Session:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, start)
         if self.comm.rank == 0 and self.setup.device.description:
             say(self.setup.device.description, sys.stdout)
-        note_odd_model(self.comm, setup, self.header)
+        if not any(shape.parameter_names for shape in setup.shapes):
+            note(self.comm, "no parameter is trainable: steps change nothing")
         self.sigterm.take()
 
     def check_start(self) -> None:

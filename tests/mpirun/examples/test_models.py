@@ -73,16 +73,16 @@ def test_layers_joined_by_a_schedule_are_the_model(name):
     """Uneven stages, the same layers in the same order, ties where they were."""
     make, layers = TINY[name]
     counts = [1, layers - 3, 2]
-    model = load_model(f"mpirun.examples.{name}:tiny", 3, 0, counts)
+    model = join_stages(load_model(f"mpirun.examples.{name}:tiny", sum(counts), 0), counts)
     assert [len(part) for part in modules(model)] == counts
     assert list(parameters(modules(model))) == list(parameters(modules(make(1))))
 
 
 def test_ties_and_layers_that_cannot_be_joined():
-    model = load_model("mpirun.examples.gpt:tied", 2, 0, [4, 6])
+    model = join_stages(load_model("mpirun.examples.gpt:tied", 10, 0), [4, 6])
     assert model.tied == [[(0, "embedding.byte.weight"), (1, "head.score.weight")]]
     with pytest.raises(UsageError, match="neither given by their layers nor split"):
-        load_model("models_for_tests:dropping_function", 2, 0, [1, 2])
+        join_stages(load_model("models_for_tests:dropping_function", 3, 0), [1, 2])
 
 
 @BOTH
