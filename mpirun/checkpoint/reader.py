@@ -87,8 +87,6 @@ def check_all_read(manifest: Manifest, read: Iterable[Collection[str]]) -> None:
 
 
 class _StageReader:
-    """Restores one stage."""
-
     def __init__(self, folder: Path, model: Model, stage: LocalStage) -> None:
         self.folder, self.model, self.stage, self.slice = folder, model, stage, model.slice_of(stage.index)
         self.entries = [model.entry_name(stage.index, name) for name in stage.names]

@@ -224,7 +224,6 @@ class Profile:
 
 
 def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount) -> Bytes:
-    """Execute an instruction and measure its bytes."""
     machine.microbatches.forget()
     before = memory.live
     memory.reset_peak()

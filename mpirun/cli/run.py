@@ -77,7 +77,6 @@ class Run:
             return int(not verified or sleeping_any(self.comm, bool(unsaved or unwritten)))
 
     def _steps(self, steps: int) -> None:
-        """Do steps until so many are done."""
         run, options = self.engine, self.options
         while run.steps < steps and not self.left:
             result = run.step(leave=False)

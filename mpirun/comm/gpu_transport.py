@@ -294,7 +294,6 @@ class QueuedTransport(Transport):
         super().free()
 
     def _run(self) -> None:
-        """The loop of the thread."""
         punctual_naps()
         self.device.use_in_thread()
         try:

@@ -71,7 +71,6 @@ class MapLoader(Loader):
         return Step(len(indices), is_last, 0, collated)
 
     def _indices(self, epoch: int, step: int) -> list[int]:
-        """The dataset's indices of the samples in a step."""
         order = epoch_order(self.sample_count or 0, self.shuffle, self.seed, epoch)
         return [int(index) for index in order[step * self.step_size : (step + 1) * self.step_size]]
 
@@ -131,8 +130,6 @@ class StreamLoader(Loader):
 
 
 class _NumberedSteps(Dataset[Step]):
-    """The steps of an epoch, each made by its number."""
-
     def __init__(self, loader: MapLoader, epoch: int) -> None:
         self.loader, self.epoch = loader, epoch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,8 +14,6 @@ from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import together
 from mpirun.comm.waiting import sleeping_barrier
 
-_threads_before: list[int] = []  # torch's threads before each run that has not ended, oldest first
-
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
@@ -24,18 +21,6 @@ class Host:
 
     device: Device
     crowded: bool  # there are more ranks on this host than cores
-
-
-def threads_kept() -> Callable[[], None]:
-    """Record torch's number of threads; returns a function for the run's end, which restores it once no run is left."""
-    _threads_before.append(torch.get_num_threads())
-
-    def give_back() -> None:
-        before = _threads_before.pop()
-        if not _threads_before:
-            torch.set_num_threads(before)
-
-    return give_back
 
 
 def use_host(comm: MPI.Intracomm, device: str, threads: int | None, gpu_messages: str, stream_words: bool) -> Host:

@@ -106,7 +106,6 @@ def track_memory(device: torch.device) -> Iterator[MemoryCount]:
 
 
 def _storages(values: Any) -> Iterable[UntypedStorage]:
-    """The storages of all tensors in an op's arguments or results."""
     for x in tree_leaves(values):
         if isinstance(x, Tensor) and x.layout == torch.strided:
             storage = x.untyped_storage()

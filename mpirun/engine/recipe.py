@@ -206,7 +206,6 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _options_by_name(optimizer: torch.optim.Optimizer, named: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:
-    """The options of the group of each of these parameters."""
     names = {id(entry.parameter): entry.name for entry in named}
     groups = [group["params"] for group in optimizer.param_groups if group["params"]]
     options = zip(groups, group_options(optimizer), strict=True)

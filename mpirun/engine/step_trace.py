@@ -79,7 +79,6 @@ class StepTrace:
         self.after = read_clocks(self.transport)
 
     def _execute(self, interpreter: Interpreter) -> None:
-        """Like Interpreter.execute, but record the time between any two instructions."""
         length, transport, clock = len(self.instructions), interpreter.transport, time.perf_counter
         code, state = self._wait_for_device(interpreter), interpreter.state
         times, waited = [0.0] * (length + 1), [0.0] * (length + 1)

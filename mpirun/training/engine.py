@@ -35,7 +35,7 @@ from mpirun.data.dataset_loaders import MapLoader, loader_class
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, MicrobatchSource
 from mpirun.engine.expand_slices import expanded_model
-from mpirun.engine.host import threads_kept, use_host
+from mpirun.engine.host import use_host
 from mpirun.engine.options import RunOptions, in_words
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.recipe import Recipe
@@ -164,7 +164,7 @@ class Engine:
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(comm, lambda: check_new(directory_of("export", export)))
-            self._ending.callback(threads_kept())
+            self._ending.callback(torch.set_num_threads, torch.get_num_threads())
             use = self._options
             self.host = use_host(comm, use.device, use.threads, use.gpu_messages, use.stream_words)
             file, self._model = load(comm, schedule, microbatches, Given(model, loss, stages, folder, use.seed))
@@ -470,7 +470,6 @@ class Engine:
         return "" if self.session is None else self.session.position()
 
     def _note(self, sentence: str) -> None:
-        """Print what a loader says, once."""
         if sentence not in self._noted:
             self._noted.add(sentence)
             note(self.comm, sentence)

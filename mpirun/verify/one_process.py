@@ -46,8 +46,6 @@ def run_in_one_process(
 
 
 class _Model:
-    """All stages of the model and their optimizer."""
-
     def __init__(
         self, setup: Setup, header: Header, start: Start, statistics: Statistics, beat: Callable[[], None]
     ) -> None:

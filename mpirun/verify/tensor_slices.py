@@ -25,7 +25,6 @@ def without_slices(
 
 
 def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
-    """The setup and the header of the model's stages without slices."""
     stages = header.model_stages
     plain = replace(
         header,
@@ -52,7 +51,6 @@ def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
 
 
 def _joined(setup: Setup, header: Header, record: Record) -> Record:
-    """The record of the model's stages."""
     tensor = header.tensor_parallel
 
     def joined(values: Parameters) -> Parameters:

@@ -139,7 +139,6 @@ class Cut(NamedTuple):
         return "\n".join(lines + [f"tied: {tie}" for tie in ties])
 
     def _values_read(self) -> list[tuple[Value, int]]:
-        """Every value that a stage reads, and that stage."""
         sources = ((source, stage) for stage, sources in enumerate(self.reads) for source in sources)
         return [(source, stage) for source, stage in sources if isinstance(source, Value)]
 
