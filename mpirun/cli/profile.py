@@ -32,12 +32,11 @@ from mpirun.engine.build import build_interpreter
 from mpirun.engine.core.context import Act
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.host import use_host
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.options import RunOptions, SetupOptions, values_of
 from mpirun.engine.other_sums import parameters_of_tie
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.setup import Setup, set_up, text_microbatches
+from mpirun.engine.setup import Setup, set_up, text_microbatches, use_host
 from mpirun.model.dataflow import ALIGN
 from mpirun.model.load_model import load_model
 from schedgen.checker.files import checked

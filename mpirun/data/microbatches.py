@@ -1,15 +1,17 @@
 """Microbatches, and the run's source of them.
 
 The command line makes one from the training text, and the run's seed, the step and the microbatch's number. It depends
-on nothing else, so that any rank can make it.
+on nothing else, so that any rank can make it. The text is one file, or modules of Python's own standard library.
 """
 
 from __future__ import annotations
 
+import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from numbers import Number
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,3 +132,20 @@ def plain(collated: Any) -> Any:
         )
 
     return pytree.tree_map(known, collated)
+
+
+def training_text(path: str | None, length: int) -> bytes:
+    """The bytes of the file, or of the standard library where `path` is None; UsageError if fewer than `length`."""
+    name = path or "the standard library's modules"
+    try:
+        text = Path(path).read_bytes() if path else standard_library()
+    except OSError as error:
+        raise UsageError(f"--text {path}: {error.strerror}") from None
+    if len(text) < length:
+        raise UsageError(f"{name}: {len(text)} bytes are too short a text, the model needs {length}")
+    return text
+
+
+def standard_library() -> bytes:
+    """The modules at the top level of the running interpreter's standard library, 5 MB, in sorted order."""
+    return b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))

@@ -1,22 +1,24 @@
-"""The setup of a run: model, data, optimizer and device; all that does not depend on which rank computes what."""
+"""The setup of a run: device, threads, model, data, optimizer; all that does not depend on which rank computes what."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, partial
 
 import torch
 from mpi4py import MPI
 from torch import nn
 
-from mpirun.comm.device import Device
+from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, raised_at, together
-from mpirun.data.microbatches import Microbatches, MicrobatchSource
-from mpirun.data.text import training_text
+from mpirun.comm.waiting import sleeping_barrier
+from mpirun.data.microbatches import Microbatches, MicrobatchSource, training_text
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.expand_slices import check_slices, expanded_model
-from mpirun.engine.host import Host
 from mpirun.engine.loss import check_minibatch_loss
 from mpirun.engine.options import RunOptions, SetupOptions
 from mpirun.engine.recipe import Recipe
@@ -27,6 +29,14 @@ from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a rank uses of its host."""
+
+    device: Device
+    crowded: bool  # there are more ranks on this host than cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +67,21 @@ class RankPart:
     setup: Setup
     stages: Mapping[int, LocalStage]
     beat: Callable[[], None]  # is called after each piece of work
+
+
+def use_host(comm: MPI.Intracomm, device: str, threads: int | None, gpu_messages: str, stream_words: bool) -> Host:
+    """Choose this rank's device, by name, and torch's threads; None: the rank's share of the cores. Collective.
+
+    `gpu_messages`: auto, direct or host; `stream_words`: words in pinned memory replace events.
+    """
+    sleeping_barrier(comm)  # some ranks may still be importing
+    own = os.sched_getaffinity(0)  # launchers may bind a rank to some of the host's cores
+    of_ranks = comm.allgather(own)
+    ranks = Counter(core for rank in ranks_on_host(comm) for core in of_ranks[rank])
+    cores = sum(Fraction(1, ranks[core]) for core in own)
+    torch.set_num_threads(threads or max(1, int(cores)))
+    chosen = together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words))
+    return Host(device=chosen, crowded=cores < 1)
 
 
 def text_microbatches(

@@ -58,8 +58,6 @@ class StepBatches(MicrobatchSource):
         """A microbatch of the current step, or of one that was kept; UsageError if it cannot be made again."""
         if step == self.step and number in self.current:
             return self.current[number]
-        if self.step < 0:  # a loss of the whole minibatch is tried before the first batch is given
-            return self.example
         batch = self.kept[step]
         if batch.loader is None:
             return batch.microbatches[number]

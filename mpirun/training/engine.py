@@ -35,27 +35,27 @@ from mpirun.data.dataset_loaders import MapLoader, loader_class
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, MicrobatchSource
 from mpirun.engine.expand_slices import expanded_model
-from mpirun.engine.host import use_host
 from mpirun.engine.options import RunOptions, in_words
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.setup import text_microbatches
+from mpirun.engine.setup import text_microbatches, use_host
 from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,
     Optimizers,
     check_batches,
     check_data,
+    check_same_options,
     check_saving,
     directory_of,
     make_log,
     make_recipe,
+    options_to_compare,
 )
 from mpirun.training.batches import LossWeight, StepBatches, read_by, whole_batch
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared, first_microbatch, shared
-from mpirun.training.same_options import check_same_options, options_to_compare
 from mpirun.training.saving import Checkpoints, Saving
 from mpirun.training.schedule_and_model import Given, Models, load
 from mpirun.training.session import Result, Session

@@ -21,10 +21,9 @@ from mpirun.data.dataset_loaders import FunctionLoader, StreamLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
 from mpirun.engine.first_step import RunInterpreter
-from mpirun.engine.host import Host
 from mpirun.engine.options import RunOptions
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.setup import Setup, set_up
+from mpirun.engine.setup import Host, Setup, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
