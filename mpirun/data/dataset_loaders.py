@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from mpirun.data.load_ahead import seed, set_states, states, states_kept
 from mpirun.data.loader import Loader, Step, deal
-from mpirun.data.microbatches import Microbatch, checked_pair
+from mpirun.data.microbatches import Microbatch
 from schedgen.util.errors import UsageError
 
 
@@ -105,7 +105,7 @@ class FunctionLoader(MapLoader):
 
     def _microbatch(self, number: int, samples: int, collated: Any) -> Microbatch:
         """As in `Loader`; the size is that of dimension 0 of the input's first tensor that has one."""
-        made = super()._microbatch(number, samples, checked_pair(collated, "the function should return"))
+        made = super()._microbatch(number, samples, collated)
         size = next((len(x) for x in made.leaves if isinstance(x, torch.Tensor) and x.dim()), made.size)
         return made._replace(size=size)
 

@@ -71,7 +71,8 @@ class Microbatches(MicrobatchSource):
     def __call__(self, step: int, number: int) -> Microbatch:
         """Microbatch `number` of a step; UsageError if it is not a pair."""
         pair = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
-        data, target = pytree.tree_map(in_own_memory, checked_pair(pair, "the model's batch should return"))
+        pair = input_and_target(pair, "the model's batch should return a pair (input, target), not")
+        data, target = pytree.tree_map(in_own_memory, pair)
         leaves, names = named_leaves(data)
         return Microbatch(leaves, target, self.count, names=names)
 
@@ -91,13 +92,6 @@ def digest(microbatch: Microbatch) -> str:
     """A hash of a microbatch's input and target."""
     leaves, names = named_leaves(microbatch.target)
     return digest_of([*microbatch.leaves, *names, *leaves])
-
-
-def checked_pair(made: Any, what: str) -> tuple[Any, Any]:
-    """`made`, if it is a pair (input, target); else a UsageError that begins with `what`."""
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise UsageError(f"{what} a pair (input, target), not {type(made).__name__}")
-    return made
 
 
 def input_and_target(collated: Any, what: str = DATASET) -> tuple[Any, Any]:

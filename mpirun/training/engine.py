@@ -313,7 +313,7 @@ class Engine:
 
     @_collective
     def _end_trace(self, name: str) -> None:
-        if not self._running.end_trace("trace", name):
+        if not self._running.end_trace(name):
             note(self.comm, f"trace: no step is done, so {name} is not written")
 
     @_collective

@@ -163,14 +163,13 @@ class Session:
             self.trace.detach()
             self.trace = None
 
-    def end_trace(self, option: str, path: str) -> bool:
-        """Write the trace; `option`: the one that asked for it. False if no step has been done since `begin_trace`."""
+    def end_trace(self, path: str) -> bool:
+        """Write the trace; False if no step has been done since `begin_trace`."""
         trace, self.trace = self.trace, None
-        if trace is None:
-            return False
+        assert trace is not None
         trace.end()
         if trace.passes:
-            trace.write(self.comm, self.schedule.all_ranks, option, path)
+            trace.write(self.comm, self.schedule.all_ranks, path)
         return bool(trace.passes)
 
     @property
