@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import pipe_split
 
     from mpirun.data.loader import Loader
-    from mpirun.data.microbatches import Minibatch
     from mpirun.engine.recipe import NamedParameter
     from mpirun.model.contract import Model
     from mpirun.model.dataflow import Input, Value
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from schedgen.util.errors import MpirunWarning, UsageError
 
 __all__ = [
-    "Cut", "Engine", "Evaluation", "Input", "Loader", "Minibatch", "Model", "MpirunWarning", "NamedParameter", "Result",
+    "Cut", "Engine", "Evaluation", "Input", "Loader", "Model", "MpirunWarning", "NamedParameter", "Result",
     "UsageError", "Value", "batch_coupled", "pipe_split", "split", "split_layers", "split_sequential",
 ]  # fmt: skip
 
@@ -38,7 +37,6 @@ _MODULES = {
     "Evaluation": "mpirun.training.evaluation",
     "Input": "mpirun.model.dataflow",
     "Loader": "mpirun.data.loader",
-    "Minibatch": "mpirun.data.microbatches",
     "Model": "mpirun.model.contract",
     "MpirunWarning": "schedgen.util.errors",
     "NamedParameter": "mpirun.engine.recipe",

@@ -14,11 +14,10 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
@@ -28,35 +27,27 @@ from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.setup import Setup
+from mpirun.engine.setup import RankPart
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Slice
 from mpirun.model.weight_names import unused_names, weight_names
-from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, listed
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
-def export(
-    comm: MPI.Intracomm,
-    header: Header,
-    setup: Setup,
-    stages: Mapping[int, LocalStage],
-    directory: str | Path,
-    source: str | Path | None = None,
-    beat: Callable[[], None] = lambda: None,
-) -> Path:
+def export(part: RankPart, directory: str | Path, source: str | Path | None = None) -> None:
     """Write all parameters and saved buffers to a new or empty directory. Collective.
 
-    `stages`: this rank's; `source`: a directory whose files, except weights, are copied; `beat` is called after each
-    stage, and after each parameter that is gathered. Stop if the directory is not empty or cannot be written.
+    `source`: a directory whose files, except weights, are copied. Stop if the directory is not empty or cannot be
+    written.
     """
+    comm = part.comm
     directory = Path(comm.bcast(os.path.realpath(directory)))
     draft = directory.with_name(f".exporting-{comm.bcast(secrets.token_hex(8))}")  # another run has another
     on_rank_0(comm, lambda: _begin(directory, draft, source))
     try:
-        entries = _entries(comm, header, setup, stages, beat)
+        entries = _entries(part)
         names = comm.allgather(list(entries))
         writers = [rank for rank, of_rank in enumerate(names) if of_rank]
         several = {rank: f"model-{k + 1:05d}-of-{len(writers):05d}.safetensors" for k, rank in enumerate(writers)}
@@ -68,22 +59,19 @@ def export(
         if comm.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    return directory
 
 
-def whole_state(
-    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage], beat: Callable[[], None]
-) -> dict[str, Tensor]:
+def whole_state(part: RankPart) -> dict[str, Tensor]:
     """On rank 0, copies of all that `export` writes, under every name that the model has for it; elsewhere none.
 
-    Collective. The arguments are those of `export`.
+    Collective.
     """
-    entries = _entries(comm, header, setup, stages, beat)
+    entries = _entries(part)
     copies = {name: value.detach().to("cpu", copy=True) for name, value in entries.items()}
-    names = _known_names(setup.model, stages)
+    names = _known_names(part.setup.model, part.stages)
     whole: dict[str, Tensor] = {}
     aliases: list[list[str]] = []
-    for of_rank, names_of_rank in comm.gather((copies, names)) or ():
+    for of_rank, names_of_rank in part.comm.gather((copies, names)) or ():
         whole |= of_rank
         aliases += names_of_rank
     return {alias: whole[known[0]] for known in aliases if known[0] in whole for alias in known} | whole
@@ -95,11 +83,10 @@ def _known_names(model: Model, stages: Mapping[int, LocalStage]) -> list[list[st
     return names + list(unused_names(model).values())
 
 
-def _entries(
-    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage], beat: Callable[[], None]
-) -> dict[str, Tensor]:
+def _entries(part: RankPart) -> dict[str, Tensor]:
     """The tensors that this rank writes, by name in the whole model. Collective."""
-    entries, _ = written_entries(comm, header, setup, stages, lambda _: (), beat)
+    comm, header, setup = part.comm, part.header, part.setup
+    entries, _ = written_entries(part, lambda _: ())
     for index in header.first_slices:
         first, to = setup.model.slice_of(index), writing_rank(header, index)
         for name, dim in setup.shapes[index].sliced_dims.items() if first.count > 1 else ():
@@ -109,7 +96,7 @@ def _entries(
             if (of_ranks := comm.gather(own, root=to)) is not None:
                 shares = {entry: share for of_rank in of_ranks for entry, share in of_rank.items()}
                 entries[whole] = dim.join([shares[entry] for entry in names])
-            beat()
+            part.beat()
     unused = on_rank_0(comm, lambda: _unused(setup.model)) or {}
     if without := [entry for entry, value in unused.items() if value.is_meta]:
         why = "the forward does not use them, and on the meta device they have no values"

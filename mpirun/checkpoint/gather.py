@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint.entry_names import parameter_entries, written_untrained
 from mpirun.comm.fail_together import together
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit, pieces
-from mpirun.engine.setup import Setup
+from mpirun.engine.setup import RankPart
 from mpirun.model.stage_shape import Place
 from schedgen.ir.header import Header
 
@@ -28,41 +27,33 @@ def writing_rank(header: Header, stage: int) -> int:
     return owners[stage % len(owners)]
 
 
-def written_entries(
-    comm: MPI.Intracomm,
-    header: Header,
-    setup: Setup,
-    stages: Mapping[int, LocalStage],
-    state: State,
-    beat: Callable[[], None],
-) -> tuple[dict[str, Tensor], Values]:
+def written_entries(part: RankPart, state: State) -> tuple[dict[str, Tensor], Values]:
     """The weights and the optimizer state that this rank writes, by entry. Collective.
 
-    `stages`: this rank's; `state`: returns nothing if only the weights are wanted; `beat` is called after each
-    parameter that is gathered. Stop if a module has state other than tensors.
+    `state`: returns nothing if only the weights are wanted. Stop if a module has state other than tensors.
     """
     weights: dict[str, Tensor] = {}
     kept: Values = {}
-    for index, values in dict(_written_values(comm, header, setup, stages, state, beat)).items():
-        for entry, of_parameter in zip(parameter_entries(setup.model, stages[index]), values, strict=True):
+    for index, values in dict(_written_values(part, state)).items():
+        entries = parameter_entries(part.setup.model, part.stages[index])
+        for entry, of_parameter in zip(entries, values, strict=True):
             if entry is not None:
                 weights[entry] = of_parameter.pop(PARAMETER).detach()
                 kept |= {f"{entry}.{key}": value for key, value in of_parameter.items()}
-    for entry, value in untrained_entries(comm, header, setup, stages)[0].items():
+    for entry, value in untrained_entries(part)[0].items():
         # The format takes no views, nor tensors that share memory.
         weights[entry] = value.detach().clone(memory_format=torch.contiguous_format)
     return weights, kept
 
 
-def untrained_entries(
-    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
-) -> tuple[dict[str, Tensor], list[str]]:
+def untrained_entries(part: RankPart) -> tuple[dict[str, Tensor], list[str]]:
     """The frozen parameters and buffers that this rank writes, by entry; and the entries of all ranks. Collective.
 
     An entry that several stages have is written with the first, but listed once for each.
     """
-    here = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
-    own = together(comm, lambda: [(stage.index, written_untrained(setup.model, stage)) for stage in here])
+    comm, model = part.comm, part.setup.model
+    here = [stage for index, stage in part.stages.items() if writing_rank(part.header, index) == comm.rank]
+    own = together(comm, lambda: [(stage.index, written_untrained(model, stage)) for stage in here])
     pairs = [(entry, index) for index, named in own for entry in named]
     of_all = [pair for of_rank in comm.allgather(pairs) for pair in of_rank]
     first = dict(sorted(of_all, key=lambda pair: pair[1], reverse=True))
@@ -70,25 +61,19 @@ def untrained_entries(
     return entries, [entry for entry, _ in of_all]
 
 
-def _written_values(
-    comm: MPI.Intracomm,
-    header: Header,
-    setup: Setup,
-    stages: Mapping[int, LocalStage],
-    state: State,
-    beat: Callable[[], None],
-) -> Iterator[tuple[int, list[Values]]]:
+def _written_values(part: RankPart, state: State) -> Iterator[tuple[int, list[Values]]]:
     """Each stage that this rank writes, and the values of its parameters. All ranks go through all stages."""
-    for index, shape in enumerate(setup.shapes):
-        if setup.model.is_replica(index):
+    comm = part.comm
+    for index, shape in enumerate(part.setup.shapes):
+        if part.setup.model.is_replica(index):
             continue
-        root, stage, values = writing_rank(header, index), stages.get(index), list[Values]()
-        if header.is_sharded(index):
+        root, stage, values = writing_rank(part.header, index), part.stages.get(index), list[Values]()
+        if part.header.is_sharded(index):
             for of_parameter, place in zip(_own_pieces(stage, len(shape.layout), state), shape.layout, strict=True):
                 of_ranks = comm.gather(of_parameter, root=root)
                 if of_ranks is not None:
                     values.append(_assembled([piece for of_rank in of_ranks for piece in of_rank], place))
-                beat()
+                part.beat()
         elif stage is not None and root == comm.rank:
             kept = state((index, -1)) or [{} for _ in stage.names]
             views = stage.views(stage.weights)

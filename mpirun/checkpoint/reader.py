@@ -7,7 +7,7 @@ written under. A parameter in shares is joined from them, and a tensor slice tak
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mpirun.comm.output import say
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Piece, pieces
 from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.setup import Setup
+from mpirun.engine.setup import RankPart
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import SlicedDim
 from schedgen.util.errors import UsageError
@@ -60,23 +60,21 @@ def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
     return manifest
 
 
-def restore(
-    manifest: Manifest, setup: Setup, stages: Mapping[int, LocalStage], optimizer: Optimizer, beat: Callable[[], None]
-) -> set[str]:
+def restore(manifest: Manifest, part: RankPart, optimizer: Optimizer) -> set[str]:
     """Restore stages and their optimizer state; returns the entries of the weights that were read.
 
-    `beat` is called after each stage. UsageError if the checkpoint is of another model.
+    UsageError if the checkpoint is of another model.
     """
     weights, kept = (Entries(manifest.folder, manifest.entry_files(kind)) for kind in ("weights", "optimizer"))
     of_parameter: dict[str, list[str]] = {}  # entries of the optimizer
     for entry in kept.names:
         of_parameter.setdefault(entry.rpartition(".")[0], []).append(entry)
     read: set[str] = set()
-    for stage in stages.values():
-        reader = _StageReader(manifest.folder, setup.model, stage)
+    for stage in part.stages.values():
+        reader = _StageReader(manifest.folder, part.setup.model, stage)
         read.update(reader.restore_weights(weights))
         reader.restore_optimizer(kept, of_parameter, optimizer)
-        beat()
+        part.beat()
     return read
 
 
@@ -89,8 +87,6 @@ def check_all_read(manifest: Manifest, read: Iterable[Collection[str]]) -> None:
 
 
 class _StageReader:
-    """Restores one stage."""
-
     def __init__(self, folder: Path, model: Model, stage: LocalStage) -> None:
         self.folder, self.model, self.stage, self.slice = folder, model, stage, model.slice_of(stage.index)
         self.entries = [model.entry_name(stage.index, name) for name in stage.names]

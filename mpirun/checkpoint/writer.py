@@ -13,11 +13,10 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint import disk_format
@@ -27,10 +26,8 @@ from mpirun.checkpoint.reader import check_all_read, restore
 from mpirun.checkpoint.run_settings import differing_options, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
-from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.setup import Setup
-from schedgen.ir.header import Header
+from mpirun.engine.setup import RankPart
 from schedgen.util.errors import UsageError
 
 LOCK = ".lock"
@@ -39,38 +36,29 @@ LOCK = ".lock"
 class CheckpointWriter:
     """One rank's part of all checkpoints of a run."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        header: Header,
-        setup: Setup,
-        stages: Mapping[int, LocalStage],
-        optimizer: Optimizer,
-        beat: Callable[[], None],
-        schedule: str,
-    ) -> None:
-        """`beat`: is called after each file; `schedule`: its SHA-256. Collective.
+    def __init__(self, part: RankPart, optimizer: Optimizer, schedule: str) -> None:
+        """`schedule`: its SHA-256. Collective.
 
         Stop if two parts of the model would have one entry name, or a module has state other than tensors.
         """
-        self.comm, self.header, self.setup, self.stages, self.optimizer = comm, header, setup, stages, optimizer
-        self.beat = beat
+        self.part, self.optimizer = part, optimizer
+        self.comm = comm = part.comm
         descriptions = [description for description in comm.allgather(optimizer.description()) if description]
         name, settings, _ = descriptions[0] if descriptions else ("", {}, [])
         groups = [options for *_, of_rank in descriptions for options in of_rank]
-        self.settings = run_settings(header, setup, (name, settings), groups, schedule)
-        _, untrained = untrained_entries(comm, header, setup, stages)
+        self.settings = run_settings(part.header, part.setup, (name, settings), groups, schedule)
+        _, untrained = untrained_entries(part)
         together(comm, lambda: self._check_entries(untrained))
         self.directory: Path | None = None
         self.lock: FolderLock | None = None  # on rank 0
         self.last = 0
 
     def _check_entries(self, untrained: list[str]) -> None:
-        model = self.setup.unsliced_model
-        shapes = [self.setup.shapes[stage] for stage in self.header.first_slices]
+        setup = self.part.setup
+        model, shapes = setup.unsliced_model, [setup.shapes[stage] for stage in self.part.header.first_slices]
         names = ((s, name) for s, shape in enumerate(shapes) for name in shape.parameter_names)
         counts = Counter(model.entry_name(*key) for key in names)
-        counts.update(set(untrained) if self.setup.model.origin.named else untrained)
+        counts.update(set(untrained) if model.origin.named else untrained)
         tied = {model.entry_name(*key) for tie in model.tied for key in tie}
         for entry, count in counts.items():
             if count > 1 and entry not in tied:
@@ -78,11 +66,11 @@ class CheckpointWriter:
 
     def resume(self, manifest: Manifest) -> None:
         """Restore all that this rank has of the model, and report which options differ. Collective."""
-        comm, setup, stages, optimizer = self.comm, self.setup, self.stages, self.optimizer
+        comm = self.comm
         name, saved_name = self.settings["optimizer"], manifest.settings["optimizer"]
         other = f"the optimizer is {name}: {manifest.folder} was made with {saved_name}"
         refuse(comm, name != saved_name, other)
-        read = comm.gather(together(comm, lambda: restore(manifest, setup, stages, optimizer, self.beat)))
+        read = comm.gather(together(comm, lambda: restore(manifest, self.part, self.optimizer)))
         on_rank_0(comm, lambda: check_all_read(manifest, read or ()))
         self.last = manifest.step
         if comm.rank == 0:
@@ -115,8 +103,7 @@ class CheckpointWriter:
         begin = time.perf_counter()
         try:
             on_rank_0(comm, lambda: disk_format.begin(directory, step))
-            state = self.optimizer.state
-            weights, kept = written_entries(comm, self.header, self.setup, self.stages, state, self.beat)
+            weights, kept = written_entries(self.part, self.optimizer.state)
             of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, weights, kept)))
             files = [file for of_rank in of_ranks or () for file in of_rank]
             on_rank_0(comm, lambda: disk_format.publish(directory, step, self.settings, files))
@@ -140,7 +127,7 @@ class CheckpointWriter:
         for kind, entries in (("weights", weights), ("optimizer", kept)):
             if entries:
                 files.append(disk_format.write_file(directory, step, kind, self.comm.rank, entries))
-                self.beat()
+                self.part.beat()
         return files
 
 

@@ -15,7 +15,6 @@ class Graph:
     """The command. It has no schedule, so rank 0 does all of it."""
 
     def __init__(self, comm: MPI.Intracomm, options: GraphOptions) -> None:
-        """Nothing is done before `execute`."""
         self.comm, self.options = comm, options
 
     def position(self) -> str:

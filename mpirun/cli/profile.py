@@ -32,12 +32,11 @@ from mpirun.engine.build import build_interpreter
 from mpirun.engine.core.context import Act
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.host import use_host
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.options import RunOptions, SetupOptions, values_of
 from mpirun.engine.other_sums import parameters_of_tie
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.setup import Setup, set_up, text_microbatches
+from mpirun.engine.setup import Setup, set_up, text_microbatches, use_host
 from mpirun.model.dataflow import ALIGN
 from mpirun.model.load_model import load_model
 from schedgen.checker import checked
@@ -102,7 +101,6 @@ class Profile:
     """One rank's part of a profile."""
 
     def __init__(self, comm: MPI.Intracomm, options: ProfileOptions) -> None:
-        """Compile the schedules and set up the model. Collective."""
         self.comm, self.options = comm, options
         on_rank_0(comm, lambda: check_writable("--output", options.output))
         self.program = from_rank_0(comm, lambda: _schedule(options))
@@ -161,7 +159,7 @@ class Profile:
         self.current = None
         stages = range(len(self.setup.shapes))
         weight = [shape.weight_bytes for shape in self.setup.shapes]
-        graph, dataflow = self.program.header.graph, self.setup.dataflows[0]
+        graph, dataflow = self.program.header.graph, self.setup.dataflow
         by_edge = {"per_consumer": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
         return {
             "activation": [measured[Op.FWD, s][0].defined for s in stages],
@@ -225,7 +223,6 @@ class Profile:
 
 
 def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount) -> Bytes:
-    """Execute an instruction and measure its bytes."""
     machine.microbatches.forget()
     before = memory.live
     memory.reset_peak()

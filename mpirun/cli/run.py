@@ -27,7 +27,6 @@ class Run:
     """One rank's part of a run."""
 
     def __init__(self, comm: MPI.Intracomm, options: TrainOptions) -> None:
-        """Set up: read the schedule, build the stages, resume. Collective."""
         self.comm = comm = RunComm(comm)
         self.options = options
         for option, path in (("--metrics", options.metrics), ("--trace", options.trace)):
@@ -78,7 +77,6 @@ class Run:
             return int(not verified or sleeping_any(self.comm, bool(unsaved or unwritten)))
 
     def _steps(self, steps: int) -> None:
-        """Do steps until so many are done."""
         run, options = self.engine, self.options
         while run.steps < steps and not self.left:
             result = run.step(leave=False)

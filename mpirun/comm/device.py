@@ -37,7 +37,6 @@ class Device:
     has_graphs = False
 
     def __init__(self) -> None:
-        """Nothing needs to be prepared on a CPU."""
         self.torch = torch.device("cpu")
         self.words: StreamWords | None = None  # they order transfers and kernels now; None: events do
         self.all_words: StreamWords | None = None

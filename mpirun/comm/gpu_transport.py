@@ -192,7 +192,6 @@ class QueuedTransport(Transport):
         *,
         device: Device,
     ) -> None:
-        """As `Transport`."""
         super().__init__(comm, groups, crowded, on_wait, device=device)
         self.sends: deque[Transfer] = deque()  # those that have not begun
         self.receives_to_begin: deque[Transfer] = deque()
@@ -295,7 +294,6 @@ class QueuedTransport(Transport):
         super().free()
 
     def _run(self) -> None:
-        """The loop of the thread."""
         punctual_naps()
         self.device.use_in_thread()
         try:

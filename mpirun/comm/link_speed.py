@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -29,10 +28,14 @@ def measure_link_speed(comm: MPI.Intracomm, device: Device, crowded: bool) -> tu
     if comm.size == 1:
         return 0.0, 0.0
     transport = make_transport(comm, (), crowded, device=device)
-    rounds = (_one_round(comm, transport) for _ in range(ROUNDS))
-    fitted = fit_rounds(np.array(SIZES, np.float64), rounds)
+    least = np.full(len(SIZES), np.inf)
+    for _ in range(ROUNDS):
+        least = np.minimum(least, _one_round(comm, transport))
+        alpha, beta = fit_alpha_beta(np.array(SIZES, np.float64), least)
+        if beta > 0:
+            break
     transport.free()
-    return fitted
+    return alpha, beta
 
 
 def _one_round(comm: MPI.Intracomm, transport: Transport) -> NDArray[np.float64]:
@@ -67,22 +70,6 @@ def ping_pong(transport: Transport, peer: int, size: int, first: bool) -> float:
         transport.device.finish()
         seconds.append((time.perf_counter() - begin) / 2)
     return float(np.median(seconds[WARM_UP:]))
-
-
-def fit_rounds(sizes: NDArray[np.float64], rounds: Iterable[NDArray[np.float64]]) -> tuple[float, float]:
-    """(alpha, beta), fitted to the least seconds that each size took; rounds are taken until beta is above 0.
-
-    beta is 0 only where other programs disturbed all rounds, each so much that long messages seem to cost no more than
-    short ones.
-    """
-    alpha = beta = 0.0
-    least = np.full(len(sizes), np.inf)
-    for seconds in rounds:
-        least = np.minimum(least, seconds)
-        alpha, beta = fit_alpha_beta(sizes, least)
-        if beta > 0:
-            break
-    return alpha, beta
 
 
 def fit_alpha_beta(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:

@@ -128,7 +128,6 @@ class AllreduceQueue:
     """
 
     def __init__(self, transport: Transport) -> None:
-        """From now on the polls of the transport advance the sums."""
         self.transport = transport
         self.active: list[OrderedAllreduce] = []
         self.started: set[OrderedAllreduce] = set()  # since the last `finish`

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from mpirun.data.load_ahead import seed, set_states, states, states_kept
 from mpirun.data.loader import Loader, Step, deal
-from mpirun.data.microbatches import Microbatch, checked_pair
+from mpirun.data.microbatches import Microbatch
 from schedgen.util.errors import UsageError
 
 
@@ -71,7 +71,6 @@ class MapLoader(Loader):
         return Step(len(indices), is_last, 0, collated)
 
     def _indices(self, epoch: int, step: int) -> list[int]:
-        """The dataset's indices of the samples in a step."""
         order = epoch_order(self.sample_count or 0, self.shuffle, self.seed, epoch)
         return [int(index) for index in order[step * self.step_size : (step + 1) * self.step_size]]
 
@@ -106,7 +105,7 @@ class FunctionLoader(MapLoader):
 
     def _microbatch(self, number: int, samples: int, collated: Any) -> Microbatch:
         """As in `Loader`; the size is that of dimension 0 of the input's first tensor that has one."""
-        made = super()._microbatch(number, samples, checked_pair(collated, "the function should return"))
+        made = super()._microbatch(number, samples, collated)
         size = next((len(x) for x in made.leaves if isinstance(x, torch.Tensor) and x.dim()), made.size)
         return made._replace(size=size)
 
@@ -131,8 +130,6 @@ class StreamLoader(Loader):
 
 
 class _NumberedSteps(Dataset[Step]):
-    """The steps of an epoch, each made by its number."""
-
     def __init__(self, loader: MapLoader, epoch: int) -> None:
         self.loader, self.epoch = loader, epoch
 

@@ -202,7 +202,6 @@ class Loader(ABC):
         }
 
     def _check_samples(self, samples: int) -> None:
-        """UsageError if an epoch has no step."""
         if samples == 0:
             raise UsageError("the dataset is empty")
         if self.last == "drop" and samples < self.step_size:
@@ -220,7 +219,6 @@ class Loader(ABC):
             self.say(f"{name}: the last step of an epoch has {samples} of {self.step_size}: {done}")
 
     def _batches(self) -> Generator[Batch, None, None]:
-        """The batches of the rest of the epoch."""
         epoch, first, samples = self.epoch, self.step, 0
         with closing(self._made(*self._steps(epoch, first))) as made_steps:
             for number in count(first):

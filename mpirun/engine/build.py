@@ -63,7 +63,7 @@ def build_interpreter(
     if whole:
         together(comm, lambda: check_forwards_first(header, instructions))
     slots = MemorySlots(
-        comm, program, instructions, setup.shapes, setup.dataflows[0], setup.canonical, setup.device.torch,
+        comm, program, instructions, setup.shapes, setup.dataflow, setup.canonical, setup.device.torch,
         () if other is None else other.slots.blocks,
     )  # fmt: skip
     if other is None:
@@ -86,7 +86,7 @@ def build_interpreter(
     slice_sums = SliceSums()
     count, kind, dtype = header.microbatches, setup.device.kind, setup.autocast_dtype
     context = Context(
-        header=header, instructions=instructions, shapes=setup.shapes, dataflows=setup.dataflows, seed=setup.seed,
+        header=header, instructions=instructions, shapes=setup.shapes, dataflow=setup.dataflow, seed=setup.seed,
         device=setup.device, position=position, stages=stages, slots=slots, transport=transport,
         allreduces=AllreduceQueue(transport), buffers=LocalBuffers(transport),
         grad_buffers=GradBuffers(

@@ -76,7 +76,6 @@ def expand_model(model: Model, count: int) -> Model:
 
 
 def _slices(model: Model, stage: int, entry: StageEntry, count: int) -> list[StageEntry]:
-    """The entries that build the slices of a stage."""
     if isinstance(entry, nn.Module):
         raise UsageError(f"stage {stage} of the model has slices: give a function that builds it, not a module")
     if any(tied_stage == stage for tie in model.tied for tied_stage, _ in tie):

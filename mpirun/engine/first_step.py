@@ -98,7 +98,6 @@ def _time_jobs(interpreter: RunInterpreter) -> Iterator[dict[tuple[int, int], fl
 
 @contextlib.contextmanager
 def _note_reached(interpreter: RunInterpreter) -> Iterator[None]:
-    """Add the parameters that get a gradient in the block to the interpreter's `reached`."""
     stage_of, instructions = interpreter.context.stage_of, interpreter.context.instructions
     stages = {stage_of(i) for i in instructions if i.op in (Op.BWD, Op.BWD_W)}
     # An AccumulateGrad node lives as long as it is held here. A hook on the parameter would slow down later steps.

@@ -47,7 +47,7 @@ class ForwardList:
         """
         header, instructions = program.header, program.instructions(comm.rank)
         self.header = header
-        slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflows[0], False, setup.device.torch)
+        slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflow, False, setup.device.torch)
         memory = {index: slots.weights(index) for index in run.stages}
         self.stages: dict[int, LocalStage] = {}
         self.moved: list[tuple[LocalStage, LocalStage]] = []  # for each fetched stage: the run's, and this list's
@@ -63,7 +63,7 @@ class ForwardList:
         self.transport = transport = make_transport(comm, header.groups, setup.crowded, show, device=setup.device)
         self.position = Position(setup.passes)
         context = replace(
-            run, header=header, instructions=instructions, shapes=setup.shapes, dataflows=setup.dataflows,
+            run, header=header, instructions=instructions, shapes=setup.shapes, dataflow=setup.dataflow,
             position=self.position, stages=self.stages, slots=slots, transport=transport,
             buffers=LocalBuffers(transport), allreduces=AllreduceQueue(transport),
             microbatches=MicrobatchReader(setup.microbatches, self.device.torch, self.position, header.microbatches),

@@ -90,7 +90,6 @@ class JobGraphs:
                 self.device.use_words(ready=False)
 
     def _say_other_shapes(self, i: Instruction) -> None:
-        """Print, once per stage, that a microbatch does not fit its graph."""
         if i.stage not in self.said:
             self.said.add(i.stage)
             sentence = f"rank {self.rank}: a microbatch of stage {i.stage} has other shapes or padding than its graph"
@@ -132,7 +131,6 @@ class Job:
         return self._replay(leaves)
 
     def _look(self, inputs: Sequence[Any], leaves: Sequence[Any], form: Any) -> Any:
-        """Compute normally, and check whether the job can be captured."""
         i, graphs, begin = self.i, self.graphs, self.rng.begin
         self.draws = []
         self.forms.append(form)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mpirun.data.chunks import cut_dims
-from mpirun.data.microbatches import Microbatch, Minibatch
+from mpirun.data.chunks import one_per_sample
+from mpirun.data.microbatches import Microbatch
 from mpirun.engine.core.context import Score
 from mpirun.engine.core.stage import LocalStage
 from mpirun.model.autocast import autocast
@@ -116,30 +116,26 @@ class MinibatchLoss:
         return dict.fromkeys(self.collected, loss.detach())
 
     def _joined_target(self, batches: Sequence[Microbatch]) -> Any:
-        """The target of the whole minibatch; a leaf that is the same for every microbatch is taken once.
+        """The target of the whole minibatch; a leaf that is not by sample is taken once.
 
         UsageError if targets are nested differently, or have other keys.
         """
-        first = batches[0]
-        if (dims := first.target_dims) is None:
-            given = self.model.batch.dims if isinstance(self.model.batch, Minibatch) else 0
-            dims = cut_dims(first.target, given[1] if isinstance(given, tuple) else given, first.size)
-        by_leaf, spec = tree_flatten(dims)
+        _, spec = tree_flatten(batches[0].target, is_leaf=one_per_sample(batches[0].size))
         try:
             leaves = list(zip(*(spec.flatten_up_to(batch.target) for batch in batches), strict=True))
         except ValueError as error:
             raise UsageError(
                 f"the loss is of the whole minibatch, so the targets of a step should have the same keys: {error}"
             ) from None
-        return tree_unflatten([_joined(*pair) for pair in zip(leaves, by_leaf, strict=True)], spec)
+        return tree_unflatten(map(_joined, leaves), spec)
 
     def take_gradients(self, mb: int) -> list[Tensor | None]:
         """The gradients of a microbatch's outputs; they can be taken once."""
         return [leaf.grad for leaf in self.collected.pop(mb)[0]]
 
 
-def _joined(parts: Any, dim: int | None) -> Any:
-    """The parts of a leaf, tensors or lists, joined; dim=None: the first of them."""
-    if dim is None:
-        return parts[0]
-    return torch.cat(parts, dim) if isinstance(parts[0], Tensor) else type(parts[0])(chain.from_iterable(parts))
+def _joined(parts: Sequence[Any]) -> Any:
+    """The parts of a leaf, tensors or lists, joined; of anything else the first."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts))
+    return type(parts[0])(chain.from_iterable(parts)) if isinstance(parts[0], list | tuple) else parts[0]

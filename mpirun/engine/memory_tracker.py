@@ -28,7 +28,6 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        """Nothing counts yet."""
         super().__init__()
         self._storages: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
         self._peak = 0
@@ -70,7 +69,6 @@ class CudaMemoryCount:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """What is allocated now does not count."""
         self.device, self._base = device, 0
         self._leaf = torch.zeros((), device=device, requires_grad=True)
         self._root, self._gradient = self._leaf.view_as(self._leaf), torch.ones((), device=device)
@@ -108,7 +106,6 @@ def track_memory(device: torch.device) -> Iterator[MemoryCount]:
 
 
 def _storages(values: Any) -> Iterable[UntypedStorage]:
-    """The storages of all tensors in an op's arguments or results."""
     for x in tree_leaves(values):
         if isinstance(x, Tensor) and x.layout == torch.strided:
             storage = x.untyped_storage()

@@ -30,7 +30,6 @@ class SliceSums:
     """
 
     def __init__(self) -> None:
-        """No sum is prepared yet."""
         # By the ranks of the slices, in the order of the slices, the number of bytes and the type.
         self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
         self.latest: dict[OrderedAllreduce, LocalBuffer] = {}  # the buffer that each of them summed last
@@ -44,7 +43,7 @@ class SliceSums:
         else:
             direction, slices = F, header.slices_of(i.stage)
         ranks = tuple(header.compute[direction, list(slices), i.mb].tolist())
-        spec = context.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
+        spec = context.dataflow.bundle(i.kind, i.stage, i.consumer).spec
         key = ranks, spec.bytes, spec.dtype
         if key not in self.shared:
             rows = torch.empty((1, spec.bytes), dtype=torch.uint8, device=context.slots.device)

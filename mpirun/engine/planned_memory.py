@@ -42,7 +42,7 @@ class MemorySlots:
         """Plan and allocate the slots. Collective.
 
         program, instructions  this rank's list, as a table and as single instructions
-        shapes, dataflow       by stage, and the messages of the largest microbatch
+        shapes, dataflow       by stage, and the messages of a microbatch
         canonical              grad buffers have a row for every microbatch
         others                 blocks that are never in use at the same time, reused where they are large enough
         """

@@ -156,7 +156,10 @@ class SteppedOptimizer:
 
         A scheduler changes options, too, again after a restart: with one they are not looked at.
         """
-        groups = [] if self.scheduler is not None else zip(self.options, group_options(self.optimizer), strict=True)
+        options = group_options(self.optimizer)
+        if len(options) != len(self.options):
+            return ["parameter groups that were added later"]
+        groups = [] if self.scheduler is not None else zip(self.options, options, strict=True)
         changed = {key for was, now in groups for key in now if key != "lr" and now[key] != was.get(key)}
         return [*sorted(changed), *(f"state of {key}" for key in self.optimizer.state if not isinstance(key, Tensor))]
 
@@ -203,7 +206,6 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _options_by_name(optimizer: torch.optim.Optimizer, named: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:
-    """The options of the group of each of these parameters."""
     names = {id(entry.parameter): entry.name for entry in named}
     groups = [group["params"] for group in optimizer.param_groups if group["params"]]
     options = zip(groups, group_options(optimizer), strict=True)

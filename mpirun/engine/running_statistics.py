@@ -5,21 +5,17 @@ The copy on the rank that computes a stage's first microbatch is the model's: ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.engine.core.stage import LocalStage
-from mpirun.model.contract import Model
-from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics, set_buffers
-from mpirun.model.module_tensors import shared_buffers
-from mpirun.model.stage_shape import StageShape
+from mpirun.engine.setup import RankPart
+from mpirun.model.module_tensors import buffer_copies, frozen_statistics, set_buffers
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Instruction, Op
-from schedgen.util.errors import UsageError
 
 Job = Callable[..., Any]  # computes a job
 
@@ -29,26 +25,13 @@ def statistics_rank(header: Header, stage: int) -> int:
     return int(header.compute[F, stage, 0])
 
 
-def check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
-    """UsageError if stages share a buffer that forwards change: each stage has a copy, and the copies would diverge."""
-    changed = {(shape.model_stage, name) for shape in shapes for name in shape.changed_buffers}
-    for places in shared_buffers(model.stages):
-        if not changed.isdisjoint(places):
-            (stage, name), (other, its_name), *_ = places
-            raise UsageError(
-                f"{name} of stage {stage} and {its_name} of stage {other} are one buffer, and forwards would change a "
-                "copy in each: split puts it into one stage"
-            )
-
-
 @contextmanager
-def buffers_shared(
-    comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], stages: Mapping[int, LocalStage]
-) -> Iterator[None]:
+def buffers_shared(part: RankPart) -> Iterator[None]:
     """As `share_buffers`, inside the block; afterwards each rank continues with its own buffers."""
-    other = [s for s in stages if shapes[s].overwrites_buffers and statistics_rank(header, s) != comm.rank]
-    before = [(stages[s].module, buffer_copies(stages[s].module)) for s in other]
-    share_buffers(comm, header, shapes, stages)
+    changed = [stage for stage in part.stages.values() if stage.shape.overwrites_buffers]
+    modules = [stage.module for stage in changed if statistics_rank(part.header, stage.index) != part.comm.rank]
+    before = [(module, buffer_copies(module)) for module in modules]
+    share_buffers(part)
     try:
         yield
     finally:
@@ -56,13 +39,12 @@ def buffers_shared(
             set_buffers(module, buffers)
 
 
-def share_buffers(
-    comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], stages: Mapping[int, LocalStage]
-) -> None:
+def share_buffers(part: RankPart) -> None:
     """Copy the model's buffers of stages whose forwards change some to every rank that has the stage. Collective."""
-    for index in [index for index, shape in enumerate(shapes) if shape.overwrites_buffers]:
-        own = dict(stages[index].module.named_buffers()) if index in stages else {}
-        root = statistics_rank(header, index)
+    comm = part.comm
+    for index in [index for index, shape in enumerate(part.setup.shapes) if shape.overwrites_buffers]:
+        own = dict(part.stages[index].module.named_buffers()) if index in part.stages else {}
+        root = statistics_rank(part.header, index)
         sent = {name: buffer.cpu() for name, buffer in own.items()} if comm.rank == root else None
         values = comm.bcast(sent, root)
         if comm.rank != root:
@@ -77,7 +59,6 @@ class KeptBuffers:
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        """`instructions`: the list of this rank."""
         self.redone = {(i.stage, i.mb) for i in instructions if i.op == Op.RECOMPUTE}
         self.before: dict[tuple[int, int], dict[str, Tensor]] = {}  # by stage and microbatch: from before the FWD
 

@@ -1,31 +1,42 @@
-"""The setup of a run: model, data, optimizer and device; all that does not depend on which rank computes what."""
+"""The setup of a run: device, threads, model, data, optimizer; all that does not depend on which rank computes what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, partial
 
 import torch
 from mpi4py import MPI
 from torch import nn
 
-from mpirun.comm.device import Device
+from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, raised_at, together
-from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource, Shape
-from mpirun.data.text import training_text
+from mpirun.comm.waiting import sleeping_barrier
+from mpirun.data.microbatches import Microbatches, MicrobatchSource, training_text
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.expand_slices import check_slices, expanded_model
-from mpirun.engine.host import Host
 from mpirun.engine.loss import check_minibatch_loss
 from mpirun.engine.options import RunOptions, SetupOptions
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.running_statistics import check_shared_buffers
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, TensorSpec, all_outputs, check_graph
+from mpirun.model.module_tensors import shared_buffers
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a rank uses of its host."""
+
+    device: Device
+    crowded: bool  # there are more ranks on this host than cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +53,35 @@ class Setup(Host):
     model: Model  # with the slices of tensor parallelism
     unsliced_model: Model
     shapes: Sequence[StageShape]  # by stage
-    dataflows: Sequence[Dataflow]  # by microbatch of a list; the first is the largest
+    dataflow: Dataflow
     microbatches: MicrobatchSource
     outputs_of_one_more: Callable[[], Sequence[TensorSpec] | None]  # as Trial's, for the first example. Collective
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """One rank's part of a run, for what reads or writes all of the model: checkpoints, exports, statistics."""
+
+    comm: MPI.Intracomm
+    header: Header
+    setup: Setup
+    stages: Mapping[int, LocalStage]
+    beat: Callable[[], None]  # is called after each piece of work
+
+
+def use_host(comm: MPI.Intracomm, device: str, threads: int | None, gpu_messages: str, stream_words: bool) -> Host:
+    """Choose this rank's device, by name, and torch's threads; None: the rank's share of the cores. Collective.
+
+    `gpu_messages`: auto, direct or host; `stream_words`: words in pinned memory replace events.
+    """
+    sleeping_barrier(comm)  # some ranks may still be importing
+    own = os.sched_getaffinity(0)  # launchers may bind a rank to some of the host's cores
+    of_ranks = comm.allgather(own)
+    ranks = Counter(core for rank in ranks_on_host(comm) for core in of_ranks[rank])
+    cores = sum(Fraction(1, ranks[core]) for core in own)
+    torch.set_num_threads(threads or max(1, int(cores)))
+    chosen = together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words))
+    return Host(device=chosen, crowded=cores < 1)
 
 
 def text_microbatches(
@@ -77,20 +114,16 @@ def set_up(
     reads = together(comm, lambda: _reads(model, header, source))
     dtype, device = torch.bfloat16 if options.autocast else None, host.device.torch
     trial = partial(Trial, model, reads, autocast_dtype=dtype, device=device, prepare=prepare)
-    shapes_by_size = from_rank_0(
-        comm, lambda: [trial(batch).shapes() for batch in _one_of_each_size(source, options.accumulate)]
-    )
-    together(comm, lambda: check_shared_buffers(unsliced_model, shapes_by_size[0]))
-    counts = [len(shape.outputs) for shape in shapes_by_size[0]]
+    shapes = from_rank_0(comm, lambda: trial(source.example).shapes())
+    together(comm, lambda: _check_shared_buffers(unsliced_model, shapes))
+    counts = [len(shape.outputs) for shape in shapes]
     outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
-    distinct = [Dataflow(outputs_read, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
-    dataflow_of = dict(zip(dict.fromkeys(source.input_shapes), distinct, strict=False))
-    dataflows = [dataflow_of[shape] for shape in source.input_shapes[: header.microbatches]]
+    dataflow = Dataflow(outputs_read, header, [shape.outputs for shape in shapes])
     return Setup(
         **vars(host), recipe=recipe, seed=options.seed, passes=options.accumulate, canonical=options.canonical,
         autocast_dtype=dtype, on_nan=options.on_nan, graphs=options.graphs, model=model,
-        unsliced_model=unsliced_model, shapes=shapes_by_size[0], dataflows=dataflows, microbatches=source,
-        outputs_of_one_more=cache(lambda: from_rank_0(comm, trial(source.examples()[0]).outputs_of_one_more)),
+        unsliced_model=unsliced_model, shapes=shapes, dataflow=dataflow, microbatches=source,
+        outputs_of_one_more=cache(lambda: from_rank_0(comm, trial(source.example).outputs_of_one_more)),
     )  # fmt: skip
 
 
@@ -113,7 +146,7 @@ def _check_options(model: Model, options: RunOptions, recipe: Recipe, header: He
 def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Reads:
     """What each stage reads, checked against the schedule."""
     try:
-        leaves = len(microbatches.examples()[0].leaves)
+        leaves = len(microbatches.example.leaves)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
@@ -123,11 +156,13 @@ def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Read
     return reads
 
 
-def _one_of_each_size(microbatches: MicrobatchSource, passes: int) -> list[Microbatch]:
-    """The first microbatch of each size."""
-    firsts: dict[Shape, Microbatch] = {}
-    for batch in microbatches.examples():
-        firsts.setdefault(batch.shape, batch)
-    if len(firsts) > 1 and passes > 1:
-        raise UsageError("accumulate: the minibatch cannot be cut into microbatches of one size")
-    return list(firsts.values())
+def _check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
+    """UsageError if stages share a buffer that forwards change: each stage has a copy, and the copies would diverge."""
+    changed = {(shape.model_stage, name) for shape in shapes for name in shape.changed_buffers}
+    for places in shared_buffers(model.stages):
+        if not changed.isdisjoint(places):
+            (stage, name), (other, its_name), *_ = places
+            raise UsageError(
+                f"{name} of stage {stage} and {its_name} of stage {other} are one buffer, and forwards would change a "
+                "copy in each: split puts it into one stage"
+            )

@@ -49,7 +49,6 @@ class StepTrace:
     """One rank's record of the passes between `begin` and `end`."""
 
     def __init__(self, instructions: list[Instruction], device: Device) -> None:
-        """Nothing is traced yet."""
         self.instructions, self.device = instructions, device
         self.passes: list[Pass] = []
         self.attached = contextlib.ExitStack()
@@ -80,7 +79,6 @@ class StepTrace:
         self.after = read_clocks(self.transport)
 
     def _execute(self, interpreter: Interpreter) -> None:
-        """Like Interpreter.execute, but record the time between any two instructions."""
         length, transport, clock = len(self.instructions), interpreter.transport, time.perf_counter
         code, state = self._wait_for_device(interpreter), interpreter.state
         times, waited = [0.0] * (length + 1), [0.0] * (length + 1)
@@ -126,15 +124,12 @@ class StepTrace:
             return SEND_CAUSE
         return CAUSES.index(KIND_WORDS[Kind.W if i.op == Op.FETCH_W else Kind(i.kind)])
 
-    def write(self, comm: MPI.Intracomm, program: Program | None, option: str, path: str) -> None:
-        """Write the passes of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective.
-
-        `option`: the option that asked for it.
-        """
+    def write(self, comm: MPI.Intracomm, program: Program | None, path: str) -> None:
+        """Write the passes of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective."""
         times, waited, causes = (np.array(column) for column in zip(*self.passes, strict=True))
         own = as_rank_0_times(times, self.before, self.after), np.diff(waited, axis=1), causes
         by_rank = comm.gather(own)
-        on_rank_0(comm, lambda: write_output(option, path, _trace(by_rank or [], program)))
+        on_rank_0(comm, lambda: write_output("trace", path, _trace(by_rank or [], program)))
 
 
 def _trace(by_rank: list[tuple[Times, Times, Small]], program: Program | None) -> bytes:

@@ -29,7 +29,6 @@ class StageVersions:
     def __init__(
         self, instructions: Sequence[Instruction], stages: Mapping[int, LocalStage], slots: MemorySlots
     ) -> None:
-        """`stages` have version 0 of their weights."""
         self.version_0 = stages
         self.by_version: dict[tuple[int, int], LocalStage] = {}
         self.last: dict[int, LocalStage] = {}  # by stage

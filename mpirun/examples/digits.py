@@ -23,7 +23,6 @@ class Residual(nn.Module):
     """Two convolutions with BatchNorm, and a skip connection around them."""
 
     def __init__(self, width: int) -> None:
-        """`width`: channels."""
         super().__init__()
         self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
         self.norm, self.last_norm = nn.BatchNorm2d(width), nn.BatchNorm2d(width)

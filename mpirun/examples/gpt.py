@@ -86,7 +86,6 @@ class Head(nn.Module):
     """Vectors to scores of the next byte: (sequences, length, width) -> (sequences, length, 256)."""
 
     def __init__(self, width: int) -> None:
-        """`width` of the vectors."""
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.score = nn.Linear(width, VOCABULARY, bias=False)

@@ -36,7 +36,6 @@ class Layer(nn.Module):
     """A hidden layer with a skip connection: (samples, width) -> (samples, width)."""
 
     def __init__(self, width: int) -> None:
-        """`width` of the vectors."""
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.linear = nn.Linear(width, width)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
+from mpirun.data.microbatches import MakeBatch, input_and_target
 from mpirun.model.dataflow import Input, Reads, Value, model_graph
 from mpirun.model.parallel_layers import UNSLICED, Slice
 from schedgen.ir.graph_file import ModelGraph
@@ -65,8 +65,7 @@ class Model(NamedTuple):
                      name). The gradient is the mean over microbatches. The output is a tuple if the stage returns one.
     batch            (text, rng) -> (input, target) of one microbatch, each a tensor or any pytree of them. `text` is a
                      uint8 tensor, shape (bytes,); `rng`, a numpy Generator, is seeded by the run's seed, the step and
-                     the microbatch. Or a Minibatch, which is made as a whole and then cut. None: a script gives the
-                     data.
+                     the microbatch. None: a script gives the data.
     length           how many bytes of text `batch` needs at least.
     tied             shared parameters: for each, where it occurs, as (stage, name). All copies get the value of the
                      first, and the sum of the gradients of all; all are trained, or all frozen. Modules that share a
@@ -91,7 +90,7 @@ class Model(NamedTuple):
 
     stages: Sequence[StageEntry]
     loss: Callable[[Any, Any], Tensor]
-    batch: MakeBatch | Minibatch | None = None
+    batch: MakeBatch | None = None
     length: int = 1
     tied: Sequence[Sequence[tuple[int, str]]] = ()
     reads: Reads | None = None

@@ -196,13 +196,6 @@ def all_outputs(sources: Sequence[Source], counts: Sequence[int]) -> list[Source
     ]
 
 
-def unread_outputs(reads: Reads, outputs: Sequence[Sequence[TensorSpec]], header: Header) -> list[Value]:
-    """The outputs of the model's stages that no stage reads, without those of the last, which the loss gets."""
-    read = {Value(header.model_stage(x.stage), x.output) for sources in reads for x in sources if isinstance(x, Value)}
-    given = [Value(s, k) for s, first in enumerate(header.first_slices[:-1]) for k in range(len(outputs[first]))]
-    return [value for value in given if value not in read]
-
-
 def outputs_read(reads: Reads) -> dict[tuple[int, int], tuple[int, ...]]:
     """The producer's outputs that the consumer reads, ascending, by (producer, consumer)."""
     outputs: dict[tuple[int, int], set[int]] = {}

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpirun.data.microbatches import Minibatch
 from mpirun.model.contract import Layers, Model, StageEntry
 from mpirun.model.dataflow import check_reads
 from mpirun.model.loss import check_loss
@@ -23,16 +22,11 @@ from mpirun.model.module_tensors import own_tensors, shared_parameters
 from schedgen.util.errors import UsageError, raised
 
 
-def load_model(
-    name: str, stages: int, seed: int, layers: Sequence[int] | None = None, needs_batch: bool = True
-) -> Model:
+def load_model(name: str, stages: int, seed: int, needs_batch: bool = True) -> Model:
     """The model `name` (MODULE:FUNCTION) in `stages` stages.
 
-    `layers`: the function is asked for sum(layers) stages, of which stage k joins layers[k]; None: one each.
     `needs_batch`: UsageError if the model does not say how a microbatch is made.
     """
-    if layers is not None:
-        return join_stages(load_model(name, sum(layers), seed, None, needs_batch), layers)
     module_name, colon, function_name = name.partition(":")
     if not colon:
         raise UsageError(f"--model {name}: should be MODULE:FUNCTION")
@@ -119,16 +113,16 @@ def _is_place(value: Any) -> bool:
     return _is_list(value) and len(value) == 2 and isinstance(value[0], Integral) and isinstance(value[1], str)
 
 
-def _makes_batches(value: Any) -> bool:
-    return value is None or callable(value.make if isinstance(value, Minibatch) else value)
+def _is_function_or_none(value: Any) -> bool:
+    return value is None or callable(value)
 
 
 # By field of a model: whether a value is right, and what it should be.
 FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "stages": (_is_list, "a list"),
     "loss": (callable, "a function"),
-    "batch": (_makes_batches, "a function, or a Minibatch of one"),
-    "weights": (lambda value: value is None or callable(value), "a function"),
+    "batch": (_is_function_or_none, "a function"),
+    "weights": (_is_function_or_none, "a function"),
     "length": (lambda value: isinstance(value, Integral) and int(value) >= 1, "a number of bytes"),
     "loss_of": (lambda value: value in ("microbatch", "minibatch"), "microbatch or minibatch"),
     "sliced": (lambda x: isinstance(x, Collection) and all(isinstance(s, Integral) for s in x), "a list of stages"),

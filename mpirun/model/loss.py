@@ -17,9 +17,6 @@ from schedgen.util.errors import UsageError, clip, raised
 Outputs = TypeVar("Outputs")
 Found = TypeVar("Found")
 
-# Parts of torch's messages: a tensor is differentiated, or differentiated by, that no gradient leads to.
-NO_DERIVATIVE = ("does not require grad", "appears to not have been used in the graph")
-
 # The names of a step's other numbers in `log` and in the rows of --metrics.
 STEP_NUMBERS = frozenset({"grad_norm", "loss", "lr", "seconds", "step", "tokens"})
 
@@ -48,15 +45,6 @@ def check_real(loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
     for name, value in {"loss": loss, **{f"metric {name}": value for name, value in metrics.items()}}.items():
         if value.is_complex():
             raise UsageError(f"the {name} should be a real number, not {value.dtype}")
-
-
-def check_derivatives(error: BaseException) -> None:
-    """UsageError if a loss has raised `error` because it differentiates outputs by one another, or by the input."""
-    if any(part in str(error) for part in NO_DERIVATIVE):
-        raise UsageError(
-            "the loss differentiates what it gets, but outputs are cut off from the forward that made them: compute "
-            f"such derivatives in the model's forward, and return them ({raised(error)})"
-        ) from None
 
 
 def loss_input(outputs: Sequence[Tensor]) -> Any:
@@ -119,7 +107,6 @@ def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[]
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        check_derivatives(error)
         raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
 
 

@@ -274,7 +274,6 @@ def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[
 
 
 def _parameter_shape(module: nn.Module) -> StageShape:
-    """The `StageShape` of a module with the fields of its parameters only."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     layout, size = flat_layout(list(trained.values()))
     return StageShape((), tuple(trained), size, layout=tuple(layout), sliced_dims=sliced_dims(module))

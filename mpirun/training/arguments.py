@@ -1,28 +1,39 @@
-"""Converts the arguments of `Engine` to what it works with: the model, the optimizer's recipe, the log."""
+"""The arguments of `Engine`: checks and converts them, and compares those of all ranks before anything depends on them.
+
+Plain values are compared as they are, functions by their names, other objects by those of their classes.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from numbers import Real
+from numbers import Number, Real
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import torch
+from mpi4py import MPI
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import refusing
+from mpirun.comm.fail_together import Stop, first_difference
 from mpirun.data.dataset_loaders import FunctionLoader
 from mpirun.data.loader import Batch, Loader
-from mpirun.engine.recipe import Factory, Recipe
-from schedgen.util.errors import UsageError
+from mpirun.engine.recipe import Factory, Recipe, is_plain
+from mpirun.training.schedule_and_model import is_scheme
+from schedgen.util.errors import UsageError, clip
 
 Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
 Optimizers = Factory | type[torch.optim.Optimizer] | partial[torch.optim.Optimizer]
+
+# Arguments of an Engine that ranks may be given otherwise: the model's values are compared when they are first used, a
+# note tells of other numbers of threads, and rank 0 alone logs, and reads the text.
+MAY_DIFFER = ("self", "comm", "model", "options", "threads", "log", "text")
+FOLDERS = ("weights", "export")  # hosts may call them otherwise: what has to agree is whether there is one
 
 
 def directory_of(what: str, name: object) -> Path:
@@ -30,7 +41,7 @@ def directory_of(what: str, name: object) -> Path:
 
     UsageError if it is not a name. `what`: the method or argument that got it, for the message.
     """
-    if not isinstance(name, str | os.PathLike):
+    if not isinstance(name, str | PathLike):
         raise UsageError(f"{what}: give the name of a directory, not a {type(name).__name__}")
     with refusing(path := Path(name)):
         return path.absolute()
@@ -101,7 +112,7 @@ def check_batches(loader: object, batches: object) -> None:
         raise UsageError("this is one batch: give a list of batches, or what loader(...) returns")
 
 
-def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log | None:
+def make_log(log: Log | str | PathLike[str] | None, ending: ExitStack) -> Log | None:
     """The function that takes each step's numbers; a directory gets TensorBoard's events. `ending` closes it.
 
     UsageError if there can be no such directory, or TensorBoard's package is missing.
@@ -125,3 +136,31 @@ def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log
         writer.flush()
 
     return write
+
+
+def options_to_compare(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arguments of an Engine, by name, what has to be the same on all ranks."""
+    options = {name: value for name, value in given.items() if name not in MAY_DIFFER}
+    options |= {name: "a folder" for name in FOLDERS if given[name] is not None}
+    if isinstance(schedule := given["schedule"], str | PathLike):
+        kind = "scheme" if is_scheme(fspath(schedule)) else "file"
+        options["schedule"] = f"the {kind} {Path(schedule).name}"
+    return options
+
+
+def check_same_options(comm: MPI.Intracomm, options: Mapping[str, Any]) -> None:
+    """Stop if ranks were given different options. Collective."""
+    own = {name: _in_words(value) for name, value in options.items()}
+    if (difference := first_difference(comm, own)) is not None:
+        name, one, other, *texts = difference
+        raise Stop(f"ranks {one} and {other} were given different `{name}`: {' and '.join(map(clip, texts))}")
+
+
+def _in_words(value: Any) -> str:
+    """The same text on all ranks that were given the same."""
+    if value is None or isinstance(value, Number) or is_plain(value):
+        return repr(value)
+    if isinstance(value, partial):
+        given = [*map(_in_words, value.args), *(f"{name}={_in_words(x)}" for name, x in value.keywords.items())]
+        return f"{_in_words(value.func)}({', '.join(given)})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

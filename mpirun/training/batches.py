@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
-from mpirun.data.chunks import chunk, cut_dims, sample_count
+from mpirun.data.chunks import chunk, sample_count
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, input_and_target, plain
 from mpirun.data.values import copy_of, named_leaves
@@ -58,17 +58,11 @@ class StepBatches(MicrobatchSource):
         """A microbatch of the current step, or of one that was kept; UsageError if it cannot be made again."""
         if step == self.step and number in self.current:
             return self.current[number]
-        if self.step < 0:  # a loss of the whole minibatch is tried before the first batch is given
-            return self.example
         batch = self.kept[step]
         if batch.loader is None:
             return batch.microbatches[number]
         made = batch.loader.microbatch(batch.epoch, batch.number, number)
         return _weighted(made, self.divisors[step][number]) if step in self.divisors else made
-
-    def examples(self) -> list[Microbatch]:
-        """All microbatches have the size of the example."""
-        return [self.example]
 
 
 def loss_weights(weigh: LossWeight, batch: Batch, comm: MPI.Intracomm) -> list[float]:
@@ -138,13 +132,12 @@ def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
     data = plain(data)
     input_and_target(data, "the batch should be a pair (input, target), (input,) or a mapping, not")
     samples = sample_count(data)
-    if samples % count:
+    if samples < 1 or samples % count:
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size: {SMALLER}")
     size = samples // count
-    pairs = [pair(part) for part in chunk(data, count)]
-    _, target_dims = input_and_target(cut_dims(data, 0, samples))
     microbatches = {}
-    for number, (given, target) in enumerate(pairs):
-        leaves, names = named_leaves(given)
-        microbatches[number] = Microbatch(leaves, target, float(count), size, 0, names, target_dims)
+    for number, part in enumerate(chunk(data, count, samples)):
+        inputs, target = pair(part)
+        leaves, names = named_leaves(inputs)
+        microbatches[number] = Microbatch(leaves, target, float(count), size, 0, names)
     return Batch(0, 0, [size] * count, microbatches)

@@ -35,27 +35,27 @@ from mpirun.data.dataset_loaders import MapLoader, loader_class
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, MicrobatchSource
 from mpirun.engine.expand_slices import expanded_model
-from mpirun.engine.host import threads_kept, use_host
 from mpirun.engine.options import RunOptions, in_words
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.setup import text_microbatches
+from mpirun.engine.setup import text_microbatches, use_host
 from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,
     Optimizers,
     check_batches,
     check_data,
+    check_same_options,
     check_saving,
     directory_of,
     make_log,
     make_recipe,
+    options_to_compare,
 )
 from mpirun.training.batches import LossWeight, StepBatches, read_by, whole_batch
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared, first_microbatch, shared
-from mpirun.training.same_options import check_same_options, options_to_compare
 from mpirun.training.saving import Checkpoints, Saving
 from mpirun.training.schedule_and_model import Given, Models, load
 from mpirun.training.session import Result, Session
@@ -139,7 +139,6 @@ class Engine:
         comm: MPI.Intracomm | None = None,
         **options: Any,
     ) -> None:
-        """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
         given = dict(locals())
         for unknown in options.keys() - {each.name for each in fields(RunOptions)}:
             raise TypeError(f"Engine has no argument {unknown}: help(mpirun.Engine) lists them")
@@ -165,7 +164,7 @@ class Engine:
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(comm, lambda: check_new(directory_of("export", export)))
-            self._ending.callback(threads_kept())
+            self._ending.callback(torch.set_num_threads, torch.get_num_threads())
             use = self._options
             self.host = use_host(comm, use.device, use.threads, use.gpu_messages, use.stream_words)
             file, self._model = load(comm, schedule, microbatches, Given(model, loss, stages, folder, use.seed))
@@ -314,7 +313,7 @@ class Engine:
 
     @_collective
     def _end_trace(self, name: str) -> None:
-        if not self._running.end_trace("trace", name):
+        if not self._running.end_trace(name):
             note(self.comm, f"trace: no step is done, so {name} is not written")
 
     @_collective
@@ -354,9 +353,8 @@ class Engine:
         session = self._begun.session
         path = together(self.comm, lambda: directory_of("export", directory))
         on_rank_0(self.comm, lambda: check_new(path))
-        stages, source = session.interpreter.stages, self._weights_directory
         with session.model_values():
-            write_export(self.comm, session.header, session.setup, stages, path, source, session.beat)
+            write_export(session.part, path, self._weights_directory)
 
     @_collective
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -367,7 +365,7 @@ class Engine:
         """
         session = self._begun.session
         with session.model_values():
-            return whole_state(self.comm, session.header, session.setup, session.interpreter.stages, session.beat)
+            return whole_state(session.part)
 
     @_collective
     def verify(self, tolerance: float | None = None) -> bool:
@@ -472,7 +470,6 @@ class Engine:
         return "" if self.session is None else self.session.position()
 
     def _note(self, sentence: str) -> None:
-        """Print what a loader says, once."""
         if sentence not in self._noted:
             self._noted.add(sentence)
             note(self.comm, sentence)

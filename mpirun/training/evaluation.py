@@ -47,7 +47,6 @@ class Evaluator:
     """A run's forward-only list, prepared for microbatches of one shape."""
 
     def __init__(self, session: Session, example: Microbatch, set_up: Callable[..., Setup]) -> None:
-        """`example`: what a microbatch looks like; `set_up`: as the run's was made. Collective."""
         comm = session.comm
         program = on_rank_0(comm, lambda: _forwards(session))
         on_rank_0(comm, session.setup.unsliced_model.origin.check_eval)

@@ -13,8 +13,6 @@ from mpirun.data.loader import Batch
 from mpirun.data.values import by_path
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
-from mpirun.model.dataflow import unread_outputs
-from schedgen.ir.header import Header
 from schedgen.util.errors import listed
 
 
@@ -34,17 +32,6 @@ def note_ignored_labels(comm: MPI.Intracomm, batch: Batch) -> bool:
             "their other labels, unless loss_weight counts these",
         )
     return ignored
-
-
-def note_odd_model(comm: MPI.Intracomm, setup: Setup, header: Header) -> None:
-    """Print notes: nothing is trained, or no stage reads an output."""
-    if not any(shape.parameter_names for shape in setup.shapes):
-        note(comm, "no parameter is trainable: steps change nothing")
-    dataflow = setup.dataflows[0]
-    unread = unread_outputs(dataflow.reads, dataflow.outputs, header)
-    for stage in sorted({value.stage for value in unread}):
-        outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)
-        note(comm, f"no stage reads output {outputs} of stage {stage}")
 
 
 def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[int, str]], step: int) -> None:

@@ -21,10 +21,9 @@ from mpirun.data.dataset_loaders import FunctionLoader, StreamLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
 from mpirun.engine.first_step import RunInterpreter
-from mpirun.engine.host import Host
 from mpirun.engine.options import RunOptions
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.setup import Setup, set_up
+from mpirun.engine.setup import Host, Setup, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
@@ -72,7 +71,8 @@ class Prepared:
         with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(model))
             setup = self._set_up(session.header, model, source)
-            example, self._own = source.examples()[0], (source.loss_weights, source.tokens)
+            example = source.example
+            self._own = [1 / source.count] * source.count, source.count * tokens(example)
             session.build(setup)
         self.names = example.names  # of every microbatch's input
         self.of_shape: dict[Shape, OfShape] = {}

@@ -27,7 +27,6 @@ class Checkpoints:
     """What a run saves, to one directory, and resumes. Every method is collective."""
 
     def __init__(self, session: Session) -> None:
-        """Nothing is saved or resumed yet."""
         self.session = session
         self.directory: Path | None = None  # that the run saves to
         self.resumed: Path | None = None  # that it resumed from
@@ -37,11 +36,7 @@ class Checkpoints:
     def writer(self) -> CheckpointWriter:
         """Writes the files, and restores from them."""
         run = self.session
-        stages, optimizer = run.interpreter.stages, run.interpreter.optimizer
-        return together(
-            run.comm,
-            lambda: CheckpointWriter(run.comm, run.header, run.setup, stages, optimizer, run.beat, run.schedule.sha256),
-        )
+        return together(run.comm, lambda: CheckpointWriter(run.part, run.interpreter.optimizer, run.schedule.sha256))
 
     def resume(self, manifest: Manifest, data: Loader | None) -> None:
         """Continue from a checkpoint, and `data` at its position. Stop if it is of another model or optimizer."""
@@ -75,7 +70,7 @@ class Checkpoints:
         self.writer.settings.pop("loader", None)
         if saving.data is not None:
             self.writer.settings["loader"] = saving.data.state()
-        share_buffers(run.comm, run.header, run.setup.shapes, run.interpreter.stages)
+        share_buffers(run.part)
         with run.watchdog.phase(SAVING), run.interpreter.optimizer.assigned():
             return self.writer.save(run.steps, saving.keep)
 

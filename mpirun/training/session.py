@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import socket
+import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from mpirun.comm.fail_together import Stop, first_difference, together
-from mpirun.comm.output import say
+from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.core.optimizer_step import StepResult
 from mpirun.engine.first_step import RunInterpreter, run_first
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
-from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared
 from mpirun.engine.same_start import Values, check_same_start, given_digests
-from mpirun.engine.setup import Setup
+from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
-from mpirun.model.frozen_statistics import buffer_copies, set_buffers
-from mpirun.training.notes import note_odd_model, note_uncaptured, note_unreached
+from mpirun.model.module_tensors import buffer_copies, set_buffers
+from mpirun.model.stage_shape import StageShape
+from mpirun.training.notes import note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification
@@ -115,7 +115,8 @@ class Session:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, start)
         if self.comm.rank == 0 and self.setup.device.description:
             say(self.setup.device.description, sys.stdout)
-        note_odd_model(self.comm, setup, self.header)
+        if not any(shape.parameter_names for shape in setup.shapes):
+            note(self.comm, "no parameter is trainable: steps change nothing")
         self.sigterm.take()
 
     def check_start(self) -> None:
@@ -162,21 +163,24 @@ class Session:
             self.trace.detach()
             self.trace = None
 
-    def end_trace(self, option: str, path: str) -> bool:
-        """Write the trace; `option`: the one that asked for it. False if no step has been done since `begin_trace`."""
+    def end_trace(self, path: str) -> bool:
+        """Write the trace; False if no step has been done since `begin_trace`."""
         trace, self.trace = self.trace, None
-        if trace is None:
-            return False
+        assert trace is not None
         trace.end()
         if trace.passes:
-            trace.write(self.comm, self.schedule.all_ranks, option, path)
+            trace.write(self.comm, self.schedule.all_ranks, path)
         return bool(trace.passes)
+
+    @property
+    def part(self) -> RankPart:
+        """What checkpoints, exports and statistics need of this rank."""
+        return RankPart(self.comm, self.header, self.setup, self.interpreter.stages, self.beat)
 
     @contextlib.contextmanager
     def model_values(self) -> Iterator[None]:
         """Inside, for exports, ranks have the model's running statistics, and weights that a script assigned count."""
-        shared = buffers_shared(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
-        with self.watchdog.phase(EXPORTING), self.interpreter.optimizer.assigned(), shared:
+        with self.watchdog.phase(EXPORTING), self.interpreter.optimizer.assigned(), buffers_shared(self.part):
             yield
 
     def step(self, weights: list[float], tokens: int) -> Result:
@@ -226,10 +230,7 @@ class Session:
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
         row = self.watchdog.state[ROW]
-        return "" if row < 0 else f"{self._line(row)}: "
-
-    def _line(self, row: int) -> str:
-        return f"line {self.schedule.first_line + row}: {self.instructions[row]}"
+        return "" if row < 0 else f"line {self.schedule.first_line + row}: {self.instructions[row]}: "
 
     def leave(self, saved: bool) -> None:
         """Stop after SIGTERM, on all ranks together: a nonzero exit code makes launchers end the other ranks."""
@@ -239,18 +240,12 @@ class Session:
         raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT)
 
     def _not_finite(self, step: int, result: StepResult) -> None:
-        """Stop, or print that the step changes nothing; the rank where the number first appeared speaks."""
-        rank, stop = self.comm.rank, self.setup.on_nan == "stop"
-        first = find_nonfinite(self.header, self.instructions, self.setup.shapes, rank, result)
-        sentence = ""
-        if first is not None:
-            row, what = first
-            then = "" if stop else ": the step changes nothing"
-            sentence = f"rank {rank} on {socket.gethostname()}: step {step + 1}: {self._line(row)}: {what}{then}"
-        if stop:
-            raise Stop(sentence, 1, speaker=rank if sentence else -1)
-        if sentence:
-            say(f"mpirun: {sentence}", sys.stderr)
+        """Stop, or print that the step changes nothing."""
+        sentence = f"step {step + 1}: {_first_nonfinite(self.setup.shapes, result)}"
+        if self.setup.on_nan == "stop":
+            raise Stop(sentence, 1)
+        if self.comm.rank == 0:
+            say(f"mpirun: {sentence}: the step changes nothing", sys.stderr)
 
     def beat(self) -> None:
         """Show the watchdog that this rank makes progress."""
@@ -278,6 +273,18 @@ class Session:
         """End the run on this rank."""
         atexit.unregister(self.close_together)
         self.end.close()
+
+
+def _first_nonfinite(shapes: Sequence[StageShape], result: StepResult) -> str:
+    """A sentence: the first loss that is not finite, or the last such norm of a gradient: backwards reach it first."""
+    for number, loss in enumerate(result.losses):
+        if not math.isfinite(loss):
+            return f"the loss of microbatch {number} is {loss}"
+    names = [f"{name}, stage {stage}" for stage, shape in enumerate(shapes) for name in shape.parameter_names]
+    for name, norm in reversed([*zip(names, result.parameter_norms, strict=True)]):
+        if not math.isfinite(norm):
+            return f"the norm of the gradient of {name}, is {norm}"
+    return "a gradient is not finite"
 
 
 def means(metrics: list[dict[str, float]], weights: list[float], where: str) -> dict[str, float]:

@@ -16,7 +16,6 @@ class Sigterm:
     came: ClassVar[bool] = False  # whether a signal came that no run has answered by leaving
 
     def __init__(self) -> None:
-        """The signal has its default action."""
         self.taken = False
 
     def take(self) -> None:

@@ -100,5 +100,4 @@ class _Versions(ReferenceStage):
 
 
 def _by_key(stages: Mapping[int, Mapping[str, Tensor]]) -> Parameters:
-    """Tensors by stage and name, in host memory."""
     return on_host({(stage, name): x for stage, tensors in stages.items() for name, x in tensors.items()})

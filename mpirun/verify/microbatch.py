@@ -42,7 +42,7 @@ def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]],
     outputs: dict[Value, Tensor] = {}
     read: dict[Value, Tensor] = {}  # what consumers read: the sum over slices if a stage is sliced
     leaves: list[dict[Value, Tensor]] = []
-    dataflow = setup.dataflows[number % len(setup.dataflows)]
+    dataflow = setup.dataflow
     for stage, (module, sources) in enumerate(zip(modules, dataflow.reads, strict=True)):
         values = dict.fromkeys(source for source in sources if isinstance(source, Value))
         leaves.append({value: read[value].detach().requires_grad_(read[value].is_floating_point()) for value in values})

@@ -14,7 +14,7 @@ from torch import Tensor
 from mpirun.engine.grad_norm import tensor_norms, total_norm
 from mpirun.engine.optimizer import clip_factor
 from mpirun.engine.setup import Setup
-from mpirun.model.frozen_statistics import buffer_copies, set_buffers
+from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
 from mpirun.verify.reference_stage import ReferenceStage, Start, optimizer_of
@@ -46,8 +46,6 @@ def run_in_one_process(
 
 
 class _Model:
-    """All stages of the model and their optimizer."""
-
     def __init__(
         self, setup: Setup, header: Header, start: Start, statistics: Statistics, beat: Callable[[], None]
     ) -> None:

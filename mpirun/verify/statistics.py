@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
-from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics
+from mpirun.model.module_tensors import buffer_copies, frozen_statistics
 from mpirun.verify.record import Parameters
 from mpirun.verify.reference_stage import ReferenceStage
 from schedgen.ir.instructions import Op

@@ -25,7 +25,6 @@ def without_slices(
 
 
 def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
-    """The setup and the header of the model's stages without slices."""
     stages = header.model_stages
     plain = replace(
         header,
@@ -34,13 +33,13 @@ def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
         tensor_parallel=TensorParallel(1, (), stages),
     )
     shapes = [setup.shapes[stage] for stage in header.first_slices]
-    of_schedule = setup.dataflows[0].reads
+    of_schedule = setup.dataflow.reads
     reads = [
         [x._replace(stage=header.model_stage(x.stage)) if isinstance(x, Value) else x for x in of_schedule[stage]]
         for stage in header.first_slices
     ]
-    dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
-    return replace(setup, model=setup.unsliced_model, shapes=shapes, dataflows=dataflows), plain
+    dataflow = Dataflow(reads, plain, [shape.outputs for shape in shapes])
+    return replace(setup, model=setup.unsliced_model, shapes=shapes, dataflow=dataflow), plain
 
 
 def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
@@ -52,7 +51,6 @@ def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
 
 
 def _joined(setup: Setup, header: Header, record: Record) -> Record:
-    """The record of the model's stages."""
     tensor = header.tensor_parallel
 
     def joined(values: Parameters) -> Parameters:

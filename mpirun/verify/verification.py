@@ -84,7 +84,6 @@ class Verification:
         return int(comm.bcast(code))
 
     def _report(self, ours: Record, theirs: Record, statistics: Statistics, tolerance: float | None) -> int:
-        """Print the differences; return the exit code."""
         tolerance = default_tolerance(self.setup) if tolerance is None else tolerance
         limit = 0.0 if self.setup.canonical else tolerance
         if len(ours.gradients) != len(theirs.gradients):

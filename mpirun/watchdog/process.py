@@ -93,7 +93,6 @@ class WatchdogProcess:
         self.hosts.send(bye=True)
 
     def _receive(self, link: Link) -> None:
-        """Act on the messages of another watchdog."""
         for message in self.hosts.receive(link):
             if "failed" in message:
                 self.spoken = True

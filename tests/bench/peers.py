@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import bytes_from_rank_0
-from mpirun.data.microbatches import Microbatches
-from mpirun.data.text import training_text
+from mpirun.data.microbatches import Microbatches, training_text
 from mpirun.data.values import to_device
 from mpirun.engine.first_step import run_first
 from mpirun.examples.gpt import Block

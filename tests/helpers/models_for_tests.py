@@ -19,7 +19,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpirun import Input, Minibatch, Model, Value, split_layers
+from mpirun import Input, Model, Value, split_layers
 from mpirun.examples import gpt, mlp, seq2seq
 from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, RowParallelLinear, Slice, SlicedDim, skip
 
@@ -230,30 +230,6 @@ def unread(stages: int) -> Model:
             return self.linear(torch.cat(both, 1))
 
     return model._replace(stages=[model.stages[0], Joined, model.stages[2], Short])
-
-
-def uneven(stages: int) -> Model:
-    """As `several`, with a minibatch of 22 samples in a dict, cut along dimension 1, and entries that are not cut."""
-    model = several(stages)
-
-    def make(text: Tensor, rng: np.random.Generator) -> tuple[dict[str, object], dict[str, Tensor]]:
-        starts = torch.from_numpy(rng.integers(0, len(text) - 17, 22))
-        pieces = text[starts[:, None] + torch.arange(17)].long()
-        return {"what": "text", "bytes": pieces[:, :16].T, "ones": torch.ones(5)}, {"next": pieces[:, 16]}
-
-    class Turned(Several):
-        def forward(self, tokens: Tensor, ones: Tensor) -> tuple[Tensor, ...]:
-            x, *others = super().forward(tokens.T)
-            return x * ones.mean(), *others
-
-    class Twisted(Skipped):
-        def forward(self, x: Tensor, skip: Tensor, tokens: Tensor) -> list[Tensor]:
-            return super().forward(x, skip, tokens.T)
-
-    first, second, third, last = model.reads or ()
-    reads = [[*first, Input(1)], second, third, last]
-    batch = Minibatch(make, ({"bytes": 1, "ones": None, "what": None}, 0))
-    return model._replace(stages=[Turned, model.stages[1], Twisted, End], reads=reads, batch=batch)
 
 
 def contrastive(stages: int) -> Model:
@@ -767,10 +743,6 @@ reads_later = partial(_reading, first=[Input(0)], second=[Value(2, 0)])
 reads_a_number = partial(_reading, first=[Input(0)], second=[0])
 reads_no_output = partial(_reading, first=[Input(0)], second=[Value(0, 3)])
 reads_no_leaf = partial(_reading, first=[Input(2)], second=[Value(0, 0)])
-
-
-def too_small(stages: int) -> Model:
-    return mlp.tiny(stages)._replace(batch=Minibatch(lambda text, rng: (torch.zeros(3, 16), torch.zeros(3))))
 
 
 # Stages in tensor slices

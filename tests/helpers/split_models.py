@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from plain_models import LENGTH, WORDS
 from torch import Tensor, nn
 
-from mpirun import Cut, Input, Minibatch, Model, MpirunWarning, Value, split, split_sequential
+from mpirun import Cut, Input, Model, MpirunWarning, Value, split, split_sequential
 
 Make = Callable[
     [Tensor], tuple[Any, Any]
@@ -132,10 +132,10 @@ named("two_tower", plain_models.TwoTower, tower_loss, pair, ["text.1", "image", 
 
 @functools.cache
 def sequential(stages: int) -> Model:
-    """Layers with buffers, and a minibatch whose samples do not divide evenly."""
+    """Layers with buffers."""
 
     def make(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        starts = torch.from_numpy(rng.integers(0, len(text) - LENGTH, 10))
+        starts = torch.from_numpy(rng.integers(0, len(text) - LENGTH, 3))
         pieces = text[starts[:, None] + torch.arange(LENGTH)].long() % WORDS
         return pieces.float() / WORDS, pieces[:, 0]
 
@@ -143,7 +143,7 @@ def sequential(stages: int) -> Model:
     layers = [nn.Linear(LENGTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, WORDS)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
-        return split_sequential(nn.Sequential(*layers), stages).model(nnf.cross_entropy, Minibatch(make), LENGTH)
+        return split_sequential(nn.Sequential(*layers), stages).model(nnf.cross_entropy, make, LENGTH)
 
 
 def transformer(name: str, attention: str = "sdpa") -> nn.Module:

@@ -19,8 +19,7 @@ class Backward:
     """The act of a BWD, or of a BWD_I, which leaves the gradients of the weights to a BWD_W."""
 
     def __init__(self, context: Context, i: Instruction) -> None:
-        """Bind all that the job needs."""
-        graph, dataflow = context.header.graph, context.dataflows[i.mb]
+        graph, dataflow = context.header.graph, context.dataflow
         self.stage, self.pending, self.weights = context.stage_of(i), context.pending_of(i), context.wait_for_weights(i)
         self.gradient, self.key = context.grad_buffers.of_stage(i.stage), context.slots.row_key(i.mb)
         self.output_gradients = _output_gradients(context, i)
@@ -62,7 +61,6 @@ class WeightBackward:
     """The act of a BWD_W: the gradients of the weights are added to dw."""
 
     def __init__(self, context: Context, i: Instruction) -> None:
-        """Bind all that the job needs."""
         self.stage, self.pending, self.weights = context.stage_of(i), context.pending_of(i), context.wait_for_weights(i)
         self.gradient, self.key = context.grad_buffers.of_stage(i.stage), context.slots.row_key(i.mb)
         self.run = context.around(i, self.stage, self.compute)
@@ -88,7 +86,7 @@ def _output_gradients(context: Context, i: Instruction) -> Callable[[], list[Ten
     graph, buffers, count = context.header.graph, context.buffers, len(context.shapes[i.stage].outputs)
     consumers = graph.consumers[i.stage]
     messages = [buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]
-    bundles = [context.dataflows[i.mb].g(i.stage, c) for c in consumers]
+    bundles = [context.dataflow.g(i.stage, c) for c in consumers]
     indices = [index for bundle in bundles for index in bundle.indices]
     received = buffers.getter(messages, bundles)
     if indices == [*range(count)]:

@@ -24,7 +24,6 @@ class LocalBuffer:
     __slots__ = ("arriving", "receive_row", "sends", "value")
 
     def __init__(self) -> None:
-        """An empty buffer without transfers."""
         self.value: Any = None
         self.arriving: Done | None = None
         self.receive_row = NO_ROW
@@ -35,7 +34,6 @@ class LocalBuffers:
     """The buffers of a rank by name, and the waits for their transfers."""
 
     def __init__(self, transport: Transport) -> None:
-        """`transport`: makes progress on transfers during a wait."""
         self.transport = transport
         self.by_name: dict[Key, LocalBuffer] = {}
         self.partial_sums: dict[tuple[int, int, int], LocalBuffer] = {}  # of a dw, by stage, shard and sender

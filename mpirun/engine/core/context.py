@@ -123,7 +123,7 @@ class Context:
     header: Header
     instructions: Sequence[Instruction]
     shapes: Sequence[StageShape]
-    dataflows: Sequence[Dataflow]  # by microbatch of the list
+    dataflow: Dataflow
     seed: int
     device: Device
     position: Position  # the step and pass being executed

@@ -37,8 +37,7 @@ class Forward:
     """
 
     def __init__(self, context: Context, i: Instruction) -> None:
-        """Bind all that the job needs."""
-        header, graph, dataflow = context.header, context.header.graph, context.dataflows[i.mb]
+        header, graph, dataflow = context.header, context.header.graph, context.dataflow
         again, last = i.op == Op.RECOMPUTE, context.is_last(i.stage)
         self.context, self.stage, self.mb = context, context.stage_of(i), i.mb
         self.saves = again or (i.stage, i.mb) in context.saving
@@ -112,7 +111,7 @@ class Forward:
         if self.context.is_last(i.stage):
             bundles = [Bundle([0], [TensorSpec((), torch.float32)])]
         else:
-            bundles = [self.context.dataflows[i.mb].bundle(Kind.X, i.stage, consumer) for consumer in consumers]
+            bundles = [self.context.dataflow.bundle(Kind.X, i.stage, consumer) for consumer in consumers]
         return putter(buffers, bundles, [[*bundle.indices] for bundle in bundles], self.device)
 
     def _collector(self, i: Instruction, loss: MinibatchLoss) -> Callable[[list[Tensor]], object]:

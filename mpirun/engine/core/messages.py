@@ -20,7 +20,6 @@ class Transfers:
     """
 
     def __init__(self, context: Context) -> None:
-        """Nothing is prepared yet."""
         self.context, self.buffers, self.transport = context, context.buffers, context.transport
         self.first_fetches = first_fetches(context.instructions)
 
@@ -45,7 +44,7 @@ class Transfers:
             memory = slots.received(i, size, torch.uint8)
             return self._receive(row, i, i.kind, buffer, memory, [gradient.as_numbers(sent) for sent in memory])
         buffer = self.buffers.named_by(i)
-        spec = self.context.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
+        spec = self.context.dataflow.bundle(i.kind, i.stage, i.consumer).spec
         memory = slots.received(i, spec.size, spec.dtype)
         return self._receive(row, i, i.kind, buffer, memory, memory)
 

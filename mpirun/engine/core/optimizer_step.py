@@ -36,7 +36,6 @@ class OptimizerStep:
     """Prepares NORM and STEP, by methods with the signature of those of `Transfers`, and keeps the result of NORM."""
 
     def __init__(self, context: Context) -> None:
-        """No step is done yet."""
         self.context = context
         self.leave_requested: Callable[[], bool] = lambda: False  # by this rank: all ranks learn it at the next NORM
         self.finite = True  # whether all losses and norms of the step so far are

@@ -134,7 +134,6 @@ class LocalStage:
         self.layer_rng.at = ()
 
     def _copy_of_shard(self, shard: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
-        """A shard of the weights in memory of its own, flat."""
         span = self.shard_spans[shard]
         flat = torch.zeros(span.stop - span.start, dtype=torch.uint8, device=self.device.torch)
         for piece in pieces(self.layout, span):
@@ -224,7 +223,6 @@ class LocalStage:
         return [x.detach() for x in outputs], saved
 
     def _taken(self, arguments: list[Any]) -> list[Any]:
-        """The arguments as the module may take them."""
         if self.shape.overwrites_inputs:  # other jobs may still read them, and a leaf may not be changed in place
             return [x.clone() if isinstance(x, Tensor) else x for x in arguments]
         if self.autocast_dtype is not None:  # it casts a leaf once for all readers, whose gradients add up in it

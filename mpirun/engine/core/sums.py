@@ -17,7 +17,6 @@ class Sums:
     """Prepares ADD and ALLREDUCE, by methods with the signature of those of `Transfers`."""
 
     def __init__(self, context: Context) -> None:
-        """No sum is prepared yet."""
         self.context = context
         self.by_stage: dict[int, OrderedAllreduce] = {}  # of a dw over its owners
 

@@ -220,6 +220,5 @@ def _unused(module: nn.Module, stages: Sequence[nn.Module], aliases: Mapping[str
 
 
 def _stage_name(nodes: Sequence[fx.Node]) -> str:
-    """The name of a stage: its first and its last submodule."""
     names = [name for name in ((module_names(node) or [""])[-1] for node in nodes) if name] or ["the module itself"]
     return names[0] if names[0] == names[-1] else f"{names[0]} to {names[-1]}"

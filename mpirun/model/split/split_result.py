@@ -11,7 +11,7 @@ import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
+from mpirun.data.microbatches import MakeBatch, input_and_target
 from mpirun.model.contract import Model, Origin, StageEntry, Weights
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.loss import of_last_stage
@@ -70,7 +70,7 @@ class Cut(NamedTuple):
     def model(
         self,
         loss: Callable[[Any, Any], Tensor],
-        batch: MakeBatch | Minibatch | None = None,
+        batch: MakeBatch | None = None,
         length: int = 1,
         loss_of: str = "microbatch",
         weights: Weights | None = None,
@@ -78,7 +78,6 @@ class Cut(NamedTuple):
         """The `Model`. `loss` takes the module's own output; the input that `batch` returns is the module's own.
 
         This input is a tuple of args, a dict of kwargs, (args, kwargs) if the example had both, or the one tensor.
-        The `make` of a Minibatch returns the same for all microbatches together.
         `batch`: None if a script gives the data. `weights` as Model.weights.
         """
         entries, cut_at = self._entries(), self.join
@@ -111,10 +110,8 @@ class Cut(NamedTuple):
     def _entries(self) -> list[StageEntry]:
         return [_entry(stage, self.meta) for stage in self.stages]
 
-    def _batch_of_leaves(self, batch: MakeBatch | Minibatch) -> MakeBatch | Minibatch:
+    def _batch_of_leaves(self, batch: MakeBatch) -> MakeBatch:
         """The same batch, with the input as leaves in the order that stages count."""
-        if isinstance(batch, Minibatch):
-            return batch._replace(leaves=self.leaves)
 
         def make_leaves(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
             data, target = batch(text, rng)
@@ -142,7 +139,6 @@ class Cut(NamedTuple):
         return "\n".join(lines + [f"tied: {tie}" for tie in ties])
 
     def _values_read(self) -> list[tuple[Value, int]]:
-        """Every value that a stage reads, and that stage."""
         sources = ((source, stage) for stage, sources in enumerate(self.reads) for source in sources)
         return [(source, stage) for source, stage in sources if isinstance(source, Value)]
 

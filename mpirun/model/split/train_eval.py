@@ -144,8 +144,6 @@ def _attributes_of(train: ExportedGraph, evaluated: ExportedGraph) -> dict[fx.No
 
 
 class _Comparison:
-    """Compares the graphs of both modes, node by node."""
-
     def __init__(
         self,
         state: Mapping[str, Any],
@@ -210,7 +208,6 @@ class _Comparison:
         return self._match(*constants)
 
     def _match(self, value: Any, other: Any) -> bool:
-        """Whether arguments are the same in both graphs."""
         if isinstance(value, fx.Node) and isinstance(other, fx.Node):
             value, other = self._uncopied(value), self._uncopied(other)
             if value.op == other.op == "get_attr":

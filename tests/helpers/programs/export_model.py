@@ -26,7 +26,7 @@ for line in sys.argv[1:]:
                 engine.step()
             session = engine.checkpoints.session
             with redirect_stderr(sys.stdout):  # notes are printed in order with errors
-                export(WORLD, session.header, session.setup, session.interpreter.stages, run["to"], run["source"])
+                export(session.part, run["to"], run["source"])
     except Stop as stop:
         if WORLD.rank == 0:
             print(stop, flush=True)

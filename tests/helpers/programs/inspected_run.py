@@ -137,7 +137,7 @@ def computing_late(how: str | None, break_: str | None, words: bool) -> Iterator
         yield
         return
     device = Late(how == "direct", WORLD.rank, words)
-    choose = mock.patch("mpirun.engine.host.choose_device", lambda *_: device)
+    choose = mock.patch("mpirun.engine.setup.choose_device", lambda *_: device)
     naps = [mock.patch(f"mpirun.comm.{where}.NAP", 1e-3) for where in ("waiting", "gpu_transport")]  # on few cores
     broken = BROKEN_GRAPHS[break_] if break_ in BROKEN_GRAPHS else breaking(break_)
     with choose, naps[0], naps[1], broken, device.working():

@@ -64,7 +64,7 @@ class Dying(Device):
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGSEGV)
         comm.Barrier()
-with mock.patch("mpirun.engine.host.choose_device", lambda *_: Dying()):
+with mock.patch("mpirun.engine.setup.choose_device", lambda *_: Dying()):
     sys.exit(main(sys.argv[1:]))
 """
 

@@ -407,7 +407,7 @@ class WithoutLength(Dataset):
         (Stream(9), {"workers": 2}, "2 workers cannot share an IterableDataset: it takes one at most"),
         (Stream(9), {"shuffle": True}, "an IterableDataset cannot be shuffled: its samples come in its own order"),
         (make, {"collate": list}, "a function that makes microbatches leaves nothing to collate"),
-        (lambda step, number, rng: 3, {}, "the function should return a pair (input, target), not int"),
+        (lambda step, number, rng: 3, {}, f"{ITEMS} a int"),
         ([1, 2], {}, f"{ITEMS} a Tensor"),
         ([(1, 2, 3)], {}, f"{ITEMS} 3 values"),
         (

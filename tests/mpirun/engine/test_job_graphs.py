@@ -211,7 +211,7 @@ def noted(self):
     passes.append(device.words is not None)
     execute(self)
 tokens = torch.randint(256, (16, 17), generator=torch.Generator().manual_seed(0))
-with mock.patch("mpirun.engine.host.choose_device", lambda *_: device), device.working():
+with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.working():
     with mock.patch.object(Interpreter, "execute", noted):
         graphs, accumulate = sys.argv[1] == "graphs", int(sys.argv[2])
         options = {"stages": 2, "microbatches": 2, "graphs": graphs, "accumulate": accumulate}
@@ -276,7 +276,7 @@ def launched(self, *arguments, **more):
     return forward(self, *arguments, **more)
 tokens = torch.randint(256, (35, 17), generator=torch.Generator().manual_seed(0))
 data = [(row[:-1], row[-1]) for row in tokens]
-choose = mock.patch("mpirun.engine.host.choose_device", lambda *_: device)
+choose = mock.patch("mpirun.engine.setup.choose_device", lambda *_: device)
 with choose, mock.patch.object(LocalStage, "forward", launched), device.working():
     with mpirun.Engine(scheme, mlp_of_four(2), stages=2, microbatches=4, canonical=True, graphs=graphs) as run:
         loader = run.loader(data, microbatch_size=2, shuffle=True)

@@ -93,7 +93,7 @@ COMPILED = {
     "outputs apart": (SEVERAL, {"stages": 4}, "models_for_tests:several", r'"x\.0\.0\.3"'),
     "outputs apart, weights that travel": (
         SEVERAL.replace("s % 4, (s + d * (b % 2)) % 4", "s % 2, (s + b) % 4"),
-        {"stages": 4, "weight_slots": 1}, "models_for_tests:uneven", r'"x\.0\.0\.3"',
+        {"stages": 4, "weight_slots": 1}, "models_for_tests:several", r'"x\.0\.0\.3"',
     ),
     "two owners of four workers": (
         TWO_OWNERS, {"stages": 4, "microbatches": 8}, SMALL, r'"owners": \[\[0, 1\], \[0, 1\]'

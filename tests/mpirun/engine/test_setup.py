@@ -18,7 +18,7 @@ SHARES = """
 import os, sys
 import torch
 from mpi4py import MPI
-from mpirun.engine.host import use_host
+from mpirun.engine.setup import use_host
 comm = MPI.COMM_WORLD
 for cores in eval(sys.argv[1]):
     ranks = comm.Split(0 if comm.rank < len(cores) else MPI.UNDEFINED)

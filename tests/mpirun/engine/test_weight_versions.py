@@ -92,7 +92,7 @@ def simulated(updates: str, text: Path):
     """
     m = STAGES if updates == "2bw" else 1
     late = {"stash": [STAGES - n for n in range(1, STAGES + 1)], "vertical": [STAGES - 1] * STAGES, "2bw": [1] * STAGES}
-    model = load_model(GPT, STAGES, 0, None)
+    model = load_model(GPT, STAGES, 0)
     data = torch.from_numpy(np.frombuffer(text.read_bytes(), np.uint8).copy())
     modules = [build_stage(model, stage, 0) for stage in range(STAGES)]
     weights = [{name: weight.detach().clone() for name, weight in module.named_parameters()} for module in modules]

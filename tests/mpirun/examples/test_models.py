@@ -9,18 +9,18 @@ import types
 import numpy as np
 import pytest
 import torch
-from mpirun.training.compiled import compile_for
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpirun import split
-from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch
+from mpirun.data.microbatches import Microbatch, Microbatches
 from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, TensorSpec, Value
 from mpirun.model.load_model import join_stages, load_model
 from mpirun.model.trial import Trial
+from mpirun.training.schedule_and_model import _compile as compile_for
 from schedgen.util.errors import UsageError
 
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
@@ -73,16 +73,16 @@ def test_layers_joined_by_a_schedule_are_the_model(name):
     """Uneven stages, the same layers in the same order, ties where they were."""
     make, layers = TINY[name]
     counts = [1, layers - 3, 2]
-    model = load_model(f"mpirun.examples.{name}:tiny", 3, 0, counts)
+    model = join_stages(load_model(f"mpirun.examples.{name}:tiny", sum(counts), 0), counts)
     assert [len(part) for part in modules(model)] == counts
     assert list(parameters(modules(model))) == list(parameters(modules(make(1))))
 
 
 def test_ties_and_layers_that_cannot_be_joined():
-    model = load_model("mpirun.examples.gpt:tied", 2, 0, [4, 6])
+    model = join_stages(load_model("mpirun.examples.gpt:tied", 10, 0), [4, 6])
     assert model.tied == [[(0, "embedding.byte.weight"), (1, "head.score.weight")]]
     with pytest.raises(UsageError, match="neither given by their layers nor split"):
-        load_model("models_for_tests:dropping_function", 2, 0, [1, 2])
+        join_stages(load_model("models_for_tests:dropping_function", 3, 0), [1, 2])
 
 
 @BOTH
@@ -151,7 +151,7 @@ def test_more_stages_than_layers_is_one_clear_error(name):
         ("stages", [nn.Identity(), META], "stage 1 has no values for weight, which is on the meta device"),
         ("loss", None, "loss should be a function, not None"),
         ("loss", nn.Linear(2, 1), "the loss has parameters that need a gradient, weight, bias: put them into the last"),
-        ("batch", Minibatch(5), "batch should be a function, or a Minibatch of one, not Minibatch(make=5"),
+        ("batch", 5, "batch should be a function, not 5"),
         ("length", "many", "length should be a number of bytes, not 'many'"),
         ("loss_of", "step", "loss_of should be microbatch or minibatch, not 'step'"),
         ("sliced", 0, "sliced should be a list of stages, not 0"),

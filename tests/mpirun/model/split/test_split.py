@@ -19,8 +19,7 @@ from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked,
 from split_models import agree, transformer
 from torch import Tensor, nn
 
-from mpirun import Cut, Input, Minibatch, MpirunWarning, Value, batch_coupled, pipe_split, split, split_sequential
-from mpirun.data.microbatches import Microbatches
+from mpirun import Cut, Input, MpirunWarning, Value, batch_coupled, pipe_split, split, split_sequential
 from mpirun.model.rng import RandomOp
 from schedgen.util.errors import UsageError
 
@@ -435,7 +434,6 @@ def test_complex_numbers_are_not_sent() -> None:
             sent |= {Value(stage, k): x for k, x in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
         assert not any(x.is_complex() for x in sent.values())
         assert [name for _, name in cut.tied[0]] == ["common"] * len(cut.stages)
-    agree(module := Waves(), split(module, X, stages=3, shared={"common": "replicate"}), (X,))
 
 
 # What cannot be split
@@ -751,38 +749,6 @@ def test_model() -> None:
     assert data[0] is TOKENS
     assert data[1] is MASK
     assert model.reads == cut.reads
-
-
-def test_microbatches_of_a_minibatch_have_the_shapes_that_were_traced() -> None:
-    def make(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
-        return torch.zeros(6, LENGTH), torch.zeros(6)
-
-    cut = split(nn.Sequential(nn.Linear(LENGTH, 4), nn.ReLU(), nn.Linear(4, 1)), (torch.zeros(3, LENGTH),), stages=2)
-    model = cut.model(lambda output, target: output.mean(), Minibatch(make))
-    assert Microbatches(model.batch, TOKENS, 0, 2)(0, 0).leaves[0].shape == (3, LENGTH)
-    with pytest.raises(
-        UsageError, match=r"input \[0\] of a microbatch is .*\(2, 8\), but the module was traced on .*3, 8"
-    ):
-        Microbatches(model.batch, TOKENS, 0, 4)(0, 0)
-
-
-def test_a_minibatch_is_cut_along_dims_that_are_nested_as_its_input() -> None:
-    """Though stages count its entries in the example's order."""
-
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-            return super().forward(x) * scale
-
-    def make(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
-        return {"x": torch.arange(8.0).view(2, 4), "scale": torch.ones(3)}, torch.zeros(4, 3)
-
-    cut = split(Scaled(2, 3), {"scale": torch.ones(3), "x": torch.zeros(2, 2)}, stages=1)
-    model = cut.model(nnf.mse_loss, Minibatch(make, ({"x": 1, "scale": None}, 0)))
-    microbatches = Microbatches(model.batch, TOKENS, 0, 2)
-    assert [[x.tolist() for x in microbatches(0, number).leaves] for number in range(2)] == [
-        [[1.0] * 3, [[0.0, 1.0], [4.0, 5.0]]],
-        [[1.0] * 3, [[2.0, 3.0], [6.0, 7.0]]],
-    ]
 
 
 def test_what_is_no_module() -> None:

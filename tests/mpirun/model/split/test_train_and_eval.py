@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpirun import Cut, Input, MpirunWarning, Value, split, split_sequential
-from mpirun.model.frozen_statistics import frozen_statistics
+from mpirun.model.module_tensors import frozen_statistics
 from schedgen.util.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*statistics are those:schedgen.util.errors.MpirunWarning")
