@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.data.values import digest_of
+from mpirun.data.values import raw_bytes
 from mpirun.engine.setup import Setup
 from mpirun.verify.record import Parameters, Record
 
@@ -71,7 +71,8 @@ def same_bits(ours: Record, theirs: Record) -> bool:
     losses = [np.array(record.losses, np.float64).tobytes() for record in (ours, theirs)]
     pairs = zip((*ours.gradients, ours.parameters), (*theirs.gradients, theirs.parameters), strict=True)
     return losses[0] == losses[1] and all(
-        a.keys() == b.keys() and all(digest_of([a[key]]) == digest_of([b[key]]) for key in a) for a, b in pairs
+        a.keys() == b.keys() and all(np.array_equal(raw_bytes(a[key]), raw_bytes(b[key])) for key in a)
+        for a, b in pairs
     )
 
 
