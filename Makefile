@@ -92,7 +92,6 @@ test-crash: launcher
 
 test-check: launcher
 	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen -m hypothesis
-	$(BIN)/python tests/helpers/fuzz_check.py --count 200000
 
 test-fuzz: venv
 	$(BIN)/python tests/helpers/fuzz.py --count 100000

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from examples import examples
-from hypothesis import assume, given, settings
 
 from schedgen.checker import RULES, check
-from schedgen.checker.tensor_slices import drifting
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.file import read, write
-from schedgen.ir.instructions import F, Kind, Op
+from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.report.chakra import chakra_traces
-from schedgen.schemes import SCHEMES, load
+from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.buffer_sizes import buffer_sizes
 from schedgen.simulator.footprint import LINE, footprint
@@ -104,19 +98,6 @@ def test_substages_run_one_behind_the_other():
             for p in (range(3) if op == Op.FWD else reversed(range(3)))
         ]
         assert jobs(program, rank) == order
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_has_substages_and_slices(name):
-    if name in ("pipedream", "pipedream-2bw"):
-        return  # its weights have versions
-    options = {"groups": 2} if name in ("lpp", "fslpp") else {"replicas": (1, 1)} if name == "1f1b-rr" else {}
-    stages = 2 if name in ("1f1b-rr", "chimera") else 4
-    workers = None if name in ("1f1b-rr", "chimera", "zb-h1", "zb-h2") else 4
-    sizes = Sizes(stages, 4, workers, **options)
-    program = compile(load(name, sizes, 2), sizes, Options(tensor=2, substages=2, replicated_stages=(0,)))
-    assert program.header.stages == stages * 4
-    check(program)
 
 
 def test_a_scheme_of_one_s_own_may_place_slices_itself(run, tmp_path):
@@ -236,93 +217,7 @@ def test_another_order_on_one_slice_of_a_replicated_stage_is_refused(op, name, s
             check(changed)
 
 
-@st.composite
-def programs(draw, cases):
-    """Any placement, owners, order and DAG, with slices and substages; w(s, b, d) or w(s, b, d, t) places slices."""
-    case = draw(cases)
-    T, P = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    S = case.sizes.stages
-    replicated = sorted(draw(st.sets(st.integers(0, S * P - 1)))) if T > 1 else []
-    if T > 1:  # what a sliced stage gives is one sum
-        shared = tuple(s for s in case.per_consumer if s * P + P - 1 in replicated)
-        case = case._replace(per_consumer=shared)
-    if draw(st.booleans()):
-        return case.compile(tensor=T, substages=P, replicated_stages=replicated)
-    shuffled = np.random.default_rng(draw(st.integers(0, 2**16)))
-    jobs = case.compute.shape
-    compute = np.array([shuffled.permutation(T + 1)[:T] for _ in range(np.prod(jobs[1:]))]).reshape(*jobs[1:], T)
-    whole = sorted({S - 1, *(stage // P for stage in replicated)})
-    compute[whole] = compute[whole, :1]  # others add up alike only by chance
-    backward = compute if draw(st.booleans()) else compute[..., ::-1]
-
-    def w(s, b, d, t):
-        of = np.where(d == F, compute[s, b, t], backward[s, b, t])
-        return of, of
-
-    scheme = Scheme(
-        "random", T + 1, w, lambda s, b, d: case.n[d, s, b], "random", "greedy",
-        split=len(case.cost) == 3, edges=case.edges, per_consumer=case.per_consumer, by_slice=True,
-    )  # fmt: skip
-    options = Options(cost=case.cost, prefetch=case.prefetch, tensor=T, substages=P, replicated_stages=replicated)
-    program = compile(scheme, case.sizes, options)
-    assume(drifting(program) is None)
-    return program
-
-
-@given(data=st.data())
-@settings(max_examples=examples(60))
-def test_what_is_compiled_is_right_and_is_read_back(cases, runs_as_proved, data):
-    program = data.draw(programs(cases))
-    runs_as_proved(program)
-    out = io.BytesIO()
-    write(program, out)
-    again, fault = read(io.BytesIO(out.getvalue()), "file")
-    assert fault is None
-    assert all((a == b).all() for a, b in zip(program.rows, again.rows, strict=True))
-    simulate(program, program.header.cost, Machine(alpha=0.5, beta=0.25))
-
-
 # What is refused
-
-
-@given(data=st.data())
-@settings(max_examples=examples(60))
-def test_what_is_accepted_runs(cases, runs_if_accepted, data):
-    """Exchanges that are moved, repeated or left out, or name something else."""
-    program = data.draw(programs(cases))
-    rows, length = program.rows, len(program)
-    some = program.exchanges().tolist()
-    assume(some)
-    for _ in range(data.draw(st.integers(1, 2))):
-        i = data.draw(st.sampled_from(some))
-        how = data.draw(st.sampled_from(("less", "twice", "near", "far", "stage", "mb", "piece", "operand")))
-        if how in ("less", "twice"):
-            order = np.insert(np.arange(length), i, i) if how == "twice" else np.delete(np.arange(length), i)
-            with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule (10|[1-7]): "):
-                check(Program(program.header, program.rows.take(order)))
-        elif how in ("near", "far"):
-            j = (
-                data.draw(st.integers(0, length - 1))
-                if how == "far"
-                else i + data.draw(st.sampled_from((-2, -1, 1, 2)))
-            )
-            order = np.arange(length)
-            order[[i, j % length]] = j % length, i
-            rows = rows.take(order)._replace(rank=rows.rank)
-        else:
-            header = program.header
-            limits = {
-                "stage": header.stages,
-                "mb": header.microbatches,
-                "piece": header.stages,
-                "operand": len(header.groups),
-            }
-            values = getattr(rows, how).copy()
-            if values[i] >= 0 and rows.op[i] == Op.ALLREDUCE and rows.kind[i] in (Kind.X, Kind.G):
-                values[i] = data.draw(st.integers(0, limits[how] - 1))
-            rows = rows._replace(**{how: values})
-    changed = Program(program.header, rows)
-    runs_if_accepted(changed)
 
 
 def test_a_file_that_claims_other_slices_is_refused(run, refused, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import json
 
@@ -11,26 +10,23 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from damage import I, at, both, drop, edit, free, job, move, put, recv, send, sizes_of, swap, twice
-from edited_programs import refused_less_or_twice, written
+from edited_programs import runs_with, written
 from examples import examples
-from hypothesis import assume, event, given, settings
-from hypothesis.extra.numpy import arrays
-from slow_memory_plan import peaks_of_timeline
+from hypothesis import given, settings
 
 from schedgen.checker import check, check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.file import parse, read
-from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.instructions import Op
 from schedgen.ir.limits import Limits
 from schedgen.ir.line_codec import OPEN, State, read_lines
 from schedgen.ir.program import Program
 from schedgen.ir.validate_instruction import instruction
 from schedgen.report.chakra import dependencies
-from schedgen.schemes import SCHEMES, load
-from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.stats import stats
-from schedgen.util.errors import RefusedFile, UsageError
+from schedgen.util.errors import UsageError
 
 UPDATES = ("stash", "vertical")
 
@@ -44,11 +40,6 @@ def jobs(program, *ops):
     """(stage, microbatch) of these instructions, and the version each uses."""
     rows = np.flatnonzero(np.isin(program.rows.op, ops))
     return {(i.stage, i.mb): i.version for i in map(program.instruction, rows.tolist())}
-
-
-def peaks(program):
-    memory = check(program)._asdict()
-    return [{field: int(peak[rank]) for field, peak in memory.items()} for rank in range(program.header.workers)]
 
 
 # What the papers say
@@ -80,7 +71,7 @@ def buffered(stages, microbatches, m, replicas=1):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas, execute):
+def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas):
     """Narayanan et al. 2021, section 3.1: microbatch k, from 1 on, uses version max(floor((k - 1) / m) - 1, 0) at every
     stage, forward and backward; two versions are all that is kept, and every update is one late."""
     d = stages * replicas  # microbatches in flight
@@ -91,7 +82,7 @@ def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas, e
         numbers = stats(program)
         # One stage has nothing in flight between an update and the next forward, so its buffers are used in turn, too.
         assert numbers["versions"] == [2] * stages and numbers["staleness"] == [1] * stages
-        assert execute(program) == peaks(program)
+        runs_with(check(program), program)
 
 
 def test_two_buffers_run_as_long_as_pipedream_and_hold_fewer_versions():
@@ -138,20 +129,11 @@ def test_a_round_makes_a_version_at_every_replica():
 
 @pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("replicas", [r for most in ([4], [4, 4], [3, 3, 3]) for r in np.ndindex(*most)])
-def test_all_replicas_compile_check_and_run(replicas, updates, execute):
+def test_all_replicas_compile_check_and_run(replicas, updates):
     replicas = [1 + r for r in replicas]
     for microbatches in {max(replicas), max(replicas) + 2, 7}:
         program = compiled(replicas, microbatches, updates)
-        assert execute(program) == peaks(program)
-
-
-@pytest.mark.parametrize("updates", UPDATES)
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in ("fsdp", "fslpp")])
-def test_schemes_that_fetch_no_weights_may_update_without_a_flush(scheme, updates, execute):
-    sizes = sizes_of(scheme)
-    program = compile(load(scheme, sizes), sizes, Options(updates=updates))
-    assert program.header.weight_versions.updates == updates
-    assert execute(program) == peaks(program)
+        runs_with(check(program), program)
 
 
 @pytest.mark.parametrize("scheme", ["fsdp", "fslpp"])
@@ -159,108 +141,6 @@ def test_weights_that_travel_have_no_versions(scheme):
     sizes = sizes_of(scheme)
     with pytest.raises(UsageError, match=r"^--updates stash: w must put a job's weights where it is computed"):
         compile(load(scheme, sizes), sizes, Options(updates="stash"))
-
-
-# Random schemes
-
-
-@st.composite
-def versioned(draw):
-    """Any replicas on any workers, one microbatch after the other on each, with backwards about in their order."""
-    S, batches, workers, directions = (draw(st.integers(*ends)) for ends in ((1, 4), (1, 7), (1, 4), (2, 3)))
-    compute = np.empty((S, batches), np.int64)
-    for s in range(S):
-        ranks = draw(st.permutations(range(workers)))[: draw(st.integers(1, workers))]
-        compute[s] = np.array(ranks)[np.arange(batches) % len(ranks)]
-    n = draw(arrays(np.int64, (directions, S, batches), elements=st.integers(0, 3))) + 2 * np.arange(batches)
-    n[1:] -= draw(st.integers(0, 1)) * 20
-    edges = [(p, c) for p in range(S - 1) for c in sorted(draw(st.sets(st.integers(p + 1, S - 1), min_size=1)))]
-    scheme = Scheme(
-        "random", workers, lambda s, b, d: (compute[s, b], compute[s, b]), lambda s, b, d: n[d, s, b], "random",
-        "greedy", split=directions == 3, edges=tuple(edges), updates=draw(st.sampled_from(UPDATES)),
-    )  # fmt: skip
-    cost = {name: draw(st.integers(1, 3)) for name in ("FB", "FIW")[directions - 2]}
-    recompute = draw(st.sets(st.integers(0, S - 1), max_size=1))
-    try:
-        options = Options(cost=cost, prefetch=draw(st.integers(0, 2)), recompute=recompute)
-        program = compile(scheme, Sizes(S, batches, workers), options)
-        check_compiled(program)
-        return program
-    except UsageError as error:
-        assert str(error).startswith(f"--updates {scheme.updates}: ")
-        assume(False)
-
-
-@given(program=versioned())
-@settings(max_examples=examples(60))
-def test_whatever_compiles_is_right(program, execute):
-    assert execute(program) == peaks(program)
-
-
-@given(program=versioned(), data=st.data())
-@settings(max_examples=examples(60))
-def test_what_a_rank_holds_has_the_peaks_that_check_finds(program, data):
-    peaks_of_timeline(program, data)
-
-
-@given(program=versioned())
-@settings(max_examples=examples(60))
-def test_a_schedule_is_written_and_read_back(program):
-    file = written(program)
-    again, fault = read(io.BytesIO(file), "file")
-    assert fault is None and again.header.weight_versions.updates == program.header.weight_versions.updates
-    for other in (again, parse(json.dumps(json.loads(file)), "file")):
-        assert all((a == b).all() for a, b in zip(program.rows, other.rows, strict=True))
-        assert written(other) == file
-
-
-@given(program=versioned(), data=st.data())
-@settings(max_examples=examples(80))
-def test_an_instruction_less_or_twice_is_always_refused(program, data):
-    row = data.draw(st.integers(0, len(program) - 1))
-    # Without a RECOMPUTE its FWD keeps what the backward needs, without a FREE of weights they end with the STEP.
-    rows = program.rows
-    assume(rows.op[row] != Op.RECOMPUTE and not (rows.op[row] == Op.FREE and rows.kind[row] == Kind.W))
-    refused_less_or_twice(program, row, data.draw(st.integers(0, len(program))), "1-79")
-
-
-@given(program=versioned(), data=st.data())
-@settings(max_examples=examples(150))
-def test_what_is_accepted_runs_with_the_right_weights(program, execute, data):
-    """Swaps and changed operands may do no harm; where `check` accepts them, the program runs to a right end."""
-    rows, length, header = program.rows, len(program), program.header
-    late = np.flatnonzero(np.isin(rows.op, (Op.STEP, Op.ALLREDUCE)) | (rows.operand >= 0) | (rows.kind == Kind.DW))
-    for _ in range(data.draw(st.integers(1, 3))):
-        i = data.draw(st.one_of(st.integers(0, length - 1), st.sampled_from(late.tolist())))
-        column = data.draw(st.sampled_from(["order", "next", "next", "stage", "mb", "operand", "operand", "less"]))
-        if column in ("order", "next"):
-            j = min(i + 1, length - 1) if column == "next" else data.draw(st.integers(0, length - 1))
-            order = np.arange(length)
-            order[[i, j]] = j, i
-            ranks = rows.rank
-            rows = rows.take(order)._replace(rank=ranks)
-        elif column == "less":
-            rows, length = rows.take(np.delete(np.arange(length), i)), length - 1
-            late = np.where(late > i, late - 1, late)
-            late = late[late < length]
-        else:
-            values = getattr(rows, column).copy()
-            limit = {"stage": header.stages, "mb": header.microbatches}.get(column, header.weight_versions.count)
-            if column == "operand" and rows.op[i] in (Op.SEND, Op.RECV):
-                limit = header.workers
-            if values[i] >= 0 and rows.op[i] not in (Op.ALLREDUCE, Op.NORM):  # groups stay
-                values[i] = data.draw(st.integers(0, limit - 1))
-            rows = rows._replace(**{column: values})
-    changed = Program(header, rows).project()
-    try:
-        memory = check(changed)
-    except RefusedFile:
-        event("refused")
-        return
-    event("accepted")
-    assert execute(changed) == [
-        {field: int(peak[rank]) for field, peak in memory._asdict().items()} for rank in range(header.workers)
-    ]
 
 
 # Damage
@@ -621,14 +501,12 @@ def test_both_readers_take_the_same_lines(line, versions, data):
 # Schemes of one's own
 
 
-@pytest.mark.parametrize(
-    "updates", ["'sometimes'", "None", "3", "['stash']", "''", "{}", "lambda: 1", "'Stash'", "b'stash'"]
-)
+@pytest.mark.parametrize("updates", ["'sometimes'", "3"])
 def test_a_scheme_file_with_wrong_updates_is_one_sentence(updates, run, refused, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(f"updates = {updates}\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b + s + d\n")
     message = refused(run("compile", path, "--stages", 2, "--microbatches", 4, "-o", "-"), 2)
-    assert "updates must be 'flush', 'stash', 'vertical', '2bw', not " in message
+    assert f"updates {updates} is none of flush, stash, vertical, 2bw" in message
 
 
 def test_a_scheme_file_says_its_updates_and_the_option_is_stronger(run, tmp_path):

@@ -32,21 +32,6 @@ def small(run) -> bytes:
     return small
 
 
-@given(st.data())
-def test_what_is_written_is_read_back(cases, data):
-    program = data.draw(cases).compile()
-    text = written(program)
-    again, fault = read(io.BytesIO(text), "file")
-    assert fault is None
-    assert all((a == b).all() for a, b in zip(program.rows, again.rows, strict=True))
-    for key, value in vars(program.header).items():
-        if key in ("compute", "weights"):
-            assert (value == getattr(again.header, key)).all()
-        elif key in again.header.__dataclass_fields__:
-            assert value == getattr(again.header, key), key
-    assert written(again) == text
-
-
 @given(st.data(), st.sampled_from([None, 0, 7]))
 def test_layout_is_not_content(cases, data, indent):
     text = written(data.draw(cases).compile())

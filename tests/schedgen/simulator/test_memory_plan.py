@@ -7,12 +7,9 @@ import json
 from itertools import combinations, product
 from pathlib import Path
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from examples import examples
 from golden_cases import EVERY
-from hypothesis import given, settings
 from slow_memory_plan import at_once, hold, lives, one_rank, random_bytes
 
 import schedgen.util.jit
@@ -82,20 +79,6 @@ def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path)
         random_bytes(rng, program.header.stages, len(program.header.graph.edges)),
     ):
         hold(program, sizes)
-
-
-@given(st.data())
-@settings(max_examples=examples(100))
-def test_every_scheme_and_every_size_has_disjoint_minimal_places_and_its_exact_peak(cases, data):
-    program = data.draw(cases).compile()
-    hold(
-        program,
-        random_bytes(
-            np.random.default_rng(data.draw(st.integers(0, 99))),
-            program.header.stages,
-            len(program.header.graph.edges),
-        ),
-    )
 
 
 # 1F1B on two workers, two microbatches. x.0 and g.0 have 10 bytes, the loss 1; weights 100 and 200 (owned: three
