@@ -213,8 +213,13 @@ class PlanOptions(Form):
     memory: float = option("--memory BYTES", "bytes that a worker may hold; default: no limit", amount, math.inf)
     partition_only: bool = switch("--partition-only", "only where to cut, and replicas; with -o PipeDream's schedule")
     microbatches: int | None = option("--microbatches B", "microbatches of a step, each as profiled", count)
-    schemes: Sequence[str] | None = option("--schemes NAME,...", "only these; default: all", searched_schemes)
-    search: int = option("--search N", "also search for orders, with N millions of job start times each", count, 0)
+    schemes: Sequence[str] | None = option(
+        "--schemes NAME,...", "only these; default: all", searched_schemes, without="partition_only"
+    )
+    search: int = option(
+        "--search N", "also search for orders, with N millions of job start times each", count, 0,
+        without="partition_only",
+    )  # fmt: skip
     output: str | None = option("-o --output FILE", SCHEDULE, file=WRITTEN)
 
 

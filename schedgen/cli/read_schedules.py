@@ -187,12 +187,16 @@ def run_export(options: ExportOptions) -> int:
     unit = 1e6 if options.profile else 1.0
     files: Iterable[tuple[str, bytes]]
     if options.to == "csv":
+        if options.given:
+            raise UsageError(f"torch's CSV has no costs: leave --{options.given[0]} out")
         files = [("", as_torch_csv(program).encode())]
         if lost := lost_in_csv(program):
             note(f"torch's CSV has jobs alone: it loses {' and '.join(lost)}")
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]
+    elif is_standard_output(options.output):
+        raise UsageError("Chakra traces are several files: -o is the beginning of their names and cannot be -")
     else:
         run = simulate(program, cost, machine)
         files = chakra_traces(run, unit)

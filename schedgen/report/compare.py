@@ -94,14 +94,15 @@ def compare(
 
     `cost`: F and B, or F, I and W; without I and W, each is half of B. `memory_limit`: the most saved forwards a worker
     may hold; greedy orders are compiled under that limit, strict ones are left out if they need more.
-    UsageError if there are more workers than any schedule may have; RefusedFile for what is no CSV of a schedule,
-    OSError if it cannot be opened.
+    UsageError if there are more workers than any schedule may have, or one of `files` cannot be compiled without a
+    memory limit; RefusedFile for what is no CSV of a schedule, OSError if it cannot be opened.
     """
     compiled: list[tuple[SchemeNumbers, Header]] = []
     left_out = []
     workers = sizes.workers or 1
     check_workers(workers, sizes.stages)
-    schemes = _schemes([os.fspath(file) for file in files], workers)
+    own = [os.fspath(file) for file in files]
+    schemes = _schemes(own, workers)
     for name, groups in over(schemes, "compare", len(schemes)):
         sizes = sizes._replace(groups=groups)
         try:
@@ -112,6 +113,8 @@ def compare(
                     f"it holds {row.peak_activations} activations, more than --memory-limit {memory_limit}"
                 )
         except UsageError as error:
+            if name in own and memory_limit is None:
+                raise UsageError(error if name in str(error) else f"{name}: {error}") from None
             left_out.append(LeftOut(_label(name, groups), str(error).removeprefix(f"{name} ")))
             continue
         compiled.append((row, program.header))

@@ -34,7 +34,10 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     edges, per_consumer = _edges(path, settings.get("edges"), options, sizes.stages), settings.get("per_consumer", ())
     mode, split, accumulated = settings.get("mode", "greedy"), settings.get("split", False), settings.get("accumulated")
     cap, unsplit, delayed = (settings.get(name) for name in ("cap", "unsplit_backward", "delayed_send"))
+    of_model = next((name for name in ("tied", "replicated", "whole") if name in settings), None)
     for wrong, words in (
+        ("apart" in settings, "apart is called per_consumer"),
+        (of_model, f"{of_model} is a model's, not a scheme's: put it into a graph file, for --graph"),
         (split not in (True, False), f"split must be True or False, not {split!r}"),
         (unsplit and not split, "unsplit_backward needs split = True"),
         (delayed and mode != "strict", "delayed_send needs mode = 'strict'"),

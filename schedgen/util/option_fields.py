@@ -77,18 +77,20 @@ def listed(parse: Callable[[str], T], separator: str = ",") -> Callable[[str], t
 def option(
     spelling: str, help: str, type: Any = None, default: Any = None, *,
     choices: Collection[str] = (), required: bool = False, group: str = "", file: str = "", needs: str = "",
+    without: str = "",
 ) -> Any:  # fmt: skip
     """A field that is an option, spelled as in "-o --output FILE"; without a spelling, it is for Python alone.
 
     `type`: a Number, or another function of a text; `group`: only one option of a group may be given; `needs`: the
-    option without which this one means nothing. The help ends with the default, if it does not say it.
+    option without which this one means nothing; `without`: the one beside which it means nothing. The help ends with
+    the default, if it does not say it.
     """
     flags = [word for word in spelling.split() if word.startswith("-")]
     metavar = "".join(spelling.split()[len(flags) :]) or None
     if default and isinstance(default, int | float | str) and "default:" not in help:
         help = f"{help}; default: {default}"
     how = {"help": help, "type": type, "metavar": metavar, "choices": choices or None, "required": required}
-    metadata = {"flags": flags, "how": how, "group": group, "file": file, "needs": needs}
+    metadata = {"flags": flags, "how": how, "group": group, "file": file, "needs": needs, "without": without}
     return field(metadata=metadata) if required else field(default=default, metadata=metadata)
 
 
@@ -118,12 +120,13 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 
 
 def read(options: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass of options from the parsed values of its fields; UsageError for one that lacks the one it needs."""
+    """A dataclass of options from the parsed values of its fields; UsageError for one that another rules out."""
     given = {each.name: values[each.name] for each in fields(options) if each.name in values}  # type: ignore[arg-type]
     for each in fields(options):  # type: ignore[arg-type]
-        needed = each.metadata.get("needs")
-        if needed and given[each.name] != each.default and not given[needed]:
-            raise UsageError(f"{each.metadata['flags'][-1]} needs --{needed.replace('_', '-')}")
+        for key, words, wrong in (("needs", "needs", False), ("without", "does nothing beside", True)):
+            other = each.metadata.get(key)
+            if other and given[each.name] != each.default and bool(given[other]) is wrong:
+                raise UsageError(f"{each.metadata['flags'][-1]} {words} --{other.replace('_', '-')}")
     return options(**given)
 
 

@@ -118,7 +118,7 @@ class Norms(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """One rank's shard of a run. Each instruction's act binds what it needs from it."""
+    """One rank's part of a run. Each instruction's act binds what it needs from it."""
 
     header: Header
     instructions: Sequence[Instruction]
