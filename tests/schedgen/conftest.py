@@ -113,7 +113,7 @@ def refused_where_it_is(judge, refused):
     def refused_where_it_is(file, rule, words):
         result, path = judge(file)
         message = refused(result, 1)
-        match = re.fullmatch(rf"schedgen: {re.escape(str(path))}:(\d+): rank (\d+): (.*) \(rule (\d): (.*)\)", message)
+        match = re.fullmatch(rf"schedgen: {re.escape(str(path))}:(\d+): rank (\d+): (.*) \(rule (\d+): (.*)\)", message)
         assert match, message
         line, rank, reason = int(match[1]), int(match[2]), match[3]
         assert words in reason, message

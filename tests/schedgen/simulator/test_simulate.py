@@ -122,15 +122,6 @@ def test_where_there_is_nothing_to_name_it_says_0(run, tmp_path):
     assert (shown["idle"], shown["bytes"]) == ("0", "0")
 
 
-def test_a_memory_limit_holds_or_is_refused(run, refused, tmp_path):
-    options = ("--stages", 4, "--microbatches", 8, "--mode", "greedy", "--n", "depth-first", "-o", tmp_path / "a.json")
-    assert run("compile", "gpipe", *options, "--memory-limit", 4).code == 0
-    numbers = json.loads(run("stats", tmp_path / "a.json", "--json").out)
-    assert max(worker["peak_activations"] for worker in numbers["workers"]) <= 4
-    looped = ("--stages", 8, "--microbatches", 8, "--workers", 4, "--groups", 1, "--memory-limit", 1, "-o", "-")
-    assert "memory limit stops the schedule: " in refused(run("compile", "lpp", *looped), 2)
-
-
 def test_a_profile_gives_times_and_bytes_by_stage(run, refused, tmp_path):
     # One microbatch through three stages: forwards 1 + 2 + 3, backwards 6 + 4 + 2, messages of x.0 and x.1 and back.
     path, profile = tmp_path / "a.json", tmp_path / "profile.json"
