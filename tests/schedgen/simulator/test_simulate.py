@@ -91,7 +91,7 @@ def test_relays_spare_the_owner_and_beat_the_star():
 
 
 def test_a_receive_stands_no_earlier_than_its_list_begins():
-    rows = [compiled("1f1b", Sizes(4, 8), prefetch=k).rows for k in (100, 10**12)]
+    rows = [compiled("1f1b", Sizes(4, 8), prefetch=k).rows for k in (100, 10**6)]
     assert all((a == b).all() for a, b in zip(*rows, strict=True))
 
 
