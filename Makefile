@@ -91,11 +91,10 @@ test-crash: launcher
 	$(BIN)/python tests/helpers/kill_and_resume.py --count 50
 
 test-check: launcher
-	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen -m hypothesis
-	$(BIN)/python tests/helpers/fuzz_check.py --count 200000
+	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest -n auto tests/schedgen -m hypothesis
 
 test-fuzz: venv
-	$(BIN)/python tests/helpers/fuzz.py --count 100000
+	SCHEDGEN_EXAMPLES=100000 $(BIN)/python -m pytest -n 1 tests/schedgen/cli/test_fuzz.py
 
 test-examples: launcher
 	$(BIN)/python tests/helpers/run_examples.py

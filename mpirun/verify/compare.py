@@ -70,10 +70,11 @@ def same_bits(ours: Record, theirs: Record) -> bool:
     """Whether losses, gradients and parameters have the same bits; zeros of different signs differ."""
     losses = [np.array(record.losses, np.float64).tobytes() for record in (ours, theirs)]
     pairs = zip((*ours.gradients, ours.parameters), (*theirs.gradients, theirs.parameters), strict=True)
-    return losses[0] == losses[1] and all(
-        a.keys() == b.keys() and all(np.array_equal(raw_bytes(a[key]), raw_bytes(b[key])) for key in a)
-        for a, b in pairs
-    )
+
+    def same(a: Parameters, b: Parameters) -> bool:
+        return a.keys() == b.keys() and all(np.array_equal(raw_bytes(a[key]), raw_bytes(b[key])) for key in a)
+
+    return losses[0] == losses[1] and all(same(*pair) for pair in pairs)
 
 
 def default_tolerance(setup: Setup) -> float:

@@ -8,22 +8,15 @@ import json
 import re
 from typing import NamedTuple
 
-import hypothesis.strategies as st
-import numpy as np
+import drawn_programs
 import pytest
 from examples import examples
-from hypothesis import HealthCheck, event, settings
-from hypothesis.extra.numpy import arrays
+from hypothesis import HealthCheck, settings
 
 from schedgen.checker import RULES, Memory, check
 from schedgen.cli.main import main
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
-from schedgen.ir.instructions import DIRECTIONS, B, F
 from schedgen.ir.reference_machine import execute as run_program
 from schedgen.schemes import SCHEMES
-from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.util.errors import RefusedFile
 
 # The same examples every time; a slow machine fails nothing; every example writes its files anew.
 settings.register_profile(
@@ -120,7 +113,7 @@ def refused_where_it_is(judge, refused):
     def refused_where_it_is(file, rule, words):
         result, path = judge(file)
         message = refused(result, 1)
-        match = re.fullmatch(rf"schedgen: {re.escape(str(path))}:(\d+): rank (\d+): (.*) \(rule (\d): (.*)\)", message)
+        match = re.fullmatch(rf"schedgen: {re.escape(str(path))}:(\d+): rank (\d+): (.*) \(rule (\d+): (.*)\)", message)
         assert match, message
         line, rank, reason = int(match[1]), int(match[2]), match[3]
         assert words in reason, message
@@ -145,87 +138,9 @@ def golden() -> dict[str, str]:
     return texts
 
 
-class Case(NamedTuple):
-    """A random scheme and the options it is compiled with; arrays are (D, S, B)."""
-
-    sizes: Sizes
-    weights: np.ndarray
-    compute: np.ndarray
-    n: np.ndarray
-    edges: tuple[tuple[int, int], ...]
-    per_consumer: tuple[int, ...]
-    cost: dict[str, int]
-    weight_slots: int
-    fan_out: int
-    prefetch: int
-    recompute: list[int | tuple[int, int]]
-    tied: list[set[int]]
-
-    def scheme(self):
-        return Scheme(
-            "random",
-            self.sizes.workers,
-            lambda s, b, d: (self.weights[d, s, b], self.compute[d, s, b]),
-            lambda s, b, d: self.n[d, s, b],
-            "random",
-            "greedy",
-            split=len(self.cost) == 3,
-            edges=self.edges,
-            per_consumer=self.per_consumer,
-        )
-
-    def options(self, **more):
-        named = ("cost", "weight_slots", "fan_out", "prefetch", "recompute")
-        tied = [sorted(stages) for stages in self.tied]
-        return Options(**({name: getattr(self, name) for name in named} | {"tied": tied} | more))
-
-    def compile(self, **more):
-        return compile(self.scheme(), self.sizes, self.options(**more))
-
-
-@st.composite
-def _cases(draw) -> Case:
-    """Any placement (also another worker for the backward), any owners, any n, any DAG that ends in one loss."""
-    S, batches, workers, directions = (draw(st.integers(*ends)) for ends in ((1, 4), (1, 4), (1, 4), (2, 3)))
-    shape = (directions, S, batches)
-    worker = st.integers(0, workers - 1)
-    compute = draw(arrays(np.int32, shape, elements=worker))
-    if draw(st.booleans()):
-        compute[B] = compute[F]
-    compute[directions - 1] = compute[B]  # W runs where I ran
-    weights = draw(
-        st.one_of(
-            arrays(np.int32, (1, S, 1), elements=worker),  # one owner a stage
-            arrays(np.int32, shape, elements=worker),  # several
-            st.just(compute),  # weights never travel
-        )
-    )
-    edges = [(p, c) for p in range(S - 1) for c in sorted(draw(st.sets(st.integers(p + 1, S - 1), min_size=1)))]
-    forks = [p for p in range(S - 1) if sum(producer == p for producer, _ in edges) > 1]
-    return Case(
-        Sizes(S, batches, workers),
-        np.broadcast_to(weights, shape),
-        compute,
-        draw(arrays(np.int32, shape, elements=st.integers(0, 9))),
-        tuple(edges),
-        tuple(p for p in forks if draw(st.booleans())),
-        {name: draw(st.integers(1, 3)) for name in DIRECTIONS[directions]},
-        weight_slots=draw(st.integers(1, 3)),
-        fan_out=draw(st.integers(1, 3)),
-        prefetch=draw(st.integers(0, 2)),
-        recompute=draw(
-            st.lists(
-                st.one_of(st.integers(0, S - 1), st.tuples(st.integers(0, S - 1), st.integers(0, batches - 1))),
-                max_size=2,
-            )
-        ),
-        tied=draw(st.lists(st.sets(st.integers(0, S - 1), min_size=2), max_size=3)) if S > 1 else [],
-    )
-
-
 @pytest.fixture(scope="session")
 def cases():
-    return _cases()
+    return drawn_programs.cases()
 
 
 @pytest.fixture(scope="session")
@@ -246,19 +161,3 @@ def runs_as_proved(execute):
         ]
 
     return runs_as_proved
-
-
-@pytest.fixture(scope="session")
-def runs_if_accepted(runs_as_proved):
-    """Assert the same of a damaged program, unless it is refused."""
-
-    def runs_if_accepted(program):
-        try:
-            check(program)
-        except RefusedFile:
-            event("refused")
-            return
-        event("accepted")
-        runs_as_proved(program)
-
-    return runs_if_accepted

@@ -22,23 +22,16 @@ DAMAGES = [
     # Rule 1
     ("FWD twice", "gpipe", twice(0, **job("FWD", 0, 3)), 1, "this job is listed twice"),
     ("FWD removed", "gpipe", drop(0, **job("FWD", 0, 3)), 1, "FWD of stage 0, microbatch 3 is missing"),
-    ("BWD removed", "lpp", drop(2, **job("BWD", 0, 3)), 1, "BWD of stage 0, microbatch 3 is missing"),
     ("FWD on another rank", "ddp", move(0, job("FWD", 0, 4), to=1, before=job("FWD", 0, 5)), 1, "on worker 0"),
     ("BWD as half a BWD", "1f1b", edit(2, job("BWD", 2, 0), op="BWD_I"), 1, "the backward is not split"),
     # Rule 2
-    ("BWD before its FWD", "ddp", move(0, job("BWD", 3, 4), before=job("FWD", 3, 4)), 2, "is not defined"),
     ("RECV after its use", "gpipe", move(1, recv("x.0.0", 0), after=job("FWD", 1, 0)), 2, "x.0.0 is not defined"),
-    ("RECV removed", "1f1b", drop(1, **recv("x.0.0", 0)), 2, "x.0.0 is not defined"),
-    ("FETCH_W removed", "fsdp", drop(0, "FETCH_W", stage=3), 2, "w.3 is not defined"),
-    ("SEND before FWD", "gpipe", move(0, send("x.0.0", 1), before=job("FWD", 0, 0)), 2, "x.0.0 is not defined"),
     ("STEP without weights", "gpipe", put(1, STEP_0, after=NORM), 2, "w.0 is not defined"),
     ("a share of one consumer", "gpipe", edit(1, send("g.0.0", 0), buf="g.0.0.1"), 2, "there is no such buffer"),
     # Rule 3
     ("SEND removed", "gpipe", drop(0, **send("x.0.0", 1)), 3, "the next message of this kind from rank 0"),
     ("last SEND removed", "gpipe", drop(0, **send("x.0.7", 1)), 3, "rank 0 never sends this"),
-    ("SEND too many", "gpipe", twice(0, **send("x.0.7", 1)), 3, "rank 1 never receives this"),
     ("SEND to oneself", "gpipe", edit(0, send("x.0.0", 1), to=0), 3, "a rank does not send to itself"),
-    ("RECVs swapped", "fslpp", swap(0, recv("x.1.4", 1), recv("x.1.6", 1)), 3, "the next message of this kind"),
     # Rule 5
     ("STEP removed", "gpipe", drop(0, **STEP_0), 5, "STEP of stage 0 is missing"),
     ("STEP twice", "gpipe", twice(0, **STEP_0), 5, "this stage steps twice"),
@@ -50,7 +43,6 @@ DAMAGES = [
         "this rank does not own the stage",
     ),
     ("STEP before NORM", "gpipe", swap(0, NORM, STEP_0), 5, "this STEP comes before NORM"),
-    ("STEP before the last BWD", "gpipe", move(0, STEP_0, before=job("BWD", 0, 7)), 5, "this sum is not complete here"),
     ("no NORM at all", "gpipe", everywhere(lambda rank: drop(rank, "NORM")), 5, "NORM is missing"),
     ("NORM twice", "gpipe", everywhere(lambda rank: twice(rank, "NORM")), 5, "every rank must enter exactly one NORM"),
     ("NORMs of groups", "lpp", everywhere(lambda rank: edit(rank, NORM, group=1 + rank % 2)), 5, "NORM, of all ranks"),
@@ -65,13 +57,6 @@ DAMAGES = [
         ),
         5,
         "this sum is not complete here",
-    ),
-    (
-        "a weight gradient for a non-owner that adds it to nothing",
-        "fsdp",
-        both(ASTRAY, put(2, recv("dw.1", 0), before=send("dw.1", 1))),
-        7,
-        "dw.1 from rank 0 is never freed",
     ),
     (
         "a weight gradient that stays",
@@ -118,13 +103,6 @@ DAMAGES = [
         "this sum is reduced twice",
     ),
     (
-        "ALLREDUCE too early",
-        "ddp",
-        everywhere(lambda r: move(r, I(op="ALLREDUCE", buf="dw.3"), before=job("BWD", 3, 4 + r))),
-        5,
-        "this sum is not complete here",
-    ),
-    (
         "ALLREDUCE of a stage with one owner",
         "gpipe",
         both(
@@ -134,20 +112,8 @@ DAMAGES = [
         5,
         "this stage has one owner, so there is nothing to sum",
     ),
-    (
-        "ALLREDUCE among more than the owners",
-        "lpp",
-        both(
-            *(edit(rank, I(op="ALLREDUCE", buf="dw.0"), group=0) for rank in (0, 2)),
-            *(put(rank, ALLREDUCE_0, before=NORM) for rank in (1, 3)),
-            *(put(rank, free("dw.0"), after=NORM) for rank in (1, 3)),
-        ),
-        5,
-        "this is not the group of the stage's owners",
-    ),
     # Rule 6
     ("no NORM on one rank", "gpipe", drop(2, "NORM"), 6, "rank 2 of group 0 does not enter this"),
-    ("no ALLREDUCE on one rank", "ddp", drop(2, "ALLREDUCE", buf="dw.0"), 6, "in place of this, rank 0 enters"),
     (
         "ALLREDUCEs swapped on one rank",
         "ddp",
@@ -163,12 +129,9 @@ DAMAGES = [
         "this rank is not in group 2",
     ),
     # Rule 7
-    ("FREE too early", "gpipe", move(0, free("x.0.0"), before=send("x.0.0", 1)), 7, "used again after its end"),
     ("FREE removed", "1f1b", drop(0, **free("g.0.0")), 7, "g.0.0 is never freed"),
     ("FREE twice", "1f1b", twice(0, **free("g.0.0")), 7, "g.0.0 is used again after its end"),
-    ("FREE of weights removed", "fsdp", drop(0, **free("w.1")), 7, "w.1 is defined twice"),
     ("FREE of own weights", "gpipe", put(0, free("w.0"), after=STEP_0), 7, "belongs to this rank"),
-    ("ADD removed", "fsdp", drop(0, **recv("dw.0", 2, "ADD")), 7, "dw.0 from rank 2 is never freed"),
     (
         "a copy fetched twice",
         "fsdp",

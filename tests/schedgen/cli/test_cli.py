@@ -111,14 +111,9 @@ def test_schemes_lists_all_with_their_formula(run):
         (command_line(**{"--microbatches": None}), "--microbatches"),
         (command_line(**{"--stages": None, "--microbatches": None}), "compile needs --stages and --microbatches"),
         (command_line(**{"-o": None}), "-o"),
-        (command_line(**{"--stages": "0"}), "'0' is not a whole number of at least 1"),
         (command_line(**{"--microbatches": "-1"}), "'-1' is not"),
         (command_line(**{"--workers": "four"}), "'four' is not"),
-        (command_line(**{"--workers": "1.5"}), "'1.5' is not"),
         (command_line(**{"--stages": str(2**31)}), "is not a whole number"),
-        (command_line(**{"--stages": "9" * 5000}), "is not a whole number"),
-        (command_line(**{"--groups": "0"}), "'0' is not"),
-        (command_line(**{"--weight-slots": "0"}), "'0' is not"),
         (command_line(**{"--mode": "lazy"}), "lazy"),
         (command_line(**{"--n": "sideways"}), "sideways"),
         (command_line(**{"--speed": "2"}), "--speed"),
@@ -126,7 +121,6 @@ def test_schemes_lists_all_with_their_formula(run):
             (command_line(**{"--cost": cost}), f"'{cost}'")
             for cost in ("", "1,2", "F=1,B=", "F=1,B=0", "F=1,B=-2", "F=1,B=nan", "F=1,B=inf", "F=1,B=2,B=3")
         ),
-        *((command_line(**{"--cost": cost}), f"'{cost}'") for cost in ("F=1,B=2,W=1", "F=1,I=1", "f=1,b=2", "F=1;B=2")),
         (command_line(scheme="hanayo", **{"--workers": "64"}), "64 workers do not fit"),
         (["check"], "FILE"),
         (["diff", "one.json"], "B"),
@@ -194,15 +188,6 @@ def test_orders_that_are_fixed_are_refused(run, refused, tmp_path):
     (tmp_path / "forwards.json").write_text('{"F": [1, 2]}')
     message = refused(run("plan", tmp_path / "forwards.json", "--workers", 2, "--microbatches", 3), 1)
     assert "a plan needs backwards" in message
-
-
-def test_a_split_backward_compiles_and_checks(run, refused, tmp_path):
-    path, scheme = tmp_path / "split.json", tmp_path / "mine.py"
-    scheme.write_text("split = True\ndef w(s, b, d): return b, b\ndef n(s, b, d): return d * 16 + b * 4 + s\n")
-    assert run(*command_line(scheme=str(scheme), **{"--cost": "F=1,I=1,W=1", "-o": str(path)})) == (0, "", "")
-    assert "give F, I and W" in refused(run("stats", path, "--cost", "F=1,B=2"), 2)
-    assert run("check", path).code == 0
-    assert {"BWD_I", "BWD_W"} < {i["op"] for part in json.loads(path.read_text())["programs"] for i in part}
 
 
 def test_check_prints_a_line_a_file_and_stops_at_the_first_bad_one(files, run, tmp_path):
@@ -295,14 +280,6 @@ def test_search_and_plan_refuse_an_output_before_their_work(run, refused, tmp_pa
         assert "-o" in message and "No such file or directory" in message
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_seal_keeps_a_canonical_file(scheme, files, run):
-    path = files[scheme]
-    before = path.read_bytes()
-    assert run("seal", path) == (0, "", "")
-    assert path.read_bytes() == before
-
-
 def test_seal_leaves_a_file_it_refuses_alone(files, run, refused):
     path = files["gpipe"]
     damaged = path.read_bytes().replace(b'"FWD"', b'"FORWARD"', 1)
@@ -310,36 +287,6 @@ def test_seal_leaves_a_file_it_refuses_alone(files, run, refused):
     message = refused(run("seal", path), 1)
     assert "rank 0, instruction 0: " in message and "it is no instruction" in message
     assert path.read_bytes() == damaged
-
-
-def test_diff_is_silent_for_equal_and_shows_what_changed(files, run, tmp_path):
-    assert run("diff", files["gpipe"], files["gpipe"]) == (0, "", "")
-    # Two instructions of rank 0 that may change places: a FREE and the SEND behind it.
-    file = json.loads(files["gpipe"].read_text())
-    part = file["programs"][0]
-    i = part.index({"op": "FREE", "buf": "x.0.0"})
-    part[i], part[i + 1] = part[i + 1], part[i]
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(file))
-    assert run("seal", other) == (0, "", "")
-    result = run("diff", files["gpipe"], other)
-    assert (result.code, result.err) == (1, "")
-    assert f"--- {files['gpipe']} rank 0" in result.out and f"+++ {other} rank 0" in result.out
-    changed = [line[1:] for line in result.out.splitlines() if line[0] in "+-" and line[1:2] == "{"]
-    assert len(changed) == 2 and changed[0] == changed[1]
-    assert "rank 1" not in result.out
-
-
-def test_diff_of_two_schemes_names_the_header(files, run):
-    lines = run("diff", files["gpipe"], files["1f1b"]).out.splitlines()
-    assert lines[:2] == ["name: gpipe -> 1f1b", "n: breadth-first -> 1f1b"]
-
-
-def test_diff_of_other_sizes_shows_the_rank_that_one_lacks(files, run, tmp_path):
-    path = tmp_path / "three.json"
-    assert run(*command_line(**{"--workers": "3", "-o": str(path)})).code == 0
-    result = run("diff", path, files["gpipe"])
-    assert result.code == 1 and "workers: 3 -> 4" in result.out and "rank 3" in result.out
 
 
 def test_standard_streams_make_a_pipe(process, run, tmp_path):
@@ -392,12 +339,6 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(capsys, monkeypatch
     assert capsys.readouterr().err == "schedgen: interrupted\n"
 
 
-def test_an_error_in_a_real_process_is_one_line(process):
-    result = process(*command_line(scheme="none"))
-    assert (result.returncode, result.stdout) == (2, b"")
-    assert result.stderr.count(b"\n") == 1 and result.stderr.startswith(b"schedgen: there is no scheme 'none'")
-
-
 def test_diff_between_a_file_and_standard_input(process, files):
     same = process("diff", "gpipe.json", "-", stdin=files["gpipe"].read_bytes())
     assert (same.returncode, same.stdout, same.stderr) == (0, b"", b"")
@@ -441,10 +382,3 @@ def test_no_option_is_passed_over(files, run, refused, tmp_path):
     assert "--transfers needs --output" in refused(run("draw", schedule, "--transfers"), 2)
     assert "--graph needs --profile" in refused(run("simulate", schedule, "--graph", costs), 2)
     assert "should end in .svg" in refused(run("compare", *sizes, "--workers", 4, "-o", tmp_path / "picture.png"), 2)
-
-
-def test_check_counts_one_worker_as_one(run, tmp_path):
-    path = tmp_path / "one.json"
-    assert run("compile", "ddp", "--stages", "1", "--microbatches", "1", "--workers", "1", "-o", str(path))[0] == 0
-    status, out, _ = run("check", str(path))
-    assert status == 0 and "ddp, 1 worker, " in out

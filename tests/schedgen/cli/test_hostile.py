@@ -7,25 +7,19 @@ import sys
 from pathlib import Path
 
 import fuzz
-import numpy as np
 import pytest
 
 import schedgen.simulator.memory_plan
 import schedgen.util.jit
-from schedgen.analysis import Waits
 from schedgen.checker import check
-from schedgen.checker.deadlock import rule_4
-from schedgen.checker.proof import Proof
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.instructions import Kind, Op
-from schedgen.ir.program import Program, concatenate, rows
 from schedgen.report.diff import diff
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
-from schedgen.util.errors import RefusedFile, clip
+from schedgen.util.errors import clip
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"
 
@@ -76,32 +70,6 @@ def test_a_stage_that_reads_many_takes_linear_time(reader, descending, monkeypat
     assert steps(lambda: reader(large)) < 6 * steps(lambda: reader(small))
 
 
-def test_a_stage_that_many_read_takes_linear_time(monkeypatch):
-    """The gradient from one consumer is found without a search through those from all others."""
-    monkeypatch.setattr(schedgen.util.jit, "SMALL", 10**12)
-
-    def named(consumers):
-        edges = [(0, s) for s in range(1, consumers)] + [(s, consumers) for s in range(consumers)]
-        scheme = Scheme(
-            "fan", 1, lambda s, b, d: (0 * s, 0 * s), lambda s, b, d: 0 * s, "0", "greedy", edges=tuple(edges)
-        )
-        program = compile(scheme, Sizes(consumers + 1, 1, 1))
-        named = np.flatnonzero((program.rows.kind == Kind.G) & (program.rows.stage == 0))
-        place = int(named[program.rows.piece[named] == consumers][0])
-        sends = rows(Op.SEND, np.zeros(500, int), kind=Kind.G, stage=0, mb=0, piece=consumers, operand=0)
-        parts = [program.rows.take(slice(place)), sends, program.rows.take(slice(place, None))]
-        damaged = Program(program.header, concatenate(parts))
-
-        def refused():
-            with pytest.raises(RefusedFile, match="a rank does not send to itself"):
-                check(damaged)
-
-        return refused
-
-    small, large = named(40), named(160)
-    assert steps(large) < 4 * steps(small)
-
-
 @pytest.mark.parametrize(("cap", "memory"), [(None, 2), (lambda s: 2, None)], ids=["memory", "cap"])
 def test_forwards_that_a_limit_holds_back_take_less_than_squared_time(cap, memory, monkeypatch):
     monkeypatch.setattr(schedgen.util.jit, "SMALL", 10**12)
@@ -122,24 +90,6 @@ def test_the_difference_of_schedules_in_another_order_takes_less_than_squared_ti
     assert work(200) < 6 * work(50)
 
 
-def test_a_long_circle_is_one_short_sentence():
-    """Every rank's SEND waits for the RECV that follows the next rank's SEND."""
-    ranks = 300
-    header = compiled("ddp", 1, ranks, ranks).header
-    rank = np.arange(ranks).repeat(2)
-    sends, receives = 2 * np.arange(ranks), 2 * np.arange(ranks) + 1
-    op = np.where(np.arange(2 * ranks) % 2, Op.RECV, Op.SEND)
-    peer = np.where(op == Op.SEND, rank + 1, rank - 1) % ranks
-    program = Program(header, rows(op, rank, kind=Kind.X, stage=0, mb=0, operand=peer))
-    receiver = np.full(2 * ranks, -1, np.int32)
-    receiver[sends] = np.roll(receives, -1)
-    none = np.zeros(0, np.int64)
-    waits = Waits(np.zeros(2 * ranks + 1, np.int64), none, receiver, np.full(2 * ranks, -1, np.int32), none)
-    with pytest.raises(RefusedFile, match=r"waits forever, in a cycle with line .*; and 296 more") as error:
-        rule_4(Proof(program, "f"), waits)
-    assert len(str(error.value)) < 600
-
-
 @pytest.mark.parametrize("command", [("seal", "/dev/zero"), ("stats", "{}", "--profile", "/dev/zero"),
                                      ("simulate", "{}", "--measured", "/dev/zero")], ids=" ".join)  # fmt: skip
 def test_a_file_without_end_is_refused(command, run, refused, tmp_path):
@@ -154,12 +104,6 @@ def file(run, tmp_path):
     path = tmp_path / "file.json"
     run("compile", "zb-h1", "--stages", 2, "--microbatches", 2, "-o", path)
     return path
-
-
-@pytest.mark.parametrize("depth", range(880, 1000, 24))
-def test_values_about_as_deep_as_python_reads_are_refused_in_a_sentence(depth, file, run, refused):
-    file.write_text(file.read_text().replace('"mb": 0', f'"mb": {"[" * depth}{"]" * depth}', 1))
-    assert len(refused(run("seal", file), 1)) < 300
 
 
 @pytest.mark.parametrize(
@@ -185,12 +129,6 @@ def test_half_a_backward_is_refused(file, run, refused, tmp_path):
     profile = tmp_path / "profile.json"
     profile.write_text('{"F": 1, "B": 3, "I": 1}')
     assert "two halves, I and W, and only I is given" in refused(run("stats", file, "--profile", profile), 1)
-
-
-def test_deep_profiles_are_refused(file, run, refused, tmp_path):
-    profile = tmp_path / "profile.json"
-    profile.write_text("[" * 100_000)
-    assert "not JSON" in refused(run("stats", file, "--profile", profile), 1)
 
 
 def test_an_entry_that_stands_twice_is_refused(file, run, refused, tmp_path):

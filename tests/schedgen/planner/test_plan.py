@@ -158,45 +158,6 @@ def test_cuts_whose_stages_have_too_many_ties_are_passed_over():
     assert [costs for _, costs in _simulated(candidate, [over, within])] == [within]
 
 
-def test_the_schedule_in_the_file_takes_what_the_table_says(run, tmp_path):
-    layers, path, profile = model(), tmp_path / "plan.json", tmp_path / "profile.json"
-    machine = layers.machine
-    values = {name: np.asarray(times).tolist() for name, times in layers.times.items()} | {"alpha": machine.alpha}
-    for name in ("activation", "weight", "saved", "half", "owned", "step"):
-        values[name] = getattr(machine, name).tolist()
-    values["workspace"] = {name: sizes.tolist() for name, sizes in machine.workspace.items()}
-    profile.write_text(json.dumps(values))
-    options = ("--workers", 4, "--bandwidth", 1e9, "--microbatches", 8, "--memory", 1.2e8)
-    result = run("plan", profile, *options, "--json", "-o", path)
-    assert result.code == 0
-    numbers = json.loads(result.out)
-    assert run("check", path).code == 0
-    header, best = json.loads(path.read_text())["scheme"], numbers["schedules"][0]
-    assert (header["name"], header["layers"]) == (best["scheme"], best["layers"])
-    assert sum(best["layers"]) == 8 and len(best["layers"]) == best["stages"] == header["stages"]
-    assert best["peak_bytes"] <= 1.2e8
-    # The costs of the stages, in a profile of their own.
-    cut = stage_costs(read_layers(str(profile)), np.cumsum(best["layers"]).tolist(), 1e9)
-    stage_profile = {"alpha": 1e-5, "beta": 1e-9}
-    split = "W" in json.loads(path.read_text())["order"]["cost"]
-    stage_profile |= {name: times.tolist() for name, times in cut.durations(split).items()}
-    for name in ("activation", "weight", "saved", "half", "owned", "step"):
-        stage_profile[name] = getattr(cut.machine, name).tolist()
-    stage_profile["workspace"] = {name: sizes.tolist() for name, sizes in cut.machine.workspace.items()}
-    profile.write_text(json.dumps(stage_profile))
-    simulated = json.loads(run("simulate", path, "--profile", profile, "--json").out)
-    assert simulated["makespan"] == best["step_time"]
-    assert simulated["peak_bytes"] == best["peak_bytes"]
-    again = tmp_path / "again.json"
-    profile.write_text(json.dumps(values))
-    words = run("plan", profile, *options, "-o", again)
-    assert again.read_bytes() == path.read_bytes()
-    lines = words.out.splitlines()
-    row = next(line for line in lines if line.startswith(best["scheme"])).split()
-    assert row[1] == str(best["stages"]) and float(row[5]) == pytest.approx(best["step_time"], rel=1e-3)
-    assert run("plan", profile, *options, "-o", "-").out.encode() == path.read_bytes()
-
-
 @pytest.mark.parametrize("scheme", ["1f1b", "dualpipe-v", "gpipe"])
 def test_a_plan_read_with_the_profile_it_was_made_from_takes_what_plan_says(run, tmp_path, scheme):
     """Stages join layers, one of them or several, and where a schedule splits backwards plan has halved those of B."""

@@ -112,10 +112,6 @@ def test_a_name_from_the_file_cannot_leave_the_page_s_data(run, schedules, page)
     assert numbers["title"].startswith("</script><b>: 4 workers")
 
 
-def test_the_same_schedule_gives_the_same_page(page, schedules):
-    assert page(schedules / "fslpp.json") == page(schedules / "fslpp.json")
-
-
 # In a browser
 
 
@@ -242,16 +238,6 @@ def test_switches_change_the_picture(page, schedules, show):
     assert "stage 0 to 3" in legend and "sends x" in legend
     for look in LOOKS[:4]:
         assert look.words in legend
-    assert not shown.complaints()
-
-
-def test_shares_in_the_table_add_up(page, schedules, show):
-    page(schedules / "fslpp.json", "--alpha", "0.3", "--beta", "0.1")
-    shown = show(schedules / "page.html")
-    rows = shown.ask("[...document.querySelectorAll('tbody tr')].map(row => row.innerText)")
-    assert len(rows) == 4
-    for row in rows:
-        assert sum(map(float, re.findall(r"([\d.]+)%", row))) == pytest.approx(100, abs=0.5)
     assert not shown.complaints()
 
 

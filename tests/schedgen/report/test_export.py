@@ -77,36 +77,11 @@ def by_hand(data):
     return dict(messages[0])[1].decode(), nodes
 
 
-def by_schema(data):
-    """The same by Chakra's own reader."""
-    from chakra.schema.protobuf import et_def_pb2 as schema
-    from chakra.src.third_party.utils.protolib import decodeMessage
-
-    source, head, nodes = io.BytesIO(data), schema.GlobalMetadata(), []
-    assert decodeMessage(source, head)
-    while decodeMessage(source, node := schema.Node()):
-        attributes = {attribute.name: getattr(attribute, attribute.WhichOneof("value")) for attribute in node.attr}
-        times = (node.start_time_micros, node.duration_micros)
-        nodes.append(
-            Node(node.id, node.name, node.type, list(node.ctrl_deps), list(node.data_deps), *times, attributes)
-        )
-    return head.version, nodes
-
-
-def readers():
-    yield by_hand
-    try:
-        import chakra.schema.protobuf.et_def_pb2  # noqa: F401  it is on no package index
-    except ImportError:
-        return
-    yield by_schema
-
-
 SCHEDULES = ("1f1b", "fsdp", "lpp", "zb-v", "chimera")
 
 
-@pytest.fixture(params=list(readers()), ids=lambda reader: reader.__name__)
-def exported(request, run, tmp_path):
+@pytest.fixture
+def exported(run, tmp_path):
     """A program, and the nodes of every rank's trace of it."""
 
     def exported(source, *options):
@@ -119,7 +94,7 @@ def exported(request, run, tmp_path):
         assert sorted(path.name for path in tmp_path.glob("trace*")) == sorted(
             [*(f"trace.{rank}.et" for rank in ranks), "trace.groups.json"]
         )
-        traces = [request.param((tmp_path / f"trace.{rank}.et").read_bytes()) for rank in ranks]
+        traces = [by_hand((tmp_path / f"trace.{rank}.et").read_bytes()) for rank in ranks]
         assert {version for version, _ in traces} == {"1.0.0"}
         return program, [nodes for _, nodes in traces]
 

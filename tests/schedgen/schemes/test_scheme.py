@@ -50,30 +50,15 @@ WRONG = {
     "w: worker out of range": (w("return 0 * s, s"), ["--workers", "3"], "outside 0..2: 3 for (s=3, b=0, d=F)"),
     "w: weights out of range": (w("return s, 0 * s"), ["--workers", "3"], "weights on a worker outside 0..2: 3"),
     "w: negative worker": (w("return s - 1, s"), [], "-1 for (s=0, b=0, d=F)"),
-    "w: negative worker later": (w("return s, s - 2 * (b == 3)"), [], "-2 for (s=0, b=3, d=F)"),
     "w: a shape that does not fit": (w("return s[:2], s"), [], "shape (2, 1, 1), which does not fit"),
     "w: a float": (w("return s / 2, s"), [], "whole numbers, not float64"),
-    "w: a float a job": (w("return (int(s) / 2, int(s))"), [], "whole numbers, not float64"),
     "w: booleans": (w("return s > 0, s"), [], "must return numbers"),
     "w: a string": (w("return 'home', s"), [], "must return numbers, not 'home'"),
-    "w: a string a job": (w("return ('home', int(s))"), [], "must return numbers"),
     "w: None": (w("return None"), [], "must return a pair (weights_worker, compute_worker), not None"),
-    "w: None a job": (w("int(s)"), [], "must return a pair (weights_worker, compute_worker), not None"),
     "w: half None": (w("return int(s), None"), [], "schedgen: w"),
     "w: no pair": (w("return s"), [], "must return a pair"),
-    "w: a triple": (w("return s, s, s"), [], "must return a pair"),
-    "w: a ragged list": (w("return [[0], [1, 2]], s"), [], "schedgen: w"),
-    "w: a ragged list a job": (w("return [0, [1, 2]], int(s)"), [], "schedgen: w"),
-    "w: a dictionary": (w("return {'weights': s, 'compute': s}"), [], "must return a pair"),
     "w: huge": (w("return s + 10**30, s"), [], "schedgen: w"),
-    "w: a Fraction": (
-        w("from fractions import Fraction; return int(s), Fraction(int(b), 3)"),
-        [],
-        "w must return numbers, not [Fraction(0, 1)",
-    ),
-    "w: huge for one job": (w("return s, 10**30 if (int(s), b, d) == (1, 2, 1) else 0"), [], "w must return numbers"),
     "w: raises": (w("return s, (0, 1, 2)[int(s)]"), [], "w(s=3, b=0, d=F) raised IndexError"),
-    "w: raises in two lines": (w("raise ValueError('one\\ntwo')"), [], "w(s=0, b=0, d=F) raised ValueError: one"),
     "w: never returns": (w("return w(s, b, d)"), [], "raised RecursionError"),
     "w: exits": (w("raise SystemExit(3)"), [], "schedgen: w"),
     "w: too few arguments": ("def w(s): return s, s\n", [], "w(s=0, b=0, d=F) raised TypeError"),
@@ -88,24 +73,13 @@ WRONG = {
         [],
         "nan for (s=1, b=2, d=B)",
     ),
-    "n: infinity": (n("return b * float('inf')"), [], "finite"),
-    "n: complex": (n("return b * 1j"), [], "must return numbers"),
     "n: a string": (n("return 'soon'"), [], "must return numbers, not 'soon'"),
-    "n: a mask": (
-        n("import numpy; return numpy.ma.masked_equal(0 * (b + d) + s, 1)"),
-        [],
-        "must return numbers, not masked_array",
-    ),
-    "n: None": (n("return None"), [], "must return numbers, not None"),
     "n: a shape that does not fit": (n("import numpy; return numpy.zeros((2, 3))"), [], "does not fit"),
-    "n: a ragged list": (n("return [[1], [2, 3]]"), [], "schedgen: n"),
     "n: raises": (n("return 1 // 0"), [], "n(s=0, b=0, d=F) raised ZeroDivisionError"),
     "n: ties in strict mode": (n("return b"), ["--mode", "strict"], "F(0, 0) and F(2, 0) on worker 0 both have n = 0"),
     "n: deadlock": (n("return 8 * b - 4 * d - s"), ["--mode", "strict"], "F(0, 0) on worker 0"),
     "mode: unknown": ("mode = 'eager'", [], "mode 'eager' is none of greedy, strict"),
     "cap: 0": ("def cap(s): return 0", [], "cap(0) must be a whole number of at least 1, not 0"),
-    "cap: a float": ("def cap(s): return 1.5", [], "not 1.5"),
-    "cap: True": ("def cap(s): return True", [], "not True"),
     "cap: no function": ("cap = 3", [], "cap(0)"),
     "cap: raises": ("def cap(s): return 4 // (2 - s)", [], "cap(2) raised ZeroDivisionError"),
     "cap: strict": ("mode = 'strict'\ndef cap(s): return 1", [], "--mode greedy"),
@@ -116,11 +90,6 @@ WRONG = {
         "split = True\ndef unsplit_backward(s, b): return s",
         [],
         "unsplit_backward must return True or False, not array",
-    ),
-    "unsplit_backward: raises": (
-        "split = True\ndef unsplit_backward(s, b): return [0 == 0, 1 == 0][int(s)]",
-        [],
-        "unsplit_backward(s=2, b=0) raised IndexError",
     ),
     "delayed_send: greedy": ("def delayed_send(s, b): return b > 1", [], "needs mode = 'strict'"),
     "delayed_send: a shape that does not fit": (
@@ -135,18 +104,11 @@ WRONG = {
         [],
         "F(1, 0) on worker 1 waits for F(1, 1), F(1, 1) on worker 0 waits for F(0, 1)",
     ),
-    "accumulated: True": ("updates = '2bw'\naccumulated = True", [], "whole number of at least 1"),
     "accumulated: 0": ("updates = '2bw'\naccumulated = 0", [], "whole number of at least 1"),
     "edges: backwards": ("edges = [(0, 1), (2, 1), (1, 3)]", [], "edge (2, 1)"),
-    "edges: a cycle": ("edges = [(0, 1), (1, 2), (2, 0), (2, 3)]", [], "edge (2, 0)"),
-    "edges: to itself": ("edges = [(0, 1), (1, 1), (1, 2), (2, 3)]", [], "edge (1, 1)"),
     "edges: two sinks": ("edges = [(0, 1), (0, 2), (0, 3)]", [], "no stage reads stage 1, and the loss"),
-    "edges: none": ("edges = []", [], "no stage reads stage 0, and the loss reads the last, 3"),
     "edges: a stage too many": ("edges = [(0, 1), (1, 2), (2, 3), (3, 4)]", [], "edge (3, 4)"),
-    "edges: no pairs": ("edges = [0, 1]", [], "pairs (producer stage, consumer stage)"),
     "edges: no list": ("edges = 3", [], "pairs (producer stage, consumer stage)"),
-    "edges: half a stage": ("edges = [(0.5, 1), (1, 2), (2, 3)]", [], "edge"),
-    "edges: infinity": ("edges = [(0, float('inf'))]", [], "edge"),
     "edges: raises": ("def edges(): return 1 // 0", [], "ZeroDivisionError"),
     "edges: asks for arguments": ("def edges(s): return [(s, s + 1)]", [], "edges"),
     "an option nobody gave": ("def w(s, b, d, *, groups): return s, s", [], "give --groups"),
@@ -158,9 +120,7 @@ WRONG = {
     "n: no function": ("n = 3", [], "n is no function n(s, b, d)"),
     "reads a file that is not there": ("open('costs.txt')", [], "mine.py cannot be loaded: FileNotFoundError: "),
     "raises": ("import no_such_module_anywhere", [], "ModuleNotFoundError"),
-    "exits": ("raise SystemExit(0)", [], "mine.py"),
     "a syntax error": ("def w(s, b, d) return s", [], "SyntaxError"),
-    "not text": ("\0", [], "mine.py"),
 }
 
 
@@ -350,30 +310,6 @@ def n(s, b, d):
     assert all("np.where" in note for note in notes)
 
 
-def test_files_of_one_name_may_have_dataclasses(tmp_path, compiled):
-    """Dataclasses look up the types of their fields in the module that defines them."""
-    results = []
-    for worker in (1, 2):
-        path = tmp_path / str(worker) / "mine.py"
-        path.parent.mkdir()
-        path.write_text(f"""
-from __future__ import annotations
-from dataclasses import dataclass
-
-@dataclass
-class Place:
-    worker: int = {worker}
-
-def w(s, b, d):
-    return 0 * s + Place().worker, 0 * s + Place().worker
-
-def n(s, b, d):
-    return b
-""")
-        results.append(compiled(path))
-    assert [json.loads(result.out)["scheme"]["workers"] for result in results] == [2, 3]
-
-
 def test_a_scheme_file_leaves_nothing_behind(scheme, compiled, tmp_path):
     compiled(scheme())
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
@@ -440,14 +376,3 @@ def test_a_large_schedule_s_function_is_compared_on_few_jobs(scheme, compiled):
     n = "import sys\ndef n(s, b, d):\n    sys.stderr.write('called ')\n    return b + 2.5 * s + d"
     result = compiled(scheme(n), microbatches=1000)
     assert result.code == 0 and result.err == "called " * 65
-
-
-def test_a_number_that_is_none_is_named_not_compared(scheme, compiled):
-    result = compiled(scheme("import numpy as np\ndef n(s, b, d): return np.where((b == 3) & (d == 0), np.nan, b + s)"))
-    assert result.code == 2 and "must return finite numbers, not nan for (s=0, b=3, d=F)" in result.err
-
-
-def test_a_function_for_arrays_alone_is_called_with_arrays(scheme, compiled):
-    own = compiled(scheme("def n(s, b, d): return (s + b).astype(float) + d"))
-    assert own.err == ""
-    assert own.out == compiled(scheme("def n(s, b, d): return s + b + 1.0 * d")).out

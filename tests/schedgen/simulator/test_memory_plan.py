@@ -7,15 +7,11 @@ import json
 from itertools import combinations, product
 from pathlib import Path
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from examples import examples
 from golden_cases import EVERY
-from hypothesis import given, settings
 from slow_memory_plan import at_once, hold, lives, one_rank, random_bytes
 
-import schedgen.util.jit
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
@@ -82,20 +78,6 @@ def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path)
         random_bytes(rng, program.header.stages, len(program.header.graph.edges)),
     ):
         hold(program, sizes)
-
-
-@given(st.data())
-@settings(max_examples=examples(100))
-def test_every_scheme_and_every_size_has_disjoint_minimal_places_and_its_exact_peak(cases, data):
-    program = data.draw(cases).compile()
-    hold(
-        program,
-        random_bytes(
-            np.random.default_rng(data.draw(st.integers(0, 99))),
-            program.header.stages,
-            len(program.header.graph.edges),
-        ),
-    )
 
 
 # 1F1B on two workers, two microbatches. x.0 and g.0 have 10 bytes, the loss 1; weights 100 and 200 (owned: three
@@ -211,29 +193,6 @@ def test_where_fixed_places_need_one_more_no_other_sharing_needs_less(slots):
     for shared in product(range(found[2][0] - 1), repeat=len(stages)):
         of = dict(zip(stages, shared, strict=True))
         assert any(of[one] == of[other] for one, other in together)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "options"),
-    [
-        ("fsdp", (5, 60, 12), {}),
-        ("fslpp", (8, 32, 4, 2), {"weight_slots": 3}),
-        ("lpp", (6, 24, 6, 3), {}),
-        ("zb-v", (8, 40, 4), {"recompute": [0, 7]}),
-    ],
-)
-def test_python_and_numba_plan_alike_and_every_time(name, sizes, options, monkeypatch):
-    program = compiled(name, *sizes, **options)
-    results = []
-    for small in (10**12, 0, 0):
-        monkeypatch.setattr(schedgen.util.jit, "SMALL", small)
-        sizes = random_bytes(np.random.default_rng(3), program.header.stages)
-        results.append((memory_plan(program, sizes), footprint(program, sizes)))
-    (first, needed), *others = results
-    for again, needed_again in others:
-        assert (again.slot == first.slot).all()
-        assert all((one == other).all() for one, other in zip(again.sizes, first.sizes, strict=True))
-        assert all((one == other).all() for one, other in zip(needed_again, needed, strict=True))
 
 
 def profile(tmp_path, **costs):

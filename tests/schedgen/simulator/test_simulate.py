@@ -91,7 +91,7 @@ def test_relays_spare_the_owner_and_beat_the_star():
 
 
 def test_a_receive_stands_no_earlier_than_its_list_begins():
-    rows = [compiled("1f1b", Sizes(4, 8), prefetch=k).rows for k in (100, 10**12)]
+    rows = [compiled("1f1b", Sizes(4, 8), prefetch=k).rows for k in (100, 10**6)]
     assert all((a == b).all() for a, b in zip(*rows, strict=True))
 
 
@@ -120,15 +120,6 @@ def test_where_there_is_nothing_to_name_it_says_0(run, tmp_path):
     run("compile", "gpipe", "--stages", 1, "--microbatches", 2, "-o", path)
     shown = dict(line.split(maxsplit=1) for line in run("simulate", path).out.splitlines())
     assert (shown["idle"], shown["bytes"]) == ("0", "0")
-
-
-def test_a_memory_limit_holds_or_is_refused(run, refused, tmp_path):
-    options = ("--stages", 4, "--microbatches", 8, "--mode", "greedy", "--n", "depth-first", "-o", tmp_path / "a.json")
-    assert run("compile", "gpipe", *options, "--memory-limit", 4).code == 0
-    numbers = json.loads(run("stats", tmp_path / "a.json", "--json").out)
-    assert max(worker["peak_activations"] for worker in numbers["workers"]) <= 4
-    looped = ("--stages", 8, "--microbatches", 8, "--workers", 4, "--groups", 1, "--memory-limit", 1, "-o", "-")
-    assert "memory limit stops the schedule: " in refused(run("compile", "lpp", *looped), 2)
 
 
 def test_a_profile_gives_times_and_bytes_by_stage(run, refused, tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -115,13 +113,6 @@ def test_cost_given_to_stats_replaces_the_one_in_the_file(run, golden, tmp_path)
     result = run("stats", tmp_path / "a.json", "--json", "--cost", "F=10,B=20")
     # GPipe takes (B + S - 1)(F + B) [GPipe, section 2.3].
     assert json.loads(result.out)["latency"] == (8 + 4 - 1) * (10 + 20)
-
-
-def test_a_real_process_prints_the_same(run, golden, tmp_path):
-    (tmp_path / "a.json").write_text(golden["lpp"])
-    command = [sys.executable, "-m", "schedgen", "stats", "a.json", "--json"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert (process.stdout, process.stderr) == (run("stats", tmp_path / "a.json", "--json").out, "")
 
 
 def test_the_table_shows_the_same_numbers(run, golden, tmp_path):

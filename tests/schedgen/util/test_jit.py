@@ -19,7 +19,10 @@ from schedgen.compiler.options import Options
 from schedgen.ir.file import parse, read, write
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.buffer_sizes import buffer_sizes
+from schedgen.simulator.footprint import footprint
 from schedgen.simulator.machine import Machine
+from schedgen.simulator.memory_plan import memory_plan
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.jit import kernel
@@ -60,11 +63,13 @@ def test_both_ways_compile_check_write_read_and_simulate_alike(name, sizes, opti
         again, fault = read(io.BytesIO(file.getvalue()), "file")
         assert fault is None
         run = simulate(again, again.header.cost, Machine(alpha=0.1, beta=0.01, activation=7, weight=20))
-        return file.getvalue(), check(again), run
+        amounts = buffer_sizes(Machine(activation=7, weight=20), again.header.stages)
+        return file.getvalue(), check(again), run, memory_plan(again, amounts).slot, footprint(again, amounts)
 
-    (text, memory, run), (text2, memory2, run2) = both(monkeypatch, everything)
+    (text, memory, run, slot, needed), (text2, memory2, run2, slot2, needed2) = both(monkeypatch, everything)
     assert text == text2
-    assert all((a == b).all() for a, b in zip(memory, memory2, strict=True))
+    assert all((a == b).all() for a, b in zip(memory + needed, memory2 + needed2, strict=True))
+    assert (slot == slot2).all()
     for column in ("start", "end", "arrival", "idle", "cause"):
         assert (getattr(run, column) == getattr(run2, column)).all()
 
