@@ -39,7 +39,6 @@ def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model
 gpt_tiny = partial(gpt.gpt, blocks=6, width=16, heads=4, length=16, sequences=2)
 gpt_tied = partial(gpt_tiny, tied=True)
 tied_of_four = partial(gpt_tied, blocks=2)  # layers
-gpt_wide = partial(gpt.gpt, blocks=2, width=64, heads=4, length=16, sequences=2)
 gpt_tensor = partial(gpt.gpt, blocks=3, width=16, heads=4, length=16, sequences=2, halves=True)
 halves_of_a_block = partial(gpt_tensor, blocks=1)  # 4 layers
 
@@ -48,11 +47,6 @@ halves_of_a_block = partial(gpt_tensor, blocks=1)  # 4 layers
 def small_seq2seq(stages: int) -> Model:
     """An encoder and a decoder of two layers each, traced."""
     return seq2seq.seq2seq(stages, layers=2, width=16, heads=2, length=8, sequences=2)
-
-
-def without_gradient(stages: int) -> Model:
-    model = mlp.tiny(stages)
-    return model._replace(loss=lambda scores, target: model.loss(scores, target).detach())
 
 
 # Stages of a DAG
@@ -208,28 +202,9 @@ def tuples(stages: int) -> Model:
 
 
 def unread(stages: int) -> Model:
-    """As `tuples`, but the last stage reads only one of its producer's two outputs, twice."""
-    reads = [[Input(0)], [Value(0, k) for k in range(3)], [Value(1, k) for k in range(3)], [Value(2, 1), Value(2, 1)]]
-    model = tuples(stages)._replace(reads=reads)
-    layer = model.stages[1]["layer"]
-
-    class Joined(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer()
-
-        def forward(self, *everything: Tensor) -> tuple[Tensor, ...]:
-            return self.layer(everything)
-
-    class Short(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 256)
-
-        def forward(self, *both: Tensor) -> Tensor:
-            return self.linear(torch.cat(both, 1))
-
-    return model._replace(stages=[model.stages[0], Joined, model.stages[2], Short])
+    """The last stage reads one of its producer's two outputs."""
+    entries = [Encoder, lambda: Mix(1, 64), lambda: Measured(1, 64), lambda: Mix(1, 256)]
+    return mlp.tiny(stages)._replace(stages=entries, reads=[[Input(0)], *([Value(s, 0)] for s in range(3))])
 
 
 def uneven(stages: int) -> Model:
@@ -403,56 +378,6 @@ def normed_twice(stages: int) -> Model:
     """As `normed`, with the same in stage 2."""
     model = normed(stages)
     return model._replace(stages=[*model.stages[:2], batch_normed, *model.stages[3:]])
-
-
-class Averaging(mlp.Layer):
-    """A hidden layer of mlp.tiny on x minus the mean of all x so far: a buffer that it assigns, and a count."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.mean = self.mean + (x.detach().mean(0) - self.mean) / self.calls
-        return super().forward(x - self.mean)
-
-
-averaging = partial(with_stage, index=1, stage=Averaging)
-
-
-class Merging(mlp.Layer):
-    """A hidden layer of mlp.tiny on x minus a buffer: zeros, until the first forward aliases it to another buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.register_buffer("sum", torch.zeros(WIDTH))
-        self.register_buffer("shift", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.sum.add_(x.detach().mean(0))
-        x = x - self.shift
-        self.shift = self.sum
-        return super().forward(x)
-
-
-merging = partial(with_stage, index=1, stage=Merging)
-
-
-class Rescaling(mlp.Layer):
-    """A hidden layer of mlp.tiny divided by a buffer that each forward changes in place."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale.mul_(0.9)
-        return super().forward(x) / self.scale
-
-
-rescaling = partial(with_stage, index=1, stage=Rescaling)
 
 
 class Checkpointed(mlp.Layer):

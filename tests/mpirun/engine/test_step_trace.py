@@ -109,20 +109,3 @@ def test_schedgen_reads_it_and_all_time_is_accounted_for(traced, traces, tmp_pat
     for worker in numbers["workers"]:
         assert worker["busy"] > 0 and min(worker["idle"].values()) >= 0
         assert worker["busy"] + sum(worker["idle"].values()) == pytest.approx(numbers["makespan"])
-
-
-def test_a_trace_that_could_not_be_written_is_refused_before_the_first_step(mistakes, compiled, text, tmp_path):
-    schedule = compiled("1f1b", stages=2, microbatches=2)
-    common = [schedule, "--model", MLP, "--text", text]
-    missing = tmp_path / "nowhere" / "trace"
-    nowhere, nothing = mistakes(
-        2,
-        [
-            [*common, "--trace", missing, "--metrics", tmp_path / "rows"],
-            [*common, "--trace", tmp_path / "trace", "--steps", 0],
-        ],
-    )
-    assert nowhere == (2, "", f"mpirun: --trace {missing}: No such file or directory\n")
-    assert not (tmp_path / "rows").exists()
-    why = "there is nothing to trace in 0 steps (see python -m mpirun --help)"
-    assert nothing == (2, "", f"mpirun: --trace: {why}\n")

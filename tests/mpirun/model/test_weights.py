@@ -175,11 +175,7 @@ SMALL = {
 }  # fmt: skip
 OF_TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, initializer_range=0.05)),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)),
     "bert": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)),
-    "gemma3": lambda: transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**SMALL, num_key_value_heads=2, head_dim=8)
-    ),
 }
 
 

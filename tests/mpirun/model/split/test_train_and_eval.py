@@ -14,10 +14,11 @@ import torch.nn.functional as nnf
 import transformers
 from examples import further
 from plain_models import GPT2Like, ResNetLike
+from split_models import sent_by
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mpirun import Cut, Input, MpirunWarning, Value, split, split_sequential
+from mpirun import Cut, MpirunWarning, Value, split, split_sequential
 from mpirun.model.frozen_statistics import frozen_statistics
 from schedgen.util.errors import UsageError
 
@@ -100,11 +101,9 @@ def gpt2() -> nn.Module:
 def outputs(cut: Cut, data: Any) -> list[Tensor]:
     """The leaves of the module's output, from its stages one after the other."""
     torch.manual_seed(1)
-    sent: dict[Any, Any] = {Input(k): leaf for k, leaf in enumerate(cut.leaves(data))}
-    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
-        made = module(*(sent[source].clone() for source in sources))
-        made = (made,) if isinstance(made, Tensor) else made
-        sent |= {Value(stage, k): value.contiguous() for k, value in enumerate(made)}
+    sent = sent_by(cut, cut.leaves(data))
+    last = len(cut.stages) - 1
+    made = [value for source, value in sent.items() if isinstance(source, Value) and source.stage == last]
     assert cut.output is not None
     return [leaf for leaf in tree_leaves(cut.output.rebuild(made)) if isinstance(leaf, Tensor)]
 
