@@ -190,13 +190,6 @@ def test_what_a_dead_run_left_unfinished_is_removed(damaged):
 # Keeping
 
 
-def test_old_checkpoints_are_removed(several, schedules, text, tmp_path):
-    command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 5]
-    ((code, _),) = several(2, [[*command, "--save", tmp_path / "kept", "--every", 1, "--keep", 2]])
-    assert code == 0
-    assert sorted(one.name for one in (tmp_path / "kept").glob("step-*")) == ["step-00000004", "step-00000005"]
-
-
 def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, text, tmp_path):
     """Emulated by a limit on the size of files, which rank 0's part of the third checkpoint exceeds."""
     command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 4]

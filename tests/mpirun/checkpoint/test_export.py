@@ -206,19 +206,3 @@ def test_what_an_export_could_not_replace_is_refused_before_it(tmp_path: Path) -
             check_new(tmp_path / name)
     for name in ("empty", "missing", "new/new", "link to empty", "link to missing"):
         check_new(tmp_path / name)
-
-
-def test_links_are_followed(execute, tmp_path) -> None:
-    script = """
-(folder / "empty").mkdir()
-for name in ("empty", "missing"):
-    (folder / f"link to {name}").symlink_to(name)
-run = engine()
-run.step((x, x))
-for name in ("empty", "missing"):
-    run.export(folder / f"link to {name}")
-    assert load_file(folder / name / "model.safetensors") and (folder / f"link to {name}").is_symlink()
-run.close()
-"""
-    execute(1, script, tmp_path, err=[])
-    assert not list(tmp_path.glob(".*"))

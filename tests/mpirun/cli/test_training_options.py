@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,19 +162,6 @@ def test_the_rate_is_that_of_torchs_scheduler(schedule, warmup, name):
         assert rate(step) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
         optimizer.step()
         scheduler.step()
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_the_rate_rises_to_its_height_and_does_not_rise_again(schedule):
-    rate = rate_by(schedule, 4, 20)
-    rates = [rate(step) for step in range(20)]
-    assert rates[:5] == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR, LR])
-    assert all(a >= b > 0 for a, b in pairwise(rates[4:]))
-
-
-def test_a_warm_up_longer_than_the_run_only_rises():
-    rate = rate_by("cosine", 10, 5)
-    assert [rate(step) for step in range(5)] == pytest.approx([LR * k / 10 for k in range(1, 6)])
 
 
 # Clipping

@@ -50,15 +50,11 @@ def lists(file: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_rank_s_list_is_there_once_a_pass_and_in_order(traced, traces, name):
+def test_every_rank_s_list_is_there_once_a_pass_in_order_and_with_its_lines_in_the_file(traced, traces, name):
     for rank, listed in enumerate(lists(traces / f"{name}.json")):
         rank_slices = slices(traced[name], rank)
         assert [event["args"]["instruction"] for event in rank_slices] == PASSES[name] * listed
         assert [event["args"]["pass"] for event in rank_slices] == [k for k in range(PASSES[name]) for _ in listed]
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_an_instruction_s_line_is_its_line_in_the_file(traced, traces, name):
     lines = (traces / f"{name}.json").read_text().splitlines()
     for event in traced[name]:
         if event["ph"] == "X":

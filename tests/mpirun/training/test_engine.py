@@ -80,11 +80,6 @@ def test_a_schedule_is_a_file_a_program_or_a_scheme(found):
     assert numbers["own"][1] == 2  # threads
 
 
-def test_a_difference_is_allowed_up_to_a_tolerance(found):
-    exact, by_default, given = found["tolerances"]
-    assert (exact, by_default, given) == (False, True, True)
-
-
 @pytest.mark.parametrize("scheme", TRAINED)
 def test_every_scheme_gives_the_bits_of_one_process(found, scheme):
     assert found["schemes"][scheme]["numbers"] == found["schemes"]["1f1b"]["numbers"]

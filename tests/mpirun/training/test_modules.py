@@ -22,7 +22,7 @@ with engine(stages, autocast="bf16", verify=True, canonical=True) as run:
     execute(1, script, tmp_path)
 
 
-def test_what_a_script_draws_is_the_same_on_all_ranks(scripts):
+def test_what_a_script_draws_is_the_same_on_all_ranks(execute):
     """A stage with dropout, which one rank has, seeds that rank's generator; the script's draws are as without it."""
     script = """
 stages = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))]
@@ -36,11 +36,10 @@ with engine(stages, "1f1b") as run:
 torch.manual_seed(3)
 print(all(torch.equal(batch, torch.randn(8, 4)) for batch in drawn))
 """
-    (done,) = scripts(2, [[script]])
-    assert done.code == 0 and done.out.split() == ["True"] * 2, (done.out, done.err)
+    execute(2, script, out=["True"] * 2)
 
 
-def test_stages_may_ask_for_values(scripts):
+def test_stages_may_ask_for_values(execute):
     """Experts whose tokens are chosen, a branch on a number, NumPy, packed sequences: as a plain loop trains them."""
     script = """
 class Experts(nn.Module):
@@ -81,9 +80,7 @@ with engine(model(), "zb-v", stages=4, microbatches=4, optimizer=SGD, lr=0.1) as
 if run.rank == 0:
     print(expected, found)
 """
-    (done,) = scripts(2, [[script]])
-    assert done.code == 0, done.err
-    expected, found = map(float, done.out.split())
+    expected, found = map(float, execute(2, script).out.split())
     assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -73,23 +73,6 @@ assert steps("mine") == [1, 2, 3]
     assert third == f"{begin}it has checkpoints of another run: resume from it, move it, or save elsewhere"
 
 
-def test_a_folder_that_is_removed_during_a_run_is_made_again(tmp_path, execute):
-    script = """
-import shutil
-with engine() as run:
-    run.step((x, x))
-    assert run.save(folder / "saved")
-    shutil.rmtree(folder / "saved")
-    run.step((x, x))
-    assert run.save(folder / "saved")
-with engine() as run:
-    assert run.resume(folder / "saved")
-    run.step((x, x))
-    assert run.save(folder / "saved") and steps("saved") == [2, 3]
-"""
-    execute(1, script, tmp_path, err=[])
-
-
 def test_names_are_those_of_the_working_directory_at_the_call_and_no_trace_overwrites_the_schedule(tmp_path, execute):
     script = """
 before = os.getcwd()

@@ -17,6 +17,7 @@ from plain_models import GPT2Like, ResNetLike
 from split_models import sent_by
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from untraceable import Layers
 
 from mpirun import Cut, MpirunWarning, Value, split, split_sequential
 from mpirun.model.frozen_statistics import frozen_statistics
@@ -35,12 +36,11 @@ class ResNet(ResNetLike):
         return super().forward(nnf.dropout(image, 0.2, self.training))
 
 
-class Regions(nn.Module):
+class Regions(Layers):
     """Normalisation and dropout in a region of autocast, and attention with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
         self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,12 +66,11 @@ class Kinds(nn.Module):
         return self.recurrent(x.mean(1))[0]
 
 
-class Siamese(nn.Module):
+class Siamese(Layers):
     """A trunk with a normalisation that is called twice, also in a region."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
         self.norm, self.inner = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -108,11 +107,7 @@ def outputs(cut: Cut, data: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(cut.output.rebuild(made)) if isinstance(leaf, Tensor)]
 
 
-class Noise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
+class Noise(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         if self.training:
