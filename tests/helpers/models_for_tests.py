@@ -34,12 +34,16 @@ def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model
     return model._replace(stages=entries)
 
 
+def changed(stages: int, make: Callable[[int], Model] = mlp.tiny, **fields: Any) -> Model:
+    """mlp.tiny, or another model, with other fields."""
+    return make(stages)._replace(**fields)
+
+
 # GPTs with little to compute, up to 8 stages
 
 gpt_tiny = partial(gpt.gpt, blocks=6, width=16, heads=4, length=16, sequences=2)
 gpt_tied = partial(gpt_tiny, tied=True)
 tied_of_four = partial(gpt_tied, blocks=2)  # layers
-gpt_wide = partial(gpt.gpt, blocks=2, width=64, heads=4, length=16, sequences=2)
 gpt_tensor = partial(gpt.gpt, blocks=3, width=16, heads=4, length=16, sequences=2, halves=True)
 halves_of_a_block = partial(gpt_tensor, blocks=1)  # 4 layers
 
@@ -48,11 +52,6 @@ halves_of_a_block = partial(gpt_tensor, blocks=1)  # 4 layers
 def small_seq2seq(stages: int) -> Model:
     """An encoder and a decoder of two layers each, traced."""
     return seq2seq.seq2seq(stages, layers=2, width=16, heads=2, length=8, sequences=2)
-
-
-def without_gradient(stages: int) -> Model:
-    model = mlp.tiny(stages)
-    return model._replace(loss=lambda scores, target: model.loss(scores, target).detach())
 
 
 # Stages of a DAG
@@ -89,21 +88,11 @@ class Skip(Mix):
         return inputs[0].repeat(1, self.linears[0].out_features // 64) + super().forward(*inputs)
 
 
-def joined(stages: int) -> Model:
-    """Encoders 0 and 1; 2 reads both; 3 reads 0 and 2."""
-    return mlp.tiny(stages)._replace(stages=[Encoder, Encoder, lambda: Mix(2, 64), lambda: Mix(2, 256)])
-
-
-def joined_with_skips(stages: int) -> Model:
-    """As `joined`, but 2 and 3 use the output of 0 twice each."""
-    return mlp.tiny(stages)._replace(stages=[Encoder, Encoder, lambda: Skip(2, 64), lambda: Skip(2, 256)])
-
-
-def fan(stages: int) -> Model:
-    """Encoder 0; 1 and 2 read it; 3 reads 0, 1 and 2: a gradient arrives from three consumers."""
-    return mlp.tiny(stages)._replace(
-        stages=[Encoder, lambda: Mix(1, 64), lambda: Mix(1, 64), lambda: Mix(3, 256)],
-    )
+# Encoders 0 and 1; 2 reads both; 3 reads 0 and 2. With skips, these use the output of 0 twice each.
+joined = partial(changed, stages=[Encoder, Encoder, lambda: Mix(2, 64), lambda: Mix(2, 256)])
+joined_with_skips = partial(changed, stages=[Encoder, Encoder, lambda: Skip(2, 64), lambda: Skip(2, 256)])
+# Encoder 0; 1 and 2 read it; 3 reads 0, 1 and 2: a gradient arrives from three consumers.
+fan = partial(changed, stages=[Encoder, lambda: Mix(1, 64), lambda: Mix(1, 64), lambda: Mix(3, 256)])
 
 
 class Several(Encoder):
@@ -207,29 +196,12 @@ def tuples(stages: int) -> Model:
     return mlp.tiny(stages)._replace(stages=entries)
 
 
-def unread(stages: int) -> Model:
-    """As `tuples`, but the last stage reads only one of its producer's two outputs, twice."""
-    reads = [[Input(0)], [Value(0, k) for k in range(3)], [Value(1, k) for k in range(3)], [Value(2, 1), Value(2, 1)]]
-    model = tuples(stages)._replace(reads=reads)
-    layer = model.stages[1]["layer"]
-
-    class Joined(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer()
-
-        def forward(self, *everything: Tensor) -> tuple[Tensor, ...]:
-            return self.layer(everything)
-
-    class Short(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 256)
-
-        def forward(self, *both: Tensor) -> Tensor:
-            return self.linear(torch.cat(both, 1))
-
-    return model._replace(stages=[model.stages[0], Joined, model.stages[2], Short])
+# The last stage reads one of its producer's two outputs.
+unread = partial(
+    changed,
+    stages=[Encoder, lambda: Mix(1, 64), lambda: Measured(1, 64), lambda: Mix(1, 256)],
+    reads=[[Input(0)], *([Value(stage, 0)] for stage in range(3))],
+)
 
 
 def contrastive(stages: int) -> Model:
@@ -381,67 +353,14 @@ def normed_twice(stages: int) -> Model:
     return model._replace(stages=[*model.stages[:2], batch_normed, *model.stages[3:]])
 
 
-class Averaging(mlp.Layer):
-    """A hidden layer of mlp.tiny on x minus the mean of all x so far: a buffer that it assigns, and a count."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.mean = self.mean + (x.detach().mean(0) - self.mean) / self.calls
-        return super().forward(x - self.mean)
-
-
-averaging = partial(with_stage, index=1, stage=Averaging)
-
-
-class Merging(mlp.Layer):
-    """A hidden layer of mlp.tiny on x minus a buffer: zeros, until the first forward aliases it to another buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.register_buffer("sum", torch.zeros(WIDTH))
-        self.register_buffer("shift", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.sum.add_(x.detach().mean(0))
-        x = x - self.shift
-        self.shift = self.sum
-        return super().forward(x)
-
-
-merging = partial(with_stage, index=1, stage=Merging)
-
-
-class Rescaling(mlp.Layer):
-    """A hidden layer of mlp.tiny divided by a buffer that each forward changes in place."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale.mul_(0.9)
-        return super().forward(x) / self.scale
-
-
-rescaling = partial(with_stage, index=1, stage=Rescaling)
-
-
 class Checkpointed(mlp.Layer):
     """A hidden layer of mlp.tiny that is recomputed in its backward, by torch's checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-checkpointed = partial(with_stage, index=1, stage=Checkpointed)
+checkpointed = partial(with_stage, index=1, stage=partial(Checkpointed, WIDTH))
 
 
 def ends_in_norms(stages: int) -> Model:
@@ -452,31 +371,21 @@ def ends_in_norms(stages: int) -> Model:
     return model
 
 
-class Turned(nn.Module):
-    """A linear layer whose output is not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+class Turned(nn.Linear):
+    """Its output is not contiguous."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).t()
+        return super().forward(x).t()
 
 
-class TurnedBack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class TurnedBack(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.t())
+        return super().forward(x.t())
 
 
-def strided(stages: int) -> Model:
-    """Four stages; the second returns a transposed view."""
-    return mlp.tiny(stages)._replace(
-        stages=[lambda: mlp.Embedding(WIDTH), Turned, TurnedBack, lambda: nn.Linear(WIDTH, 256)]
-    )
+# Four stages; the second returns a transposed view.
+_turned = [partial(kind, WIDTH, WIDTH) for kind in (Turned, TurnedBack)]
+strided = partial(changed, stages=[lambda: mlp.Embedding(WIDTH), *_turned, lambda: nn.Linear(WIDTH, 256)])
 
 
 # Random numbers
@@ -520,14 +429,11 @@ def dropping(stages: int) -> Model:
 class DroppedByHost(mlp.Layer):
     """A hidden layer of mlp.tiny that scales by numbers which the CPU draws, on whichever device the layer is."""
 
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.rand(WIDTH).to(x.device)
 
 
-dropping_by_host = partial(with_stage, index=1, stage=DroppedByHost)
+dropping_by_host = partial(with_stage, index=1, stage=partial(DroppedByHost, WIDTH))
 
 
 def dropping_function(stages: int) -> Model:
@@ -621,18 +527,14 @@ nan_loss = partial(with_stage, index=2, stage=partial(Unsound, math.nan, gradien
 infinite_gradient = partial(with_stage, index=2, stage=partial(Unsound, math.inf, gradient=True))
 
 
-class Noise(nn.Module):
+class Noise(nn.Linear):
     """Random numbers that no seed reaches."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * (1 + os.urandom(1)[0] / 256)
+        return super().forward(x) * (1 + os.urandom(1)[0] / 256)
 
 
-noisy = partial(with_stage, index=2, stage=Noise)
+noisy = partial(with_stage, index=2, stage=partial(Noise, WIDTH, WIDTH))
 
 
 # Users' mistakes
@@ -642,35 +544,21 @@ def raises(stages: int) -> Model:
     raise ValueError("no such luck")
 
 
-def returns_a_list(stages: int) -> list[int]:
-    return [stages]
+def no_such_batch(text: Tensor, rng: object) -> tuple[Tensor, Tensor]:
+    raise ValueError("no such batch")
 
 
-def one_stage_more(stages: int) -> Model:
-    return mlp.tiny(stages + 1)
-
-
+not_a_function = 3
+returns_a_list = lambda stages: [stages]  # noqa: E731
+one_stage_more = lambda stages: mlp.tiny(stages + 1)  # noqa: E731
+loss_of_many = partial(changed, loss=partial(nnf.cross_entropy, reduction="none"))
+batch_raises = partial(changed, batch=no_such_batch)
 # mlp.tiny with another last stage: its input is half as wide as its producer's output; it returns a tuple in a tuple;
 # is no module; is built on the meta device.
 narrow = partial(with_stage, index=-1, stage=partial(nn.Linear, WIDTH // 2, 256))
 recurrent = partial(with_stage, index=-1, stage=partial(nn.LSTM, WIDTH, 256))
 no_module = partial(with_stage, index=-1, stage=lambda: lambda x: x)
 without_values = partial(with_stage, index=-1, stage=partial(nn.Linear, WIDTH, 256, device="meta"))
-
-
-def loss_of_many(stages: int) -> Model:
-    """Its loss is not one number."""
-    return mlp.tiny(stages)._replace(loss=lambda scores, target: nnf.cross_entropy(scores, target, reduction="none"))
-
-
-def batch_raises(stages: int) -> Model:
-    def batch(text: Tensor, rng: object) -> tuple[Tensor, Tensor]:
-        raise ValueError("no such batch")
-
-    return mlp.tiny(stages)._replace(batch=batch)
-
-
-not_a_function = 3
 
 
 # Stages with more than parameters
@@ -727,12 +615,10 @@ def buffers_not_tensors(stages: int) -> Model:
 # Mistakes in what stages read
 
 
-def reads_too_few(stages: int) -> Model:
-    return mlp.tiny(stages)._replace(reads=[[Input(0)], [Value(0, 0)], [Value(1, 0)]])
-
-
-def stage_2_unread(stages: int) -> Model:
-    return mlp.tiny(stages)._replace(reads=[[Input(0)], [Value(0, 0)], [Value(1, 0)], [Value(1, 0)]])
+_CHAIN = [[Input(0)], [Value(0, 0)], [Value(1, 0)]]
+reads_too_few = partial(changed, reads=_CHAIN)
+stage_2_unread = partial(changed, reads=[*_CHAIN, [Value(1, 0)]])
+too_small = partial(changed, batch=Minibatch(lambda text, rng: (torch.zeros(3, 16), torch.zeros(3))))
 
 
 def _reading(stages: int, first: object, second: object) -> Model:
@@ -823,20 +709,16 @@ class Shifted(nn.Module):
         return skip(x, self.down(torch.tanh(self.up(x + self.shift))), self.slice)
 
 
-class Both(nn.Module):
+class Both(nn.Linear):
     """A layer of two inputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 12)
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.linear(x * y)
+        return super().forward(x * y)
 
 
 def slices_of_a_dag(stages: int) -> Model:
     """Stage 0 has dropout; 1 and 2, both sliced, read it; 3 reads 1 and 2."""
-    return Model([Dropping, Shifted, Shifted, Both], nnf.mse_loss, _numbers, sliced=[1, 2])
+    return Model([Dropping, Shifted, Shifted, lambda: Both(16, 12)], nnf.mse_loss, _numbers, sliced=[1, 2])
 
 
 def drops_in_slices(stages: int) -> Model:
@@ -844,25 +726,12 @@ def drops_in_slices(stages: int) -> Model:
     return model._replace(stages=[{**model.stages[0], "drop": lambda: nn.Dropout(0.5)}, model.stages[1]])
 
 
-def splits_the_last(stages: int) -> Model:
-    return pair(stages)._replace(sliced=[1])
-
-
-def splits_a_module(stages: int) -> Model:
-    return pair(stages)._replace(stages=[nn.Linear(16, 12), nn.Identity()])
-
-
-def splits_unevenly(stages: int) -> Model:
-    return pair(stages)._replace(stages=[lambda slice=UNSLICED: RowParallelLinear(17, 12, slice), nn.Identity()])
-
-
-def splits_what_is_tied(stages: int) -> Model:
-    return pair(stages)._replace(tied=[[(0, "down.bias"), (1, "last.bias")]])
-
-
-def splits_for_a_minibatch_loss(stages: int) -> Model:
-    """As `pair`, with a loss of the whole minibatch."""
-    return pair(stages)._replace(loss_of="minibatch")
+of_pair = partial(changed, make=pair)
+splits_the_last = partial(of_pair, sliced=[1])
+splits_a_module = partial(of_pair, stages=[nn.Linear(16, 12), nn.Identity()])
+splits_unevenly = partial(of_pair, stages=[lambda slice=UNSLICED: RowParallelLinear(17, 12, slice), nn.Identity()])
+splits_what_is_tied = partial(of_pair, tied=[[(0, "down.bias"), (1, "last.bias")]])
+splits_for_a_minibatch_loss = partial(of_pair, loss_of="minibatch")
 
 
 class Recurrent(nn.LSTM):

@@ -184,6 +184,16 @@ def score(output: Any) -> Tensor:
     )
 
 
+def sent_by(cut: Cut, leaves: Sequence[Tensor]) -> dict[Any, Tensor]:
+    """The leaves of an input and what each stage makes of them."""
+    sent: dict[Any, Tensor] = {Input(k): leaf for k, leaf in enumerate(leaves)}
+    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        outputs = module(*(sent[source].clone() for source in sources))
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        sent |= {Value(stage, k): output.contiguous() for k, output in enumerate(outputs)}
+    return sent
+
+
 def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
     """Run the stages, connected only by the values they send; return output, gradients by parameter, and buffers."""
     stages = [copy.deepcopy(stage) for stage in cut.stages]  # as mpirun does

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mpirun import pipe_split
 
@@ -33,13 +32,6 @@ def flipped(x: Tensor) -> Tensor:
     while bool(x.max() > 1):  # here
         x = x / 2
     return x
-
-
-class Loop(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(int(x.abs().sum())):  # here
-            x = self.first(x)
-        return self.second(x)
 
 
 class Item(Layers):
@@ -84,17 +76,6 @@ class Input(Layers):
         return self.second(self.first(x))
 
 
-class ViewedInside(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        pipe_split()
-        with torch.autocast("cpu", enabled=False):
-            top = x[:1]
-        x.mul_(2)  # here
-        pipe_split()
-        return self.second(x) + top
-
-
 class Strided(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).t()
@@ -128,14 +109,6 @@ class First(Layers):
         return self.second(self.first(x))
 
 
-class Twice(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        pipe_split()
-        pipe_split()  # here
-        return self.second(x)
-
-
 class Last(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(self.first(x))
@@ -158,12 +131,6 @@ class Straight(torch.autograd.Function):
 class Rounded(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = Straight.apply(self.first(x))  # here
-        return self.second(x)
-
-
-class Checkpointed(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.first, x, use_reentrant=True)  # here
         return self.second(x)
 
 

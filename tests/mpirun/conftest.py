@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from engine_scripts import PRELUDE
 from processes import ROOT, environment, kill, mpiexec, processes
+from run_results import differences
 from standing_launch import StandingLaunch
 
 from schedgen.cli.main import main as schedgen
@@ -141,12 +142,34 @@ def mistakes(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Ende
 
 @pytest.fixture(scope="session")
 def scripts(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Ended]]:
-    """Scripts, each a text and its arguments, that close their Engines and end on all ranks with one exit code."""
+    """Scripts, each a text behind PRELUDE and its arguments, that close their Engines and end with one exit code."""
 
     def scripts(ranks: int, runs: Sequence[Sequence[object]]) -> list[Ended]:
-        return [Ended(*result) for result in in_one_launch(ranks, [["-c", *map(str, run)] for run in runs])]
+        requests = [["-c", PRELUDE + inspect.cleandoc(text), *map(str, words)] for text, *words in runs]
+        return [Ended(*result) for result in in_one_launch(ranks, requests)]
 
     return scripts
+
+
+@pytest.fixture(scope="session")
+def execute(scripts: Callable[..., list[Ended]]) -> Callable[..., Ended]:
+    """A script that should end with `code`, and, if they are given, with these lines on stdout and stderr."""
+
+    def execute(
+        ranks: int,
+        text: str,
+        *arguments: object,
+        code: int = 0,
+        out: list[str] | None = None,
+        err: list[str] | None = None,
+    ) -> Ended:
+        (ended,) = scripts(ranks, [[text, *arguments]])
+        assert ended.code == code, ended
+        assert out is None or ended.out.splitlines() == out, ended
+        assert err is None or ended.err.splitlines() == err, ended
+        return ended
+
+    return execute
 
 
 @pytest.fixture(scope="session")
@@ -169,10 +192,8 @@ class Seen(NamedTuple):
 
     @property
     def differences(self) -> dict[str, float]:
-        """What --verify printed: the largest relative difference of losses, gradients and parameters."""
-        sizes = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", self.out, re.M))
-        assert set(sizes) == {"losses", "gradients", "parameters"}, self.out
-        return {what: float(size) for what, size in sizes.items()}
+        """What --verify printed."""
+        return differences(self.out)
 
 
 @pytest.fixture(scope="session")
@@ -201,7 +222,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if "\n" in scheme:
             (folder / "scheme.py").write_text(inspect.cleandoc(scheme))
             scheme = str(folder / "scheme.py")
-        arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        arguments = []
+        for name, value in options.items():
+            arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         assert schedgen(["compile", scheme, *arguments, "-o", str(folder / "schedule.json")]) == 0
         return folder / "schedule.json"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -102,141 +103,91 @@ def test_it_goes_on_with_the_same_bits_under_any_schedule(saved, resumed, optimi
 # Checkpoints that are incomplete or damaged, and other mistakes
 
 
+OF_ANOTHER = r"saving to \S.*: it has checkpoints of another run: resume from it, move it, or save elsewhere"
+MADE = "note: the checkpoint was made with"
+# Options of a run, its exit code, the lines that it ends with on stderr, and what it prints.
+ENDS: dict[str, tuple[str, int, list[str], str]] = {
+    # Checkpoints that are not whole are skipped.
+    "no manifest": ("--resume {folder}/a", 0, [r"\S.*4\S*: incomplete: it has no manifest: skipped"], "after step 2: "),
+    "half a manifest": ("--resume {folder}/b", 0, [r"\S.*4\S*: damaged: skipped"], "after step 2: "),
+    "no part": ("--resume {folder}/c", 0, [r"\S.*4\S*: No such file or directory: skipped"], "after step 2: "),
+    "another bit": ("--resume {folder}/d", 0, [r"\S.*4\S*: damaged: skipped"], "after step 2: "),
+    "none whole": ("--resume {folder}/e", 1, [r"resuming from \S.*: no checkpoint there is complete"], ""),
+    # One that was set aside counts where its run ended before another took its place.
+    "set aside": ("--resume {folder}/f", 0, [], "after step 4: "),
+    "unfinished": ("--resume {folder}/g --save {folder}/g", 0, [], "after step 4: "),
+    # The first of several runs by one command begins at the beginning.
+    "empty": ("--resume {folder}/h", 1, [r"resuming from \S.*: there is no checkpoint"], ""),
+    "empty, and saved to": ("--resume {folder}/h --save {folder}/h", 0, [], "step 1/"),
+    "older of its own": ("--resume {folder}/i/step-00000002 --save {folder}/i", 2, [OF_ANOTHER], ""),
+    "used": ("--save {half}", 2, [OF_ANOTHER], ""),
+    "into itself": ("--save {half}/step-00000002", 2, [r"saving to \S.*: it is a checkpoint itself: .*"], ""),
+    "no name": ("--save ''", 2, [r"--save: the folder has no name \(see .*\)"], ""),
+    "done, and traced": (
+        "--resume {whole} --trace {folder}/trace", 0,
+        ["note: trace: no step is done, so {folder}/trace is not written"], "",
+    ),
+    "another model": (
+        "--resume {half} --model mpirun.examples.mlp:tiny", 2, [r"\S.*: has no \S+: is it of another model\?"], ""
+    ),
+    "another optimizer": (
+        "--resume {half} --optimizer sgd", 2,
+        [r"the optimizer is torch.optim.sgd.SGD: \S.* was made with torch.optim.adamw.AdamW"], "",
+    ),
+    "verified": (
+        "--resume {half} --verify", 2,
+        ["verify repeats all steps from the first, not those before a checkpoint: resume without it"], "",
+    ),
+    "another seed": ("--resume {half} --seed 1", 0, [f"{MADE} seed 0, not seed 1"], ""),
+    "other options": (
+        "--resume {half} --lr 0.5 --warmup 9 --threads 3", 0,
+        [f"{MADE} lr 0.001, not lr 0.5", f"{MADE} threads 1, not threads 3", f"{MADE} no warmup, not warmup 9"], "",
+    ),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def damaged(mistakes, schedules, saved, text, tmp_path_factory):
-    """How runs ended that resume from folders with something wrong, by what is wrong."""
+    """How these runs ended, by name, and the names in braces."""
     folder = tmp_path_factory.mktemp("damaged")
     newest, older = f"step-{STEPS:08d}", f"step-{STEPS // 2:08d}"
-
-    def copy(name: str) -> Path:
+    for name in "abcdfgi":
         shutil.copytree(saved / "adamw" / "whole", folder / name)
-        return folder / name
-
-    (copy("no manifest") / newest / "manifest.json").unlink()
-    (copy("half a manifest") / newest / "manifest.json").write_bytes(b'{"checkpoint": 1, "st')
-    (copy("no part") / newest / "weights-2.safetensors").unlink()
-    with (copy("a bit") / newest / "optimizer-1.safetensors").open("r+b") as file:
-        file.seek(-5, 2)
-        (byte,) = file.read(1)
-        file.seek(-5, 2)
-        file.write(bytes([byte ^ 1]))
+    (folder / "a" / newest / "manifest.json").unlink()
+    (folder / "b" / newest / "manifest.json").write_bytes(b'{"checkpoint": 1, "st')
+    (folder / "c" / newest / "weights-2.safetensors").unlink()
+    part = folder / "d" / newest / "optimizer-1.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-5] ^= 1
+    part.write_bytes(data)
     for step in (newest, older):
-        (folder / "none whole" / step).mkdir(parents=True)
-    (copy("unfinished") / ".writing-00000009").mkdir()
-    (folder / "unfinished" / f".replaced-{older}").mkdir()
-    copy("half replaced")
-    (folder / "half replaced" / newest).rename(folder / "half replaced" / f".replaced-{newest}")
-    (folder / "empty").mkdir()
+        (folder / "e" / step).mkdir(parents=True)
+    (folder / "f" / newest).rename(folder / "f" / f".replaced-{newest}")
+    (folder / "g" / ".writing-00000009").mkdir()
+    (folder / "g" / f".replaced-{older}").mkdir()
+    (folder / "h").mkdir()
+    names = {"folder": folder, "half": saved / "adamw" / "half", "whole": saved / "adamw" / "whole"}
     command = [schedules["1f1b on 2"], "--text", text, *COMMON, "--model", DROPPING]
-    runs = {
-        name: [*command, "--resume", folder / name]
-        for name in ("no manifest", "half a manifest", "no part", "a bit", "none whole", "half replaced", "empty")
-    }
-    runs["unfinished"] = [*command, "--resume", folder / "unfinished", "--save", folder / "unfinished"]
-    runs["empty, and saved to"] = [*command, "--resume", folder / "empty", "--save", folder / "empty"]
-    runs["older of its own"] = [*command, "--resume", copy("branch") / older, "--save", folder / "branch"]
-    runs["done, and traced"] = [*command, "--resume", saved / "adamw" / "whole", "--trace", folder / "trace"]
-    runs["of another model"] = [*command[:-1], "mpirun.examples.mlp:tiny", "--resume", saved / "adamw" / "half"]
-    runs["of another optimizer"] = [*command, "--optimizer", "sgd", "--resume", saved / "adamw" / "half"]
-    runs["used"] = [*command, "--save", saved / "adamw" / "half"]
-    runs["into itself"] = [*command, "--save", saved / "adamw" / "half" / older]
-    runs["no name"] = [*command, "--save", ""]
-    runs["seed"] = [*command, "--seed", 1, "--resume", saved / "adamw" / "half"]
-    resumed = ["--resume", saved / "adamw" / "half"]
-    runs["options"] = [*command, "--lr", 0.5, "--warmup", 9, "--threads", 3, *resumed]
-    runs["verified"] = [*command, *resumed, "--verify"]
-    return dict(zip(runs, mistakes(2, list(runs.values())), strict=True)), folder
+    runs = [[*command, *shlex.split(options.format(**names))] for options, *_ in ENDS.values()]
+    return dict(zip(ENDS, mistakes(2, runs), strict=True)), names
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    {
-        "no manifest": "incomplete: it has no manifest",
-        "half a manifest": "damaged",
-        "no part": "No such file or directory",
-        "a bit": "damaged",
-    }.items(),
-)
-def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_line_that_says_so(damaged, name, what):
-    ended = damaged[0][name]
-    assert ended.code == 0
-    assert re.fullmatch(rf"mpirun: \S.*step-{STEPS:08d}\S*: {what}: skipped\n", ended.err), ended.err
-    assert f"resumed after step {STEPS // 2}: " in ended.out
+@pytest.mark.parametrize("name", ENDS)
+def test_a_run_resumes_or_says_in_a_sentence_why_not(damaged, name):
+    ended, (_, code, lines, said) = damaged[0][name], ENDS[name]
+    expected = "".join(f"mpirun: {line}\n" for line in lines).replace("{folder}", str(damaged[1]["folder"]))
+    assert ended.code == code and re.fullmatch(expected, ended.err) and said in ended.out, ended
 
 
 def test_what_a_dead_run_left_unfinished_is_removed(damaged):
-    ended = damaged[0]["unfinished"]
-    assert ended.code == 0 and f"resumed after step {STEPS}: " in ended.out
+    ended, names = damaged[0]["unfinished"], damaged[1]
     assert f"\n{STEPS} of {STEPS} steps are done" in ended.out
-    assert sorted(one.name for one in (damaged[1] / "unfinished").iterdir()) == [
-        ".lock",
-        f"step-{STEPS // 2:08d}",
-        f"step-{STEPS:08d}",
-    ]
-
-
-def test_one_that_was_set_aside_counts_where_its_run_ended_before_another_took_its_place(damaged):
-    ended = damaged[0]["half replaced"]
-    assert (ended.code, ended.err) == (0, "") and f"resumed after step {STEPS}: " in ended.out
-
-
-def test_a_trace_of_no_step_is_not_written_and_a_line_says_so(damaged):
-    ended, trace = damaged[0]["done, and traced"], damaged[1] / "trace"
-    assert (ended.code, ended.err) == (0, f"mpirun: note: trace: no step is done, so {trace} is not written\n")
-    assert not trace.exists()
-
-
-def test_the_first_of_several_runs_by_one_command_begins_at_the_beginning(damaged):
-    ended = damaged[0]["empty, and saved to"]
-    assert (ended.code, ended.err) == (0, "") and "step 1/" in ended.out
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "sentence"),
-    [
-        ("none whole", 1, r"resuming from \S.*: no checkpoint there is complete"),
-        ("empty", 1, r"resuming from \S.*: there is no checkpoint"),
-        ("of another model", 2, r"\S.*: has no \S+: is it of another model\?"),
-        (
-            "of another optimizer",
-            2,
-            r"the optimizer is torch.optim.sgd.SGD: \S.* was made with torch.optim.adamw.AdamW",
-        ),
-        ("into itself", 2, r"saving to \S.*: it is a checkpoint itself: save to another folder"),
-        ("verified", 2, r"verify repeats all steps from the first, not those before a checkpoint: resume without it"),
-        ("no name", 2, r"--save: the folder has no name \(see .*\)"),
-        *(
-            (name, 2, r"saving to \S.*: it has checkpoints of another run: resume from it, move it, or save elsewhere")
-            for name in ("used", "older of its own")
-        ),
-    ],
-)
-def test_what_cannot_be_resumed_or_saved_is_refused(damaged, name, code, sentence):
-    ended = damaged[0][name]
-    assert ended.code == code
-    assert re.fullmatch(f"mpirun: {sentence}", ended.err.splitlines()[-1]), ended.err
-
-
-def test_another_seed_is_said(damaged):
-    ended = damaged[0]["seed"]
-    assert (ended.code, ended.err) == (0, "mpirun: note: the checkpoint was made with seed 0, not seed 1\n")
-
-
-def test_other_options_are_said(damaged):
-    ended = damaged[0]["options"]
-    made = "mpirun: note: the checkpoint was made with"
-    expected = f"{made} lr 0.001, not lr 0.5\n{made} threads 1, not threads 3\n{made} no warmup, not warmup 9\n"
-    assert (ended.code, ended.err) == (0, expected)
+    found = sorted(one.name for one in (names["folder"] / "g").iterdir())
+    assert found == [".lock", f"step-{STEPS // 2:08d}", f"step-{STEPS:08d}"]
+    assert not (names["folder"] / "trace").exists()
 
 
 # Keeping
-
-
-def test_old_checkpoints_are_removed(several, schedules, text, tmp_path):
-    command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 5]
-    ((code, _),) = several(2, [[*command, "--save", tmp_path / "kept", "--every", 1, "--keep", 2]])
-    assert code == 0
-    assert sorted(one.name for one in (tmp_path / "kept").glob("step-*")) == ["step-00000004", "step-00000005"]
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, text, tmp_path):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,9 +29,7 @@ def tensors(directory: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def exported(
-    launch: Callable[..., Any], compiled: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[str]]:
+def exported(launch, compiled, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder of all exports, with the directory `source` that they began with, and what was printed."""
     folder = tmp_path_factory.mktemp("exports")
     torch.manual_seed(0)
@@ -69,14 +65,14 @@ def exported(
     return folder, result.out.splitlines()
 
 
-def test_weights_that_are_not_trained_are_written_as_they_were_read(exported: tuple[Path, list[str]]) -> None:
+def test_weights_that_are_not_trained_are_written_as_they_were_read(exported) -> None:
     folder, _ = exported
     source, unchanged = tensors(folder / "source"), tensors(folder / "unchanged")
     assert unchanged.keys() == source.keys()  # a tied parameter once, under its first name
     assert all(torch.equal(value, unchanged[name]) for name, value in source.items())
 
 
-def test_transformers_load_it(exported: tuple[Path, list[str]]) -> None:
+def test_transformers_load_it(exported) -> None:
     folder, _ = exported
     names = {path.name for path in (folder / "chain").iterdir()}
     assert {
@@ -95,7 +91,7 @@ def test_transformers_load_it(exported: tuple[Path, list[str]]) -> None:
     assert set(Pretrained(folder / "chain").names) == written.keys()
 
 
-def test_parts_are_put_together(exported: tuple[Path, list[str]]) -> None:
+def test_parts_are_put_together(exported) -> None:
     folder, _ = exported
     chain, divided = tensors(folder / "chain"), tensors(folder / "divided")
     assert chain.keys() == divided.keys()
@@ -104,7 +100,7 @@ def test_parts_are_put_together(exported: tuple[Path, list[str]]) -> None:
 
 
 @pytest.mark.parametrize(("name", "to"), [(TENSOR, "shards"), (PARTLY_FROZEN, "frozen slices")])
-def test_tensor_slices_are_joined(exported: tuple[Path, list[str]], name: str, to: str) -> None:
+def test_tensor_slices_are_joined(exported, name: str, to: str) -> None:
     folder, _ = exported
     model = load_model(name, 2, 0)
     whole = {
@@ -116,16 +112,15 @@ def test_tensor_slices_are_joined(exported: tuple[Path, list[str]], name: str, t
     assert written.keys() == whole.keys() and all(torch.equal(value, written[name]) for name, value in whole.items())
 
 
-def test_nothing_is_overwritten(exported: tuple[Path, list[str]]) -> None:
+def test_nothing_is_overwritten(exported) -> None:
     folder, printed = exported
     assert printed == [f"export {folder / 'chain'}: it is not empty: export to a new directory"]
     assert not list(folder.glob(".*"))
 
 
-STATE = """
-import sys, torch, mpirun
-from torch import nn
-
+@pytest.mark.parametrize("scheme", ["1f1b", "fsdp"])
+def test_a_plain_module_loads_the_state(execute, scheme) -> None:
+    script = """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -146,36 +141,27 @@ class Net(nn.Module):
 torch.manual_seed(0)
 x, net, other = torch.randint(20, (32,)), Net(), Net()
 cut = mpirun.split(net, x[:4], stages=2)
-loss = nn.functional.cross_entropy
-with mpirun.Engine(sys.argv[1], cut, stages=2, microbatches=4, loss=loss, optimizer=torch.optim.Adam, lr=1e-2) as run:
+options = {"microbatches": 4, "loss": cross_entropy, "optimizer": torch.optim.Adam, "lr": 1e-2}
+with engine(cut, sys.argv[1], stages=2, **options) as run:
     run.step((x[:16], x[16:]))
-    tests = run.loader(torch.utils.data.TensorDataset(x, x), microbatch_size=4)
+    tests = run.loader(TensorDataset(x, x), 4)
     found, state = run.evaluate(tests).loss, run.state_dict()
     kept = {name: value.clone() for name, value in state.items()}
     run.step((x[:16], x[16:]))
     if run.rank == 0:
         other.load_state_dict(state)
-        print(abs(float(loss(other.eval()(x), x)) - found) < 1e-5)
+        print(abs(float(cross_entropy(other.eval()(x), x)) - found) < 1e-5)
         print(all(torch.equal(value, kept[name]) for name, value in state.items()))
         unused = [name for name in state if name.startswith("pooler") or name == "still.num_batches_tracked"]
         print(len(unused), all(torch.equal(state[name], net.state_dict()[name]) for name in unused))
     else:
         assert state == {}
 """
+    execute(2, script, scheme, out=["True", "True", "4 True"])
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "fsdp"])
-def test_a_plain_module_loads_the_state(scripts: Callable[..., Any], scheme: str) -> None:
-    (ended,) = scripts(2, [[STATE, scheme]])
-    assert (ended.code, ended.out) == (0, "True\nTrue\n4 True\n"), ended.err
-
-
-UNUSED = """
-import sys, torch, mpirun
-from pathlib import Path
-from safetensors.torch import load_file, save_file
-from torch import nn
-
+def test_what_the_forward_does_not_use_is_exported_as_the_weights_or_the_module_have_it(execute, tmp_path) -> None:
+    script = """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -184,7 +170,6 @@ class Net(nn.Module):
     def forward(self, x):
         return self.used(x)
 
-folder = Path(sys.argv[1])
 torch.manual_seed(0)
 x, first = torch.ones(4, 4), Net().state_dict()
 (folder / "first").mkdir()
@@ -193,20 +178,13 @@ save_file(given, folder / "first" / "model.safetensors")
 for device in ("cpu", "meta"):
     with torch.device(device):
         net = Net()
-    cut, options = mpirun.split(net, x[:2], stages=1), {"loss": nn.functional.mse_loss, "weights": folder / "first"}
-    with mpirun.Engine("ddp", cut, microbatches=2, timeout=0, **options) as run:
+    with engine(mpirun.split(net, x[:2], stages=1), "ddp", weights=folder / "first") as run:
         run.step((x, x))
         run.export(folder / device)
     written = load_file(folder / device / "model.safetensors")
     print(torch.equal(written["pooler.weight"], first["pooler.weight"]), "pooler.bias" in written)
 """
-
-
-def test_what_the_forward_does_not_use_is_exported_as_the_weights_or_the_module_have_it(
-    scripts: Callable[..., Any], tmp_path: Path
-) -> None:
-    (ended,) = scripts(1, [[UNUSED, tmp_path]])
-    assert (ended.code, ended.out) == (0, "True True\nTrue False\n"), ended.err
+    ended = execute(1, script, tmp_path, out=["True True", "True False"])
     why = "the forward does not use them, and on the meta device they have no values"
     (said,) = [line for line in ended.err.splitlines() if "not written" in line]
     assert said == f"mpirun: note: not written: pooler.bias: {why}"
@@ -228,27 +206,3 @@ def test_what_an_export_could_not_replace_is_refused_before_it(tmp_path: Path) -
             check_new(tmp_path / name)
     for name in ("empty", "missing", "new/new", "link to empty", "link to missing"):
         check_new(tmp_path / name)
-
-
-LINKED = """
-import sys, torch, mpirun
-from pathlib import Path
-from safetensors.torch import load_file
-folder = Path(sys.argv[1])
-(folder / "empty").mkdir()
-for name in ("empty", "missing"):
-    (folder / f"link to {name}").symlink_to(name)
-run = mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, timeout=0,
-                    loss=torch.nn.functional.mse_loss)
-run.step((torch.ones(4, 4), torch.ones(4, 4)))
-for name in ("empty", "missing"):
-    run.export(folder / f"link to {name}")
-    assert load_file(folder / name / "model.safetensors") and (folder / f"link to {name}").is_symlink()
-run.close()
-"""
-
-
-def test_links_are_followed(scripts: Callable[..., Any], tmp_path: Path) -> None:
-    (done,) = scripts(1, [[LINKED, tmp_path]])
-    assert (done.code, done.err) == (0, "")
-    assert not list(tmp_path.glob(".*"))

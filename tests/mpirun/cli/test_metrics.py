@@ -66,31 +66,3 @@ def test_lines_that_cannot_be_printed_cost_no_step(launch, command, tmp_path, st
     assert ended.code == 1 and len(list((tmp_path / "saved").glob("step-*"))) == 3
     notes = ["mpirun: note: standard output: No space left on device: no more is printed"]
     assert ended.ours == (notes if streams == "1" else [])
-
-
-FULL = """
-import contextlib, errno, io, os, sys
-from mpirun.cli.main import main
-class Full(io.StringIO):
-    full = True
-    def write(self, text):
-        if self.full:
-            raise OSError(errno.ENOSPC, "full")
-        return len(text)
-    def fileno(self):  # of a file that is then redirected to /dev/null
-        self.full = False
-        return os.open(os.devnull, os.O_WRONLY)
-for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
-    with redirect(Full()):
-        code = main(sys.argv[1:])
-    print("ended", code)
-"""
-
-
-def test_lines_that_cannot_be_printed_cost_a_resumed_run_no_step(scripts, command, saved, tmp_path):
-    """The first of them says from where, or that the rate is another; all lines after the first are lost."""
-    resumed = ["--steps", 3, "--resume", saved / "saved", "--metrics", tmp_path / "rows", "--lr", 0.5, "--memory"]
-    (ended,) = scripts(1, [[FULL, *command, *resumed]])
-    assert ended.code == 0 and ended.out.count("ended 1\n") == 2, ended
-    assert ended.err.splitlines()[0] == "mpirun: note: standard output: full: no more is printed"
-    assert "step 3/3" in ended.out and steps((tmp_path / "rows").read_text()) == [2]

@@ -32,8 +32,6 @@ def test_libraries_are_found_under_the_names_that_they_have():
 
 
 TRIAL = """
-import torch
-from mpi4py import MPI
 from unittest import mock
 from mpirun.comm import gpu_trial
 comm, cpu = MPI.COMM_WORLD, torch.device("cpu")
@@ -171,11 +169,3 @@ def test_memory_that_other_processes_cannot_read_is_warned_of(gpu, monkeypatch, 
     assert "expandable_segments:True may keep it" in gpu.description
     gpu.direct = False
     assert "expandable" not in gpu.description
-
-
-def test_on_the_cpu_there_is_no_way_to_choose(mistakes, traces):
-    options = [traces / "1f1b.json", "--model", "mpirun.examples.mlp:tiny", "--device", "cpu", "--gpu-messages"]
-    direct, host, both = mistakes(4, [[*options, way] for way in ("direct", "host", "both")])
-    sentence = "mpirun: gpu messages {}: a CPU has no memory but the host's\n"
-    assert direct == (2, "", sentence.format("direct")) and host == (2, "", sentence.format("host"))
-    assert both.code == 2 and "--gpu-messages: invalid choice: 'both'" in both.err

@@ -90,7 +90,6 @@ REFUSALS = {
 REFUSE = """
 import ctypes, sys
 sys.path.append("programs")
-import torch
 from late_device import Late
 device = Late(direct=True)
 with device.working():
@@ -117,15 +116,11 @@ def test_a_late_device_refuses_what_a_gpu_cannot_do(scripts):
 
 
 ALONE = """
-import sys, time
 sys.path.append("programs")
-import torch
 from late_device import Late
-from mpi4py import MPI
 from mpirun.comm.gpu_transport import QueuedTransport
 from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
 from mpirun.comm.sections import Section
-rank = MPI.COMM_WORLD.rank
 device = Late(sys.argv[1] == "direct", rank)
 with device.working():
     transport = QueuedTransport(MPI.COMM_WORLD, [[0, 1]], device=device)

@@ -103,16 +103,9 @@ def test_a_receive_that_fails_ends_the_rank_though_its_stream_waits_for_it(launc
     assert done.code == 1 and "invalid rank" in done.err.lower(), done.err
 
 
-def test_a_cpu_has_no_words(mistakes, compiled, text):
-    schedule = compiled("1f1b", stages=2, microbatches=4)
-    (ended,) = mistakes(2, [[schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--stream-words"]])
-    assert (ended.code, ended.err) == (2, "mpirun: stream words: a CPU has no streams of kernels\n")
-
-
 DRIVERS = """
 import functools
 from unittest import mock
-from mpi4py import MPI
 from mpirun.comm import device
 from mpirun.comm.fail_together import Stop, together
 comm = MPI.COMM_WORLD

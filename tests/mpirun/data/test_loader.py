@@ -10,7 +10,6 @@ import re
 import traceback
 from collections import Counter, UserDict
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -188,17 +187,6 @@ def test_resumed_anywhere(kind, length, size, count, seed, last, data):
         assert (some.leaves[0].tolist(), some.target.tolist(), *some[2:]) == microbatches[reads[0]]
 
 
-@pytest.mark.parametrize("kind", [Noisy, Stream])
-def test_resumed_where_less_than_a_larger_step_is_left(kind):
-    """15 samples, of which 8 have been trained on; steps have 8 now, so that the rest of the epoch is dropped."""
-    before, after = (loader(kind(15), 2, count, last="drop") for count in (2, 4))
-    for batch in islice(before, 2):
-        before.trained(batch)
-    after.restore(before.state())
-    assert [(batch.epoch, batch.number) for batch in after] == [(1, 0)]
-    assert (after.epoch, after.step) == (2, 0)
-
-
 @given(
     length=st.integers(1, 60),
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
@@ -350,29 +338,6 @@ def test_what_becomes_of_the_last_step_is_said(dataset, options, line):
         list(some)
     name = "the Stream" if isinstance(dataset, Stream) else f"the {type(dataset).__name__} of 21 samples"
     assert said == ({f"{name}: {line}"} if line else set())
-
-
-def test_samples_draw_what_they_draw_in_another_place_and_the_script_draws_on():
-    """Also those behind the first microbatch, and whatever the script, or a model, draws meanwhile."""
-
-    class Later(Noisy):
-        def __getitem__(self, index):
-            return super().__getitem__(index) if index >= 12 else (index, 0.0)
-
-    given = []
-    for drawn in (False, True):
-        torch.manual_seed(int(drawn))
-        batches = []
-        for batch in loader(Later(), workers=0):
-            batches.append(shown(batch))
-            if drawn:
-                torch.rand(()), np.random.random(), random.random()
-        given.append(batches)
-    assert given[0] == given[1]
-    torch.manual_seed(1)
-    drawn = [torch.rand(()).item() for _ in given[1]]
-    torch.manual_seed(1)
-    assert drawn == [torch.rand(()).item() for _ in loader(Later())]
 
 
 TOO_FEW = 'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing'

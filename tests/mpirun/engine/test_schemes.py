@@ -76,9 +76,6 @@ COMPILED = {
     "kernels that depend on gradients, computed again": (
         "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:lstm", r'"op": "RECOMPUTE"'
     ),
-    "two buffers that become one, computed again": (
-        "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:merging", r'"op": "RECOMPUTE"'
-    ),
     "all but the last microbatch computed again": (
         "gpipe", {"stages": 4, "recompute": "except-last"}, "models_for_graphs:gpt_of_four",
         r'"recompute": \[\[0, 0\], .*\[3, 2\]\]',
@@ -106,10 +103,6 @@ COMPILED = {
     "a loss of the whole minibatch": (TOWERS, {"stages": 4}, "models_for_tests:contrastive", None),
     "torch's DualPipeV": ("ScheduleDualPipeV", {}, MLP, None),
     **dict(further(
-        (
-            "counts of then, computed again",
-            ("1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:averaging", r'"op": "RECOMPUTE"'),
-        ),
         ("lpp with 8 stages", ("lpp", {"stages": 8, "groups": 2}, GPT, r'"op": "ALLREDUCE"')),
         ("ties and a split backward", ("zb-v", {"graph": {"stages": 8, "tied": [[0, 7]]}}, TIED, r'"buf": "t\.0"')),
         ("three consumers", (FAN, {"stages": 4}, "models_for_tests:fan", r'"g\.0\.0\.1"')),

@@ -15,8 +15,7 @@ BOUND = [
     ([CORES[:1], CORES[1:2], CORES[1:2]], [(False, 1), (True, 1), (True, 1)]),
 ]
 SHARES = """
-import os, sys
-import torch
+import os, sys, torch
 from mpi4py import MPI
 from mpirun.engine.setup import use_host
 comm = MPI.COMM_WORLD
@@ -37,45 +36,3 @@ def test_cores_are_shared_by_the_ranks_that_may_use_them(launch, apart):
     """Whether launchers bind ranks to cores or leave all cores to all, or MPICH is told that no two share a host."""
     done = launch(3, program=["-c", SHARES, str([cores for cores, _ in BOUND])], env=apart)
     assert (done.code, done.out.splitlines()) == (0, [str(shares) for _, shares in BOUND]), done.err
-
-
-GROWTH = """
-import sys, dataclasses, mpirun, numpy, schedgen, torch
-from mpi4py import MPI
-from mpirun.engine.build import build_interpreter
-class Counted(numpy.ndarray):
-    read = 0
-    def __iter__(self):
-        Counted.read += self.size
-        return super().__iter__()
-def work(microbatches):
-    sizes, calls, x = schedgen.Sizes(2, microbatches, 1), 0, torch.zeros(microbatches, 2)
-    program = schedgen.compile(schedgen.load("gpipe", sizes), sizes)
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
-    with mpirun.Engine(program, layers, loss=torch.nn.functional.mse_loss, canonical=True, timeout=0) as run:
-        run.step((x, x))
-        header = dataclasses.replace(program.header, compute=program.header.compute.view(Counted))
-        program = schedgen.Program(header, program.rows)
-        Counted.read, instructions = 0, program.instructions(0)
-        sys.setprofile(count)
-        try:
-            made = build_interpreter(MPI.COMM_SELF, program, instructions, run.session.setup)
-        finally:
-            sys.setprofile(None)
-        made.transport.free()
-    return calls + Counted.read
-work(8)  # imports, and fills caches
-few, more, most = map(work, (64, 128, 256))
-print(more - few, most - more)
-"""
-
-
-def test_setting_up_grows_as_the_list_does(scripts):
-    """Counted are calls, and elements that loops read of the arrays of jobs."""
-    (done,) = scripts(1, [[GROWTH]])
-    assert done.code == 0, done.err
-    first, then = map(int, done.out.split())
-    assert 0 < then < 2.1 * first

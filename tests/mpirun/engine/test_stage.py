@@ -22,7 +22,7 @@ from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
-from mpirun.model.stage_shape import StageShape, flat_layout
+from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
 
 STAGES, SEED = 4, 3
@@ -238,31 +238,6 @@ def test_gradients_of_inputs_are_not_where_the_next_gradient_is_received(module,
     wanted = [gradient.clone() for gradient in found]
     received.fill_(-1)
     assert all(map(torch.equal, found, wanted)) and not any((gradient < 0).any() for gradient in found)
-
-
-class Passes(nn.Module):
-    """Every second microbatch leaves as it came, or as a view or the weight."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what, self.count, self.weight = what, 0, nn.Parameter(torch.ones(2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return {"input": x, "view": x.view(2, 3), "weight": self.weight}[self.what] if self.count % 2 == 0 else 2 * x
-
-
-@pytest.mark.parametrize("what", ["input", "view", "weight"])
-@pytest.mark.parametrize("save", [False, True])
-def test_an_output_is_not_where_the_next_microbatch_is_received(what, save):
-    """Though the first microbatch, of which the trial tells, is elsewhere."""
-    module, x = Passes(what), torch.ones(2, 3)
-    layout, size = flat_layout([module.weight])
-    stage = owned(module, StageShape((TensorSpec((2, 3), torch.float32),), ("weight",), size, layout=tuple(layout)))
-    outputs = [stage.forward([x], None, save)[0][0] for _ in range(2)]
-    x.fill_(-1)
-    stage.weights.fill_(255)
-    assert outputs[1].tolist() == [[1] * 3] * 2
 
 
 @pytest.mark.parametrize("module", [nn.Tanh(), nn.Identity()], ids=["tanh", "identity"])

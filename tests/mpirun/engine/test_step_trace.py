@@ -50,15 +50,11 @@ def lists(file: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_rank_s_list_is_there_once_a_pass_and_in_order(traced, traces, name):
+def test_every_rank_s_list_is_there_once_a_pass_in_order_and_with_its_lines_in_the_file(traced, traces, name):
     for rank, listed in enumerate(lists(traces / f"{name}.json")):
         rank_slices = slices(traced[name], rank)
         assert [event["args"]["instruction"] for event in rank_slices] == PASSES[name] * listed
         assert [event["args"]["pass"] for event in rank_slices] == [k for k in range(PASSES[name]) for _ in listed]
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_an_instruction_s_line_is_its_line_in_the_file(traced, traces, name):
     lines = (traces / f"{name}.json").read_text().splitlines()
     for event in traced[name]:
         if event["ph"] == "X":
@@ -109,20 +105,3 @@ def test_schedgen_reads_it_and_all_time_is_accounted_for(traced, traces, tmp_pat
     for worker in numbers["workers"]:
         assert worker["busy"] > 0 and min(worker["idle"].values()) >= 0
         assert worker["busy"] + sum(worker["idle"].values()) == pytest.approx(numbers["makespan"])
-
-
-def test_a_trace_that_could_not_be_written_is_refused_before_the_first_step(mistakes, compiled, text, tmp_path):
-    schedule = compiled("1f1b", stages=2, microbatches=2)
-    common = [schedule, "--model", MLP, "--text", text]
-    missing = tmp_path / "nowhere" / "trace"
-    nowhere, nothing = mistakes(
-        2,
-        [
-            [*common, "--trace", missing, "--metrics", tmp_path / "rows"],
-            [*common, "--trace", tmp_path / "trace", "--steps", 0],
-        ],
-    )
-    assert nowhere == (2, "", f"mpirun: --trace {missing}: No such file or directory\n")
-    assert not (tmp_path / "rows").exists()
-    why = "there is nothing to trace in 0 steps (see python -m mpirun --help)"
-    assert nothing == (2, "", f"mpirun: --trace: {why}\n")

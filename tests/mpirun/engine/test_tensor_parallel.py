@@ -140,11 +140,11 @@ def test_loss_and_norm_do_not_depend_on_the_number_of_slices(verified):
     assert len({str(steps) for steps in by_case.values()}) == 1, by_case
 
 
-EVALUATED = """
-import sys
+def test_an_engine_evaluates_what_slices_compute(execute, schedules):
+    """Slices share parameters, for which a forward-only list needs no ties."""
+    script = """
 import models_for_tests, mpirun, torch
 from mpirun.model.build_stage import build_stage
-from torch.utils.data import TensorDataset
 model = models_for_tests.slices_of_a_dag(4)
 x, y = torch.randn(18, 16, generator=torch.Generator().manual_seed(0)), torch.ones(18, 12)
 with mpirun.Engine(sys.argv[1], model, timeout=60) as run:
@@ -156,12 +156,7 @@ if run.rank == 0:
     torch.testing.assert_close(predicted, expected)
     torch.testing.assert_close(evaluated.loss, model.loss(expected, y).item(), rtol=1e-5, atol=0)
 """
-
-
-def test_an_engine_evaluates_what_slices_compute(scripts, schedules):
-    """Slices share parameters, for which a forward-only list needs no ties."""
-    (done,) = scripts(4, [[EVALUATED, schedules["a DAG with dropout"]]])
-    assert done.code == 0, done.err
+    execute(4, script, schedules["a DAG with dropout"])
 
 
 @pytest.fixture(scope="module")
@@ -202,64 +197,32 @@ def test_every_slice_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
 
 
 def test_a_checkpoint_goes_on_under_another_number_of_slices(several, compiled, text, tmp_path):
-    """4 slices, then 2, then none; and back."""
-    none = compiled("1f1b", stages=4, microbatches=2, graph={"stages": 4})
-    four, two = (
-        compiled(scheme, microbatches=2, **sizes)
-        for scheme, sizes, _ in (CASES["4 slices"], CASES["2 slices and 2 pipeline stages"])
-    )
-    common = ["--model", BLOCK, "--text", text, "--clip", 1]
-    runs = [[four, *common, "--steps", 5]]
-    for step, schedule in enumerate((four, two, none, two, four), start=1):
-        resume = ["--resume", tmp_path] if step > 1 else []
-        runs.append([schedule, *common, "--steps", step, "--save", tmp_path, *resume])
-    (code, straight), *others = several(4, runs)
-    assert code == 0 and [code for code, _ in others] == [0] * 5
-    assert losses(straight) == [losses(out)[0] for _, out in others]
+    """4 slices, then 2, then none, and back; and with a frozen weight and a buffer that are cut."""
+    two = {"stages": 2, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}}
+    pair = {"stages": 1, "tensor": 4, "graph": {"stages": 2}}
+    four, two, none, four_of_pair, none_of_pair = (
+        compiled(scheme, microbatches=4, **sizes)
+        for scheme, sizes in (
+            CASES["4 slices"][:2], ("1f1b", two), ("1f1b", {"stages": 4}),
+            ("1f1b", pair), ("ddp", {"stages": 2, "workers": 4}),
+        )
+    )  # fmt: skip
+    for model, schedules in (
+        (BLOCK, (four, two, none, two, four)),
+        ("models_for_tests:partly_frozen", (four_of_pair, four_of_pair, none_of_pair, four_of_pair)),
+    ):
+        common, saved = ["--model", model, "--text", text, "--clip", 1, "--lr", 0.1], tmp_path / model
+        runs = [[schedules[0], *common, "--steps", len(schedules)]]
+        for step, schedule in enumerate(schedules, start=1):
+            resume = ["--resume", saved] if step > 1 else []
+            runs.append([schedule, *common, "--steps", step, "--save", saved, *resume])
+        (code, straight), *others = several(4, runs)
+        assert code == 0 and {code for code, _ in others} == {0}
+        assert losses(straight) == [losses(out)[0] for _, out in others]
 
 
-def test_what_is_cut_and_not_trained_goes_on_too(several, compiled, text, tmp_path):
-    four = compiled("1f1b", stages=1, microbatches=4, tensor=4, graph={"stages": 2})
-    none = compiled("ddp", stages=2, workers=4, microbatches=4, graph={"stages": 2})
-    common = ["--model", "models_for_tests:partly_frozen", "--text", text, "--lr", 0.1]
-    runs = [[four, *common, "--steps", 4]]
-    for step, schedule in enumerate((four, four, none, four), start=1):
-        resume = ["--resume", tmp_path] if step > 1 else []
-        runs.append([schedule, *common, "--steps", step, "--save", tmp_path, *resume])
-    (code, straight), *others = several(4, runs)
-    assert code == 0 and [code for code, _ in others] == [0] * 4
-    assert losses(straight) == [losses(out)[0] for _, out in others]
-
-
-MISTAKES = {
-    "mpirun.examples.gpt:tiny": (
-        8,
-        "compiled with --tensor 2, but no stage of this model defines slices: give Model(sliced=...)",
-    ),
-    GPT: (8, "the model is replicated in stages 0,7, the schedule in 7: compile it with --graph FILE"),
-    "models_for_tests:drops_in_slices": (2, "stage 0 of the model has slices, but draws random numbers"),
-    "models_for_tests:splits_the_last": (2, "slices stage 1, but only stages before the last can have slices"),
-    "models_for_tests:splits_a_module": (
-        2,
-        "stage 0 of the model has slices: give a function that builds it, not a module",
-    ),
-    "models_for_tests:splits_unevenly": (2, "17 inputs of a linear layer do not divide into 4 slices"),
-    "models_for_tests:splits_what_is_tied": (2, "stage 0 of the model has slices, but shares parameters with others"),
-    "models_for_tests:splits_for_a_minibatch_loss": (2, "is of the whole minibatch, and the schedule has slices of"),
-}
-
-
-def test_a_model_that_does_not_go_with_the_schedule_is_refused(mistakes, compiled, text):
-    files = {
-        stages: compiled("1f1b", stages=1, microbatches=2, tensor=4, graph={"stages": stages}) for stages in (2, 8)
-    }
-    runs = [[files[stages], "--model", model, "--text", text, "--steps", 1] for model, (stages, _) in MISTAKES.items()]
-    for ended, (_, words) in zip(mistakes(4, runs), MISTAKES.values(), strict=True):
-        assert ended.code == 2 and words in ended.err and len(ended.err.splitlines()) == 1, ended
-
-
-SHARES = """
-import sys, torch, mpirun
+def test_an_optimizer_is_told_of_shares_and_refused_where_it_steps_these_otherwise(scripts, compiled):
+    script = """
 from models_for_tests import pair
 def factory(kind, named):
     if run.rank == 0 and not named[0].whole:
@@ -272,11 +235,8 @@ for kind in (torch.optim.SGD, Own, torch.optim.Adafactor):
     with mpirun.Engine(sys.argv[1], pair, optimizer=lambda named: factory(kind, named), elementwise=kind is Own) as run:
         run.step((x, y))
 """
-
-
-def test_an_optimizer_is_told_of_shares_and_refused_where_it_steps_these_otherwise(scripts, compiled):
     file = compiled("1f1b", stages=1, microbatches=2, tensor=2, graph={"stages": 2})
-    (done,) = scripts(2, [[SHARES, file]])
+    (done,) = scripts(2, [[script, file]])
     shares = [("up.weight", (24, 16), (48, 16), False), ("up.bias", (24,), (48,), False)]
     shares += [("down.weight", (12, 24), (12, 48), False), ("down.bias", (12,), (12,), True)]
     why = "several ranks divide up.weight, and Adafactor is none of torch.optim's classes that step element by element"

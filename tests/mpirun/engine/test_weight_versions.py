@@ -16,7 +16,7 @@ from mpirun.model.load_model import load_model
 from schedgen.ir.weight_versions import UPDATES
 
 GPT = "models_for_graphs:gpt_of_four"
-DROPPING, AVERAGING = (f"models_for_tests:{name}" for name in ("dropping", "averaging"))
+DROPPING, NORMED = (f"models_for_tests:{name}" for name in ("dropping", "normed"))
 STEPS, BATCHES, STAGES = 2, 12, 4
 FEWER = 8  # microbatches, enough where no update has two buffers of weights
 RATE = 0.05
@@ -32,7 +32,7 @@ CASES = {
     "two buffers": ("1,1,1,1", "2bw", GPT, {"scheme": "pipedream-2bw", "microbatches": 18, "group": 5}, []),
     "two buffers, replicas": ("2,2", "2bw", DROPPING, {"scheme": "pipedream-2bw", "microbatches": 14}, []),
     "two buffers, split": ("1,1,1,1", "2bw", DROPPING, {"scheme": "zb-h1", "replicas": None, "recompute": "1,2"}, []),
-    "two buffers of weights, one of a mean": ("1,1,1,1", "2bw", AVERAGING, {"scheme": "pipedream-2bw"}, []),
+    "two buffers of weights, one of a mean": ("1,1,1,1", "2bw", NORMED, {"scheme": "pipedream-2bw"}, []),
     "a backward that computes again": ("1,1,1,1", "stash", "models_for_tests:checkpointed", {}, []),
     "warm-up and cosine": ("2,1,1", "stash", GPT, {}, ["--warmup", 1, "--lr-schedule", "cosine", "--steps", 3]),
 }
@@ -155,8 +155,6 @@ def test_they_train_differently(recorded):
 
 
 REPLACING = """
-import sys, torch, mpirun
-from torch.nn.functional import mse_loss
 made = []
 class Replacing(torch.optim.SGD):
     def step(self):
@@ -166,10 +164,7 @@ class Replacing(torch.optim.SGD):
 def optimizer(named):
     made.append(Replacing([entry.parameter for entry in named], 0.01))
     return made[-1]
-torch.manual_seed(0)
-x = torch.randn(8, 4)
-stages = [torch.nn.Linear(4, 4) for _ in range(2)]
-with mpirun.Engine(sys.argv[1], stages, loss=mse_loss, optimizer=optimizer, timeout=0, verify=True) as run:
+with mpirun.Engine(sys.argv[1], layers(2), loss=mse_loss, optimizer=optimizer, timeout=0, verify=True) as run:
     run.step((x, x))
     sys.exit(not run.verify())
 """
@@ -183,48 +178,27 @@ def test_an_update_is_kept_though_the_optimizer_assigns_and_is_seen_where_ranks_
     assert lost.code == 1 and "verify: failed" in lost.out, lost.err
 
 
-INFINITE = """
-import math, sys, torch, mpirun
-from torch.nn.functional import mse_loss
+def test_a_gradient_that_is_not_finite_ends_the_run_though_later_ones_are(scripts, compiled):
+    """The forwards after its update use older weights, and NORM has the gradients of the last update alone."""
+    script = """
 class Unsound(torch.nn.Linear):
     def forward(self, x):
         output = super().forward(x)
         if (x == 7).all():
             output.register_hook(lambda gradient: gradient * math.inf)
         return output
-def sgd(named):
-    return torch.optim.SGD([entry.parameter for entry in named], 0.01)
-torch.manual_seed(0)
-x, at = torch.randn(8, 4), int(sys.argv[2])
-stages = [Unsound(4, 4), torch.nn.Linear(4, 4)]
-with mpirun.Engine(sys.argv[1], stages, loss=mse_loss, optimizer=sgd, timeout=0) as run:
+at = int(sys.argv[2])
+with mpirun.Engine(sys.argv[1], [Unsound(4, 4), *layers(1)], loss=mse_loss, optimizer=SGD, timeout=0) as run:
     run.step((x, x))
     x[2 * at : 2 * at + 2] = 7
     run.step((x, x))
     print("done")
 """
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run_though_later_ones_are(scripts, compiled):
-    """The forwards after its update use older weights, and NORM has the gradients of the last update alone."""
     sizes = {"stages": 2, "microbatches": 4}
     late = [(compiled("pipedream", **sizes, updates=updates), 2) for updates in ("stash", "vertical")]
-    for done in scripts(2, [[INFINITE, *run] for run in [*late, (compiled("pipedream-2bw", **sizes), 1)]]):
+    for done in scripts(2, [[script, *run] for run in [*late, (compiled("pipedream-2bw", **sizes), 1)]]):
         assert (done.code, done.out) == (1, "")
         assert "step 2" in done.err and "the norm of the gradient of bias, stage 0, is nan" in done.err
-
-
-def test_what_needs_the_whole_gradient_is_refused(mistakes, compiled, text):
-    file = compiled("pipedream", stages=4, microbatches=8)
-    common = [file, "--model", GPT, "--text", text, "--steps", 1]
-    ended = mistakes(4, [[*common, "--clip", 1], [*common, "--accumulate", 2], [*common, "--on-nan", "skip"]])
-    reason = "needs the whole gradient, and this schedule updates stages one by one"
-    assert [run.err for run in ended] == [
-        f"mpirun: clip {reason}\n",
-        f"mpirun: accumulate {reason}\n",
-        "mpirun: on_nan skip: this schedule updates stages before all losses are known, so no step can be skipped\n",
-    ]
-    assert [run.code for run in ended] == [2, 2, 2]
 
 
 def test_a_run_that_is_resumed_ends_with_the_same_bits(several, compiled, text, tmp_path):

@@ -171,44 +171,37 @@ def test_only_norm_makes_the_host_wait(passes):
     passes(*GPT, "--steps", 4, program=("-c", NO_WAITS))
 
 
+CUDA = ["--device", "cuda", "--steps", 6, "--canonical"]
+
+
+def alike(inside, schedule, model, *ways, more=()):
+    """Assert that six steps, of which graphs replay two, have the same bits however their kernels are started."""
+    arguments = [schedule, "--model", model, *CUDA, *more]
+    runs = inside(4, [{"arguments": [*arguments, *way]} for way in ([], *ways)])
+    assert [run.code for run in runs] == [0] * len(runs), "".join(run.out for run in runs)
+    assert len({run.weights for run in runs}) == 1
+    assert not any("computed without" in run.out for run in runs)
+
+
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("more", [(), ("--graphs",)], ids=["launched", "replayed"])
-def test_streams_that_wait_for_words_change_no_bit(inside, traces, name, more):
+def test_graphs_and_streams_that_wait_for_words_change_no_bit(inside, traces, name):
     """With direct messages where MPI supports them, else through host memory. Words begin with the second step."""
-    arguments = [traces / f"{name}.json", "--model", MODEL[name], "--device", "cuda", "--steps", 6, "--canonical"]
-    events, words = inside(4, [{"arguments": arguments}, {"arguments": [*arguments, "--stream-words", *more]}])
-    assert events.code == words.code == 0, words.out
-    assert events.weights == words.weights
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_replayed_graphs_give_the_bits_of_launched_kernels(inside, traces, name):
-    """They are replayed in steps 5 and 6; no stage is computed without graphs."""
-    arguments = [traces / f"{name}.json", "--model", MODEL[name], "--device", "cuda", "--steps", 6, "--canonical"]
-    launched, replayed = inside(4, [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"]}])
-    assert launched.code == replayed.code == 0, replayed.out
-    assert "computed without" not in replayed.out
-    assert launched.weights == replayed.weights
+    alike(
+        inside, traces / f"{name}.json", MODEL[name], ["--graphs"], ["--stream-words"], ["--stream-words", "--graphs"]
+    )
 
 
 @pytest.mark.parametrize("model", ["dropping", "normed"])
 def test_replayed_forwards_that_are_done_again_draw_the_same_numbers(inside, compiled, model):
     """Dropout, whose generators a graph has registered, and running statistics."""
     schedule = compiled("1f1b", stages=4, microbatches=8, recompute="all")
-    arguments = [schedule, "--model", f"models_for_tests:{model}", "--device", "cuda", "--steps", 6, "--canonical"]
-    launched, replayed = inside(4, [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"]}])
-    assert launched.code == replayed.code == 0, replayed.out
-    assert launched.weights == replayed.weights
+    alike(inside, schedule, f"models_for_tests:{model}", ["--graphs"])
 
 
 @pytest.mark.parametrize("more", [(), ("--autocast", "bf16")], ids=["float32", "bf16"])
 def test_transformers_are_replayed(inside, traces, more):
     """Attention has kernels of its own for each of these."""
-    arguments = [traces / "1f1b.json", *GPT, "--steps", 6, "--canonical", *more]
-    launched, replayed = inside(4, [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"]}])
-    assert launched.code == replayed.code == 0, replayed.out
-    assert "computed without" not in replayed.out
-    assert launched.weights == replayed.weights
+    alike(inside, traces / "1f1b.json", GPT[1], ["--graphs"], more=more)
 
 
 # Beyond the golden schedules: random draws with split backwards, several consumers and outputs, slices, views.
@@ -229,9 +222,8 @@ OTHERS = {
 def test_models_of_all_kinds_have_the_same_bits_however_kernels_are_started(inside, compiled, model):
     scheme, sizes = OTHERS[model]
     schedule = compiled(scheme, microbatches=8, workers=4, **sizes)
-    arguments = [schedule, "--model", f"models_for_tests:{model}", "--device", "cuda", "--steps", 6, "--canonical"]
     ways = (["--verify"], ["--graphs"], ["--graphs", "--stream-words"])
-    runs = inside(4, [{"arguments": [*arguments, *way]} for way in ways])
+    runs = inside(4, [{"arguments": [schedule, "--model", f"models_for_tests:{model}", *CUDA, *way]} for way in ways])
     assert [run.code for run in runs] == [0, 0, 0], "".join(run.out for run in runs)
     assert len({run.weights for run in runs}) == 1
 
@@ -282,10 +274,6 @@ def test_an_engine_trains_evaluates_and_exports_alike_however_kernels_are_starte
         assert weights
         seen.append((done.out.splitlines()[-1], *weights))
     assert seen[0] == seen[1] == seen[2]
-
-
-def test_graphs_in_mixed_precision(passes):
-    passes(*GPT, "--steps", 6, "--verify", "--autocast", "bf16", "--graphs")
 
 
 def test_memory_is_counted_and_what_the_allocator_keeps_is_said(passes):

@@ -70,27 +70,6 @@ def chain(compiled):
     return compiled("1f1b", stages=4, microbatches=4, workers=2)
 
 
-@pytest.mark.parametrize(
-    ("model", "sentence"),
-    [
-        (
-            "several",
-            "stage 2 of the model reads stage 0, but in the schedule it does not: compile it with --graph FILE",
-        ),
-        ("reads_too_few", "the model says what 3 stages read, but there are 4"),
-        ("reads_later", "stage 1 of the model reads an output of stage 2, which is not before it"),
-        ("reads_a_number", "stage 1 of the model reads 0, which is no Input and no Value"),
-        ("stage_2_unread", "no stage reads stage 2, and the loss reads the last, 3, alone: join it with stage 3"),
-        ("reads_no_output", "stage 1 reads output 3 of stage 0, which returns 1"),
-        ("reads_no_leaf", "stage 0 reads leaf 2 of the input, which has 1"),
-    ],
-)
-def test_a_mistake_in_the_model_is_one_sentence(mistakes, chain, text, model, sentence):
-    (ended,) = mistakes(2, [[chain, "--model", f"models_for_tests:{model}", "--text", text]])
-    assert ended.code == 2
-    assert ended.err.startswith("mpirun: ") and sentence in ended.err
-
-
 def test_a_stage_gets_all_that_its_producer_returns_and_a_model_without_parameters_is_noted(mistakes, chain, text):
     models = [f"models_for_tests:{name}" for name in ("tuples", "unread", "all_frozen")]
     arguments = ("--text", text, "--steps", 2, "--canonical", "--verify")
@@ -99,17 +78,6 @@ def test_a_stage_gets_all_that_its_producer_returns_and_a_model_without_paramete
     assert (unread.code, unread.err) == (0, ""), unread
     note = "mpirun: note: no parameter is trainable: steps change nothing\n"
     assert (frozen.code, frozen.err) == (0, note), frozen
-
-
-def test_a_loss_of_the_whole_minibatch_needs_its_forwards_first(mistakes, compiled, several, text, tmp_path):
-    model = "models_for_tests:contrastive"
-    ((code, _),) = several(1, [["graph", "--model", model, "--stages", 4, "-o", tmp_path / "towers.graph"]])
-    assert code == 0
-    for scheme, words in (("1f1b", "as in gpipe"), ("ddp", "computed by one worker, as in gpipe")):
-        schedule = compiled(scheme, graph=tmp_path / "towers.graph", microbatches=8, workers=4)
-        (ended,) = mistakes(4, [[schedule, "--model", model, "--text", text]])
-        assert ended.code == 2 and words in ended.err
-        assert ended.err.startswith("mpirun: the model's loss is of the whole minibatch")
 
 
 @pytest.mark.parametrize("model", ["several", "contrastive"])

@@ -161,9 +161,9 @@ def test_a_seed_is_torch_s_own_without_stack_traces_for_devices_that_are_not_the
     assert formatted.call_count == 1
 
 
-NOISE = """
-import sys, torch, mpirun
-from torch.nn.functional import mse_loss
+def test_what_a_loss_and_an_optimizer_draw_is_of_the_step_and_the_same_everywhere(compiled, execute):
+    """Also in a recomputed forward, and on all owners of a stage."""
+    script = """
 class Noisy(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
@@ -182,11 +182,11 @@ for scheme, count, make, kind in (
     ("gpipe", 2, minibatch_loss, torch.optim.SGD), ("ddp", 1, list, Noisy),
 ):
     torch.manual_seed(0)
-    drawn, layers = [], [torch.nn.Linear(4, 4) for _ in range(2)]
-    stages = layers if count == 2 else [torch.nn.Sequential(layers[0], torch.nn.Dropout(0.5), layers[1])]
-    with mpirun.Engine(scheme, make(stages), loss=None if make is minibatch_loss else loss, microbatches=2,
-                       optimizer=lambda named: kind([entry.parameter for entry in named], 0.1),
-                       canonical=True, verify=True) as run:
+    drawn, (first, second) = [], layers(2)
+    stages = [first, second] if count == 2 else [nn.Sequential(first, nn.Dropout(0.5), second)]
+    with engine(make(stages), scheme, loss=None if make is minibatch_loss else loss,
+                optimizer=lambda named: kind([entry.parameter for entry in named], 0.1), canonical=True,
+                verify=True) as run:
         losses = [run.step((x, x)).losses for _ in range(3)]
         weights = run.comm.allgather([part.tolist() for s in run.session.interpreter.optimizer.stages.values()
                                       for part in s.owned.values()])
@@ -195,19 +195,14 @@ for scheme, count, make, kind in (
         if run.rank == 0:
             print(verified, evaluated in (None, True), losses[0] != losses[1], count == 2 or weights[0] == weights[1])
 """
-
-
-def test_what_a_loss_and_an_optimizer_draw_is_of_the_step_and_the_same_everywhere(compiled, scripts):
-    """Also in a recomputed forward, and on all owners of a stage."""
     again = compiled("1f1b", stages=2, microbatches=2, recompute="all")
-    (done,) = scripts(2, [[NOISE, again]])
-    verified = [line for line in done.out.splitlines() if not line.startswith("verify: ")]
-    assert (done.code, verified) == (0, 4 * ["True True True True"]), (done.out, done.err)
+    done = execute(2, script, again)
+    assert [line for line in done.out.splitlines() if not line.startswith("verify: ")] == 4 * ["True True True True"]
 
 
-FORMATS = """
-import sys, torch, mpirun
-from torch import nn
+def test_numbers_are_drawn_in_the_order_of_memory_whatever_the_cut(execute):
+    """That of a channels_last tensor, which comes from another stage with its strides."""
+    script = """
 x = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=torch.channels_last)
 class Noise(nn.Module):
     def forward(self, x):
@@ -217,18 +212,12 @@ def found(scheme, stages):
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Noise(), nn.GroupNorm(2, 8), nn.Dropout(0.5), nn.Conv2d(8, 3, 1))
     at = {"points": ["0.1", "0.2", "0.3"][:stages - 1]} if stages > 1 else {"stages": 1}
     cut = mpirun.split(nn.Sequential(net), (x[:4],), **at)
-    with mpirun.Engine(scheme, cut, microbatches=2, loss=nn.functional.mse_loss, canonical=True, threads=1,
-                       verify=True) as run:
+    with engine(cut, scheme, canonical=True, threads=1, verify=True) as run:
         losses = [run.step((x, x)).loss for _ in range(3)]
         return losses, run.evaluate([(x, x)]).loss, run.verify()
 one = found("ddp", 1)
 cut = [found(scheme, stages) for scheme, stages in (("1f1b", 2), ("zb-v", 4), ("ddp", 4))]
 print([other == one for other in cut], one[-1])
 """
-
-
-def test_numbers_are_drawn_in_the_order_of_memory_whatever_the_cut(scripts):
-    """That of a channels_last tensor, which comes from another stage with its strides."""
-    (done,) = scripts(2, [[FORMATS]])
-    said = {line for line in done.out.splitlines() if not line.startswith("verify: ")}
-    assert (done.code, said) == (0, {"[True, True, True] True"}), (done.out, done.err)
+    done = execute(2, script)
+    assert {line for line in done.out.splitlines() if not line.startswith("verify: ")} == {"[True, True, True] True"}

@@ -46,51 +46,6 @@ def test_a_module_that_is_not_in_stages_is_to_be_split():
                 Given(given, mse_loss, stages, None, 0).take(stages, layers)
 
 
-OF_OTHER_TYPES = """
-import torch, mpirun
-from torch.nn.functional import mse_loss
-x = torch.zeros(4, 4)
-def engine(**options):
-    return mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], microbatches=2,
-                         **{"loss": mse_loss, "timeout": 0, **options})
-def scored(output, target):
-    return output.sum(), {"lr": output.sum()}
-def of_another(method, given, **options):
-    with engine(**options) as other:
-        getattr(other, method)(given)
-with engine() as run:
-    run.step((x, x))
-    for refused in (
-        lambda: engine(timeout=None), lambda: engine(clip="1"), lambda: engine(buckets=64), lambda: engine(export=3),
-        lambda: run.save(None), lambda: of_another("resume", "x"), lambda: run.export(5), lambda: run.evaluate((x, x)),
-        lambda: run.predict({"x": x}), lambda: engine(stages=3), lambda: of_another("step", (x, x), loss=scored),
-        lambda: run.resume("nowhere"), lambda: engine(optimizer=torch.optim.Adam([x])),
-    ):
-        try:
-            refused()
-        except SystemExit as end:
-            print(end.code)
-"""
-
-
-def test_an_argument_that_is_not_what_it_should_be_is_refused_with_one_sentence(scripts):
-    (done,) = scripts(1, [[OF_OTHER_TYPES]])
-    give = "give the name of a directory, not a"
-    assert (done.code, done.out, done.err.splitlines()) == (0, 13 * "2\n", [
-        "mpirun: timeout None is not a number of at least 0",
-        "mpirun: clip '1' is not a positive number",
-        "mpirun: buckets should be sizes, whole numbers of at least 1, not 64",
-        f"mpirun: export: {give} int", f"mpirun: save: {give} NoneType",
-        "mpirun: give Engine(example=(input, target)), one microbatch, or make a loader first",
-        f"mpirun: export: {give} int",
-        *["mpirun: this is one batch: give a list of batches, or what loader(...) returns"] * 2,
-        "mpirun: the model has 1 stages, not the 3 that it is asked for",
-        "mpirun: a metric is called lr, as another number of a step: give it another name",
-        "mpirun: resume: this run has done steps already: make a new Engine",
-        "mpirun: optimizer: give a class, or a function of a list of NamedParameters, not an object of Adam",
-    ])  # fmt: skip
-
-
 def test_events_stay_in_their_folder_wherever_the_script_goes(tmp_path, monkeypatch):
     """The writer opens its file again for each write."""
     (tmp_path / "elsewhere").mkdir()

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from engine_scripts import SAVING
 
-COLUMN = """
-import torch, mpirun
-from torch.nn.functional import mse_loss
+def test_a_target_may_be_a_column_of_a_table_of_which_a_microbatch_has_one_sample(execute):
+    script = """
 table, column = torch.arange(6.0).view(2, 3), lambda y, target: mse_loss(y[:, 0], target)
-with mpirun.Engine("gpipe", [torch.nn.Linear(3, 1)], microbatches=2, loss=column) as run:
+with engine([torch.nn.Linear(3, 1)], loss=column) as run:
     print(len(run.step((table, table[:, 0])).losses))
 """
+    execute(1, script, out=["2"])
 
 
-def test_a_target_may_be_a_column_of_a_table_of_which_a_microbatch_has_one_sample(scripts):
-    (done,) = scripts(1, [[COLUMN]])
-    assert (done.code, done.out) == (0, "2\n"), done.err
-
-
-def test_canonical_bits_do_not_depend_on_where_a_microbatch_begins_in_memory(tmp_path, scripts):
+def test_canonical_bits_do_not_depend_on_where_a_microbatch_begins_in_memory(tmp_path, execute):
     """Microbatches of 360 bytes: cut from a batch, most of them begin where no separate tensor would."""
     script = """
-from torch.nn.functional import cross_entropy
 stages = [torch.nn.Linear(5, 8), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(8, 3))]
 loss = lambda output, target: cross_entropy(output.flatten(0, 1), target.flatten())
-with mpirun.Engine("1f1b", stages, loss=loss, microbatches=4, verify=True, canonical=True) as run:
+with engine(stages, "1f1b", loss=loss, microbatches=4, verify=True, canonical=True) as run:
     for number in range(6):
         rng = torch.Generator().manual_seed(number)
         run.step((torch.randn(8, 9, 5, generator=rng), torch.randint(0, 3, (8, 9), generator=rng)))
     assert run.verify()
 """
-    (done,) = scripts(2, [[SAVING + script, tmp_path]])
-    assert done.code == 0, done.err
+    execute(2, script, tmp_path)
 
 
-KEYS = """
-import sys, torch, mpirun
-from torch import nn
-from torch.nn.functional import mse_loss
+def test_a_dict_is_passed_in_sorted_order_of_its_keys_and_other_keys_are_refused(execute, tmp_path):
+    script = """
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
@@ -46,84 +36,62 @@ class Two(nn.Module):
         return self.first(a) - 3 * self.second(b)
 def swapped(given):
     return dict(reversed(given.items()))
-def engine(verify=True):
+def two(verify=True):
     torch.manual_seed(0)
-    return mpirun.Engine("1f1b", [Two(), nn.Linear(6, 6)], microbatches=2, loss=mse_loss, verify=verify, canonical=True)
+    return engine([Two(), nn.Linear(6, 6)], "1f1b", verify=verify, canonical=True)
 a, b, y = torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(1))
 items = [({"b": b[k], "a": a[k]}, y[k]) for k in range(16)]
 mixed = [(swapped(x) if k in (2, 3, 4, 5, 14, 15) else x, target) for k, (x, target) in enumerate(items)]
 found = []
 for data, order in ((items, dict), (mixed, swapped)):
-    with engine() as run:
+    with two() as run:
         losses = [run.step(batch).loss for batch in run.loader(data, 2)]
         whole = order({"a": a[:4], "b": b[:4]}), y[:4]
         losses += [run.step(whole).loss, run.evaluate([whole]).loss]
         found.append((losses, run.verify()))
 scores = []
 for order in (dict, swapped):
-    with engine(verify=False) as run:
+    with two(verify=False) as run:
         loader = run.loader(items, 2)
         if not run.resume(sys.argv[1], data=loader):
             run.step(next(iter(loader)))
             run.save(sys.argv[1], data=loader)
         scores.append(run.evaluate([(order({"a": a[:4], "b": b[:4]}), y[:4])]).loss)
 print(found[0] == found[1], found[1][1], scores[0] == scores[1])
-with engine(verify=False) as run:  # the first argument is a
+with two(verify=False) as run:  # the first argument is a
     print(run.evaluate([({"a": a, "b": b}, y)]).loss != run.evaluate([({"a": b, "b": a}, y)]).loss)
     run.step(({"b": b, "c": a}, y))
 """
-
-
-def test_a_dict_is_passed_in_sorted_order_of_its_keys_and_other_keys_are_refused(scripts, tmp_path):
-    (done,) = scripts(2, [[KEYS, tmp_path]])
-    assert done.code == 2 and done.out.split()[-4:] == ["True"] * 4, done.out + done.err
+    done = execute(2, script, tmp_path, code=2)
+    assert done.out.split()[-4:] == ["True"] * 4, done.out + done.err
     said = [line for line in done.err.splitlines() if "note:" not in line]
     assert said == ["mpirun: the input of a microbatch has ['b'], ['c'], but that of the first had ['a'], ['b']"]
 
 
-OTHER_LOADER = """
-import torch, mpirun
-from torch.nn.functional import mse_loss
-def engine(scheme, stages):
-    return mpirun.Engine(scheme, [torch.nn.Linear(4, 4) for _ in range(stages)], microbatches=2, loss=mse_loss)
-torch.manual_seed(0)
-data = [(x, x) for x in torch.ones(8, 4)]
-with engine("1f1b", 2) as one, engine("1f1b", 2) as alike, engine("ddp", 2) as other:
-    print(*other.comm.gather(one.step(next(iter(alike.loader(data, 2)))).tokens) or [], sep="\\n", end="")
-    one.step(next(iter(other.loader(data, 2))))
+def test_a_loader_of_another_engine_is_taken_where_ranks_read_the_same(execute):
+    script = """
+with engine(2, "1f1b") as one, engine(2, "1f1b") as alike, engine(2, "ddp") as other:
+    print(one.step(next(iter(alike.loader(rows, 2)))).tokens)
+    one.step(next(iter(other.loader(rows, 2))))
 """
+    others = "mpirun: the loader is another Engine's, whose ranks read other microbatches"
+    execute(2, script, code=2, out=["16"] * 2, err=[others])
 
 
-def test_a_loader_of_another_engine_is_taken_where_ranks_read_the_same(scripts):
-    (done,) = scripts(2, [[OTHER_LOADER]])
-    others = "mpirun: the loader is another Engine's, whose ranks read other microbatches\n"
-    assert (done.code, done.out.split(), done.err) == (2, ["16"] * 2, others)
-
-
-WITHOUT_END = """
-import torch, mpirun
-from torch.nn.functional import mse_loss
-from torch.utils.data import IterableDataset
+def test_data_without_an_end_or_a_second_time_is_refused_at_once(execute):
+    script = """
 class Stream(IterableDataset):
     def __iter__(self):
-        return iter([(x, x) for x in torch.ones(8, 4)])
+        return iter(rows)
 def make(step, microbatch, rng):
     return torch.ones(3, 4), torch.ones(3, 4)
-options = {"stages": 1, "microbatches": 2, "loss": mse_loss, "timeout": 0, "verify": True}
-with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], **options) as run:
+with engine(verify=True) as run:
     function, stream = run.loader(make, 2), run.loader(Stream(), 2)
     print(run.step(next(iter(function))).tokens)
     print(run.evaluate(function, 3).samples, len(run.predict(function, 1)), run.evaluate(stream).samples)
-    for refused in (run.evaluate, run.predict, lambda loader: [run.step(batch) for batch in stream]):
-        try:
-            refused(function)
-        except SystemExit as end:
-            print(end.code, run.steps)
+    for method in (run.evaluate, run.predict, lambda loader: [run.step(batch) for batch in stream]):
+        print(refused(method, function), run.steps)
 """
-
-
-def test_data_without_an_end_or_a_second_time_is_refused_at_once(scripts):
-    (done,) = scripts(1, [[WITHOUT_END]])
     endless = "mpirun: a function that makes microbatches has no end: say how many steps of it, batches="
     once = "mpirun: verify=True does all steps again, but an IterableDataset is read once: train without it"
-    assert (done.code, done.out, done.err) == (0, "24\n18 6 8\n" + 3 * "2 1\n", "\n".join([endless, endless, once, ""]))
+    execute(1, script, out=["24", "18 6 8", *["2 1"] * 3], err=[endless, endless, once])

@@ -5,35 +5,21 @@ from __future__ import annotations
 import re
 
 import pytest
+from engine_scripts import PRELUDE
 from examples import further
 
 
-def test_one_process_needs_no_launcher(launch):
-    """As in a notebook: 60 Engines in turn, each a run of its own, on a schedule of one worker."""
+def test_one_process_needs_no_launcher_and_an_exception_that_is_caught_ends_its_engine_alone(launch):
+    """As in a notebook: Engines in turn, each a run of its own; the watchdog lets a process that goes on live."""
     script = """
-import torch, mpirun
-from torch.nn.functional import mse_loss
-x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 losses = []
-for number in range(60):
-    with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0,
-                       lr=0.1 * (number % 2)) as run:
+for number in range(20):
+    with engine(lr=0.1 * (number % 2)) as run:
         losses.append([run.step((x, x)).loss for _ in range(2)])
 print(all(second < first for first, second in losses[1::2]), all(a == b for a, b in losses[0::2]))
-"""
-    done = launch(None, program=("-c", script))
-    assert done.code == 0 and done.out.split() == ["True", "True"], done.err
-
-
-def test_an_exception_that_is_caught_ends_its_engine_alone(launch):
-    """As in a notebook, which catches all exceptions: the watchdog lets the process live; another Engine follows."""
-    script = """
-import torch, mpirun
-from torch.nn.functional import mse_loss
-x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 for error in (ValueError("mine"), KeyboardInterrupt(), None):
     try:
-        with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss) as run:
+        with engine(timeout=60) as run:
             watchdog = run.session.watchdog.process
             run.step((x, x))
             if error is not None:
@@ -42,18 +28,16 @@ for error in (ValueError("mine"), KeyboardInterrupt(), None):
     except BaseException as caught:
         assert caught is error
     assert watchdog.wait(60) == 0
-mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss,
-              lr=lambda step: float("nan")).step((x, x))
+engine(lr=lambda step: float("nan")).step((x, x))
 """
-    done = launch(None, program=("-c", script))
+    done = launch(None, program=("-c", PRELUDE + script))
     sentence = "mpirun: the learning rate of step 1 is nan, not a number\n"
-    assert (done.code, done.out, done.err) == (2, "done\n", sentence)
+    assert (done.code, done.out, done.err) == (2, "True True\ndone\n", sentence)
 
 
-INTERRUPTED = """
-import math, torch, mpirun
-from torch import nn
-from torch.nn.functional import mse_loss
+def test_a_step_after_one_that_was_interrupted_takes_its_own_batch(execute):
+    """And has the whole gradient; so has a step after one that was skipped, which leaves buffers as they were."""
+    script = """
 class Stage(nn.Linear):
     def forward(self, x):
         y = super().forward(super().forward(x))  # of such a graph no backward is cut
@@ -77,9 +61,8 @@ def train(kind, *ways):
     stages, found = [kind(4, 4), kind(4, 4)], []
     for number, stage in enumerate(stages):
         stage.is_last = number == 1
-    sgd = lambda named: torch.optim.SGD([entry.parameter for entry in named], 0.1)
-    with mpirun.Engine(scheme, mpirun.Model(stages, mse_loss, loss_of=loss_of), microbatches=2, optimizer=sgd,
-                       on_nan="skip", verify=True) as run:
+    model = mpirun.Model(stages, mse_loss, loss_of=loss_of)
+    with engine(model, scheme, loss=None, optimizer=SGD, lr=0.1, on_nan="skip", verify=True) as run:
         for number, interrupted[0] in enumerate(ways):
             x = torch.full((4, 4), math.nan if interrupted[0] == "skipped" else float(number))
             try:
@@ -96,34 +79,23 @@ for scheme, loss_of in (*((name, "microbatch") for name in ("gpipe", "1f1b", "zb
     print(train(Stage, "", "forward", "", "backward", "") == train(Stage, "", "left out", "", "left out", ""))
     print(train(Counting, "", "skipped", "", "skipped", "") == train(Counting, "", "left out", "", "left out", ""))
 """
+    done = execute(1, script)
+    assert [line for line in done.out.split() if line in ("True", "False")] == 8 * ["True"], done
 
 
-def test_a_step_after_one_that_was_interrupted_takes_its_own_batch(scripts):
-    """And has the whole gradient; so has a step after one that was skipped, which leaves buffers as they were."""
-    (done,) = scripts(1, [[INTERRUPTED]])
-    assert done.code == 0 and [line for line in done.out.split() if line in ("True", "False")] == 8 * ["True"], done
-
-
-AGAIN = """
-import os, signal, sys, threading, torch, mpirun
-from torch.nn.functional import mse_loss
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
+    """Neither its handlers of SIGTERM and of exceptions, nor its threads, TensorBoard's and torch's included."""
+    script = """
 import mpirun.engine.first_step
-def engine(**options):
-    torch.manual_seed(0)
-    stages = [torch.nn.Linear(4, 4) for _ in range(2)]
-    return mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss, **options)
 def now():
     return signal.getsignal(signal.SIGTERM), sys.excepthook, threading.active_count(), torch.get_num_threads()
 torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
-before, x = now(), torch.zeros(8, 4)
-stopped = []
-try:
-    engine(buckets=(0,))
-except SystemExit as error:
-    stopped.append((error.code, now() == before))
+before = now()
+stopped = [(refused(engine, 2, "1f1b", buckets=(0,), timeout=60), now() == before)]
 mpirun.engine.first_step.needs_calls = lambda seconds, size: True  # a thread calls MPI during every job
 for _ in range(2):
-    with engine(log=sys.argv[1]) as run:
+    with engine(2, "1f1b", log=sys.argv[1], timeout=60) as run:
         for _ in range(3):
             run.step((x, x))
         during = now()
@@ -132,80 +104,36 @@ lines = run.comm.gather(f"{stopped} {during[1] != before[1]} {during[2] > before
 if lines:
     print(*lines, before[0] is signal.SIG_DFL, sep="\\n")
 """
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
-    """Neither its handlers of SIGTERM and of exceptions, nor its threads, TensorBoard's and torch's included."""
-    done = launch(ranks, tmp_path, program=("-c", AGAIN))
+    done = launch(ranks, tmp_path, program=("-c", PRELUDE + script))
     ended = f"[(2, True), (True, True), (True, True)] {ranks > 1} True"
     assert done.out.splitlines() == [ended] * ranks + ["True"], done.err
     assert done.code == 0 and "buckets" in done.err
 
 
-HANDLERS = """
-import os, signal, sys, threading, torch, mpirun
-from torch.nn.functional import mse_loss
-def engine():
-    return mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0)
+def test_sigterm_ends_the_step_that_comes_next_in_the_main_thread_and_leaves_a_handler_of_the_script(execute):
+    """It may come when a teacher is built and its student is not, or after the last step of a run; it ends one run."""
+    script = """
 def step(run):
-    run.step((torch.zeros(8, 4), torch.zeros(8, 4)))
+    run.step((x, x))
 def own(*_):
     print("own")
-"""
-
-
-def test_a_handler_of_the_scripts_own_stays(scripts):
-    script = """
 signal.signal(signal.SIGTERM, own)
 with engine() as run:
     step(run)
     signal.raise_signal(signal.SIGTERM)
     step(run)
-print(signal.getsignal(signal.SIGTERM) is own)
+print(run.steps, signal.getsignal(signal.SIGTERM) is own)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-"""
-    (done,) = scripts(1, [[HANDLERS + script]])
-    assert (done.code, done.out.split()) == (0, ["own", "True"]), done.err
-
-
-def test_the_steps_of_a_run_can_be_read_when_it_has_ended(scripts):
-    script = """
-with engine() as run:
-    step(run)
-    step(run)
-print(run.steps)
-"""
-    (done,) = scripts(1, [[HANDLERS + script]])
-    assert (done.code, done.out.split()) == (0, ["2"]), done.err
-
-
-def test_sigterm_ends_a_run_that_begins_after_it_came_unless_another_has_left(scripts):
-    """It comes when a teacher is built and its student is not, or after the last step of a run that another follows."""
-    script = """
-def ended(run):
-    try:
-        step(run)
-    except SystemExit as end:
-        return end.code
 with engine() as teacher, engine() as student:
     step(teacher)
     signal.raise_signal(signal.SIGTERM)
-    print(ended(student))
+    print(refused(step, student))
 with engine() as first:
     step(first)
     signal.raise_signal(signal.SIGTERM)
 for _ in range(2):
     with engine() as run:
-        print(ended(run))
-"""
-    (done,) = scripts(1, [[HANDLERS + script]])
-    assert (done.code, done.out.split()) == (0, ["143", "143", "None"]), done.err
-
-
-def test_a_run_in_another_thread_leaves_sigterm_alone(scripts):
-    """Only the main thread can set what a signal does."""
-    script = """
+        print(refused(step, run))
 def train():
     with engine() as run:
         step(run)
@@ -214,24 +142,20 @@ thread = threading.Thread(target=train)
 thread.start()
 thread.join()
 """
-    (done,) = scripts(1, [[HANDLERS + script]])
-    assert (done.code, done.out.split()) == (0, ["1", "True"]), done.err
+    done = execute(1, script)
+    ended = ["own", "2 True", "143", "143", "None", "1 True"]
+    assert [line for line in done.out.splitlines() if line in ended] == ended, done
 
 
 FAILING = """
-import os, signal, sys, time, torch, mpirun
-from torch.nn.functional import mse_loss
 def loss(output, target):
     if sys.argv[1] == "exit" and run.steps:
         sys.exit("enough")
     return mse_loss(output, target) / (run.steps or 1) if sys.argv[1] != "loss" or not run.steps else [][0]
-torch.manual_seed(0)
-stages = [torch.nn.Linear(4, 4) for _ in range(2)]
-run = mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=loss)
+run = engine(2, "1f1b", loss=loss, timeout=60, example=None)
 if sys.argv[1] == "set-up" and run.rank == 1:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
-x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 run.step((x, x))
 if sys.argv[1] == "evaluate":
     run.step((x, x)) if run.rank == 0 else run.evaluate([(x, x)])
@@ -241,9 +165,6 @@ if sys.argv[1] == "block":
             [][0]
     except IndexError:
         time.sleep(60)
-if sys.argv[1] == "shape":
-    for batch in run.loader(lambda step, mb, rng: (torch.zeros(4 + step, 4), torch.zeros(4 + step, 4)), 4):
-        run.step(batch)
 if sys.argv[1] == "end":
     sys.exit(3) if run.rank == 1 else run.step((x, x))
 if run.rank == 0 or sys.argv[1] in ("loss", "exit"):
@@ -255,22 +176,18 @@ if run.rank == 0 or sys.argv[1] in ("loss", "exit"):
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loop", 'fails.py", line 31'),
+        ("loop", 'fails.py", line 23'),
         ("set-up", r"mpirun: rank 1 on \S+: setting up: ended without a word: killed, perhaps by SIGTERM"),
         ("evaluate", r"rank 0 on \S+ calls step, but rank 1 on \S+ calls evaluate: all ranks"),
         ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E"),
-        (
-            "shape",
-            r"the microbatches of step 3 have shape \(5, 4\), not \(4, 4\) as the first: declare sizes with buckets=",
-        ),
-        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:21\)"),
-        ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:7\)"),
-        *further(("exit", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:6\)")),
+        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:16\)"),
+        ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5\)"),
+        *further(("exit", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:4\)")),
     ],
 )
 def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, tmp_path, launch):
     script = tmp_path / "fails.py"
-    script.write_text(FAILING)
+    script.write_text(f"exec({PRELUDE!r}){FAILING}")
     done = launch(2, where, program=(str(script),))
     assert done.code != 0 and (where not in ("loop", "loss") or "IndexError" in done.err), done.err
     assert re.search(words, done.err) and ("ended without a word" in done.err) == (where == "set-up"), done.err

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from engine_scripts import SAVING
 
 
-def test_autocast_casts_a_value_from_another_stage_for_each_of_its_readers(tmp_path, scripts):
+def test_autocast_casts_a_value_from_another_stage_for_each_of_its_readers(tmp_path, execute):
     """As it does without the cut: one cast for all of them would add their gradients in bfloat16."""
     script = """
 class Readers(torch.nn.Module):
@@ -16,24 +15,20 @@ class Readers(torch.nn.Module):
     def forward(self, x):
         return x + sum(layer(x) for layer in self.layers)  # in float32
 stages = [Readers(), Readers()]
-with mpirun.Engine("gpipe", stages, stages=2, loss=mse_loss, microbatches=2,
-                   autocast="bf16", verify=True, canonical=True) as run:
+with engine(stages, autocast="bf16", verify=True, canonical=True) as run:
     run.step((x, x))
     assert run.verify()
 """
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
-    assert done.code == 0, done.err
+    execute(1, script, tmp_path)
 
 
-def test_what_a_script_draws_is_the_same_on_all_ranks(scripts):
+def test_what_a_script_draws_is_the_same_on_all_ranks(execute):
     """A stage with dropout, which one rank has, seeds that rank's generator; the script's draws are as without it."""
     script = """
-import torch, mpirun
-from torch.nn.functional import mse_loss
 stages = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))]
 torch.manual_seed(3)
 drawn = []
-with mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss) as run:
+with engine(stages, "1f1b") as run:
     for _ in range(3):
         drawn.append(torch.randn(8, 4))
         run.step((drawn[-1], drawn[-1]))
@@ -41,14 +36,12 @@ with mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss) as r
 torch.manual_seed(3)
 print(all(torch.equal(batch, torch.randn(8, 4)) for batch in drawn))
 """
-    (done,) = scripts(2, [[script]])
-    assert done.code == 0 and done.out.split() == ["True"] * 2, (done.out, done.err)
+    execute(2, script, out=["True"] * 2)
 
 
-ASKING_FOR_VALUES = """
-import sys, torch, mpirun
-from torch import nn
-from torch.nn.functional import mse_loss
+def test_stages_may_ask_for_values(execute):
+    """Experts whose tokens are chosen, a branch on a number, NumPy, packed sequences: as a plain loop trains them."""
+    script = """
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -80,28 +73,20 @@ for batch in x:
         (mse_loss(plain(piece), piece) / 4).backward()
     optimizer.step()
 expected = sum(mse_loss(plain(piece), piece).item() for piece in x[0].chunk(4)) / 4
-with mpirun.Engine("zb-v", model(), stages=4, microbatches=4, loss=mse_loss,
-                   optimizer=lambda named: torch.optim.SGD([one.parameter for one in named], 0.1)) as run:
+with engine(model(), "zb-v", stages=4, microbatches=4, optimizer=SGD, lr=0.1) as run:
     for batch in x:
         run.step((batch, batch))
     found = run.evaluate([(x[0], x[0])]).loss
 if run.rank == 0:
     print(expected, found)
 """
-
-
-def test_stages_may_ask_for_values(scripts):
-    """Experts whose tokens are chosen, a branch on a number, NumPy, packed sequences: as a plain loop trains them."""
-    (done,) = scripts(2, [[ASKING_FOR_VALUES]])
-    assert done.code == 0, done.err
-    expected, found = map(float, done.out.split())
+    expected, found = map(float, execute(2, script).out.split())
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-FORCES = """
-import sys, torch, mpirun
-from torch import nn
-from torch.nn.functional import mse_loss
+def test_a_forward_may_ask_for_gradients(scripts, compiled):
+    """Such as forces of an energy, also if it is recomputed; if it enables them itself, in evaluations, too."""
+    script = """
 class Forces(nn.Module):
     def __init__(self):
         super().__init__()
@@ -120,13 +105,9 @@ with mpirun.Engine(sys.argv[1], stages, loss=mse_loss) as run:
         print(expected, evaluated, found)
     run.evaluate([(x, x)])
 """
-
-
-def test_a_forward_may_ask_for_gradients(scripts, compiled):
-    """Such as forces of an energy, also if it is recomputed; if it enables them itself, in evaluations, too."""
     options = {"stages": 2, "workers": 2, "microbatches": 2}
     saved, redone = compiled("1f1b", **options), compiled("1f1b", **options, recompute="all")
-    runs = scripts(2, [[FORCES, schedule, when] for when in ("always", "in training") for schedule in (saved, redone)])
+    runs = scripts(2, [[script, schedule, when] for when in ("always", "in training") for schedule in (saved, redone)])
     for done in runs:
         expected, *found = map(float, done.out.split())
         assert found == pytest.approx([expected] * 2, rel=1e-6)

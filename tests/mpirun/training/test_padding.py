@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-from engine_scripts import SAVING
-
 LAST_FIRST = """
 import numpy as np
 from schedgen import F
@@ -17,23 +14,22 @@ def n(s, b, d, *, stages):
 """
 
 
-def test_a_run_begins_with_a_batch_whose_first_read_microbatch_is_padding(tmp_path, scripts):
+def test_a_run_begins_with_a_batch_whose_first_read_microbatch_is_padding(tmp_path, execute):
     """The example microbatch that the stages are tried on has samples; so the loss has its metrics."""
     (file := tmp_path / "last_first.py").write_text(LAST_FIRST)
     script = """
 def loss(output, target):
     return mse_loss(output, target), {"largest": output.abs().max()}
-with mpirun.Engine(sys.argv[2], [torch.nn.Linear(4, 4) for _ in range(2)], loss=loss, microbatches=4) as run:
-    for batch in run.loader([(row, row) for row in x[:3]], 2):
+with engine(2, sys.argv[2], loss=loss, microbatches=4, example=None) as run:
+    for batch in run.loader(rows[:3], 2):
         print(batch.samples, sorted(run.step(batch).metrics))
 """
-    (done,) = scripts(2, [[SAVING + script, tmp_path, file]])
-    assert (done.code, done.out.splitlines()) == (0, ["[2, 1, 0, 0] ['largest']"] * 2), done.err
+    execute(2, script, tmp_path, file, out=["[2, 1, 0, 0] ['largest']"] * 2)
 
 
-PADDING_ALONE = """
-import copy, math, torch, mpirun
-from torch.nn.functional import cross_entropy
+def test_a_microbatch_of_padding_alone_changes_nothing_whatever_the_model_returns(execute):
+    """Masked logits, whose sums are not finite, and complex numbers."""
+    script = """
 class Masked(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x).masked_fill(torch.arange(4) == 3, self.low)
@@ -48,8 +44,7 @@ kinds = (Masked, -math.inf, cross_entropy), (Masked, torch.finfo().min, cross_en
 for kind, low, loss in kinds:
     net = kind(4, 4)
     net.low = low
-    run = mpirun.Engine("gpipe", [copy.deepcopy(net)], stages=1, microbatches=2, loss=loss, timeout=0, verify=True,
-                        canonical=True, optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1))
+    run = engine([copy.deepcopy(net)], loss=loss, verify=True, canonical=True, optimizer=SGD, lr=0.1)
     losses = [run.step(batch).losses for batch in run.loader(list(zip(x, y)), 2)]
     plain = torch.optim.SGD(net.parameters(), 0.1)
     for parts in ((x[:2], y[:2]), (x[2:4], y[2:4])), ((x[4:], y[4:]),):
@@ -61,19 +56,13 @@ for kind, low, loss in kinds:
     print(losses[1][1], run.verify(), all(map(torch.equal, trained, net.parameters())))
     run.close()
 """
-
-
-def test_a_microbatch_of_padding_alone_changes_nothing_whatever_the_model_returns(scripts):
-    """Masked logits, whose sums are not finite, and complex numbers."""
-    (done,) = scripts(1, [[PADDING_ALONE]])
-    assert done.code == 0, done.err
+    done = execute(1, script)
     assert [line for line in done.out.splitlines() if not line.startswith("verify: ")] == ["0.0 True True"] * 3
 
 
-SAMPLES_ELSEWHERE = """
-import contextlib, io, json, torch, mpirun
-from torch.nn.functional import cross_entropy
-from torch.utils.data import IterableDataset
+def test_padding_that_cannot_be_taken_off_is_refused(execute):
+    """Outputs and targets that are flattened; before anything is trained, if the number of samples is known."""
+    script = """
 class Flat(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x).flatten(0, 1)
@@ -84,9 +73,6 @@ class Pairs(torch.nn.Linear):
     def forward(self, x):
         y = super().forward(x).flatten(1)
         return y @ y.T
-class AsMany(torch.nn.Linear):
-    def forward(self, x):
-        return self.weight[:2, 0].exp()
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(data)
@@ -102,18 +88,16 @@ whole = data[:4] + data[:2]
 evaluate, predict, found = mpirun.Engine.evaluate, mpirun.Engine.predict, {}
 for name, do, kind, samples, collate in [
     ("output", train, Flat, data, None), ("target", train, torch.nn.Linear, data, flat),
-    ("in a stream", train, Flat, Stream(), None), ("evaluated", evaluate, Flat, data, None),
-    ("predicted", predict, Flat, data, None), ("numbers", predict, Mean, whole, None),
-    ("a loss of padding", train, Mean, data, None),
-    ("pairs", train, Pairs, data, None), ("as many", evaluate, AsMany, data, None),
-    ("pairs in a stream", train, Pairs, Stream(), None),
+    ("evaluated", evaluate, Flat, data, None), ("predicted", predict, Flat, data, None),
+    ("numbers", predict, Mean, whole, None), ("a loss of padding", train, Mean, data, None),
+    ("pairs", train, Pairs, data, None), ("pairs in a stream", train, Pairs, Stream(), None),
     ("no pairs padded", lambda *given: train(*given) and evaluate(*given).samples, Pairs, whole, None),
     ("target not used", lambda *given: len(predict(*given)), torch.nn.Linear, data, flat),
     ("none padded in part", lambda *given: train(*given) and len(predict(*given)), Flat, whole, flat),
     ("not so far", lambda *given: evaluate(*given, batches=1).samples, Flat, data, None),
 ]:
     err = io.StringIO()
-    run = mpirun.Engine("gpipe", [kind(4, 4)], stages=1, microbatches=2, loss=loss, timeout=0)
+    run = engine([kind(4, 4)], loss=loss)
     with contextlib.redirect_stderr(err), run:
         try:
             result = do(run, run.loader(samples, 2, collate=collate))
@@ -122,72 +106,36 @@ for name, do, kind, samples, collate in [
         found[name] = run.steps, result
 print(json.dumps(found))
 """
-
-
-def test_padding_that_cannot_be_taken_off_is_refused(scripts):
-    """Outputs and targets that are flattened; before anything is trained, if the number of samples is known."""
-    (done,) = scripts(1, [[SAMPLES_ELSEWHERE]])
-    assert done.code == 0, done.err
+    done = execute(1, script)
     has = "mpirun: the {} of a microbatch of 2 samples has shape {}, but the last step of an epoch is padded: "
     give = (
         "give tensors with the samples in dimension 0 alone (expand over them what is not by sample), or the loader a "
         'microbatch_size that divides them, or last="drop"'
     )
-    output, target, number, pairs, as_many = (
-        [has.format(*of) + give]
-        for of in (
-            ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2), one of 3 samples (3, 3)"),
-            ("output", "(2,), one of 3 samples (2,)"),
-        )
-    )  # fmt: skip
+    shapes = ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2), one of 3 samples (3, 3)")
+    output, target, number, pairs = ([has.format(*shape) + give] for shape in shapes)
     numbers = [
         "mpirun: predict: outputs cannot be joined along dimension 0: zero-dimensional tensor (at position 0) cannot "
         "be concatenated: take each of them with each="
     ]
     assert json.loads(done.out) == {
-        "output": [0, output], "target": [0, target], "in a stream": [1, output], "evaluated": [0, output],
+        "output": [0, output], "target": [0, target], "evaluated": [0, output],
         "predicted": [0, output], "numbers": [0, numbers], "a loss of padding": [0, number],
         "target not used": [0, 5], "none padded in part": [2, 18], "not so far": [0, 4], "pairs": [0, pairs],
-        "pairs in a stream": [1, pairs], "as many": [0, as_many], "no pairs padded": [2, 6],
+        "pairs in a stream": [1, pairs], "no pairs padded": [2, 6],
     }  # fmt: skip
 
 
-PADDED_MINIBATCH = """
-import torch, mpirun
-from torch.nn.functional import mse_loss
+def test_padding_is_refused_whatever_shape_came_first(execute):
+    script = """
 data = [(x, x) for x in torch.randn(13, 4)]
 model = mpirun.Model([torch.nn.Linear(4, 4)], mse_loss, loss_of="minibatch")
-with mpirun.Engine("gpipe", model, stages=1, microbatches=2, timeout=0) as run:
+with engine(model, loss=None, stages=1) as run:
     run.predict(run.loader(data[:8], 1))
-    try:
-        run.evaluate(run.loader(data[:8], 1))
-    except SystemExit as end:
-        print(end.code)
+    print(refused(run.evaluate, run.loader(data[:8], 1)))
     for batch in run.loader(data, 4):
         run.step(batch)
 """
-
-
-def test_padding_is_refused_whatever_shape_came_first(scripts):
-    (done,) = scripts(1, [[PADDED_MINIBATCH]])
-    assert done.code == 2 and "the loss is of the whole minibatch, so no microbatch may be padded" in done.err
-    assert done.out == "2\n" and "minibatch: take predict(each=) and compute it from the outputs\n" in done.err
-
-
-PADDED_LATER = """
-import sys, torch, mpirun
-class Flat(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x).flatten(0, 1)
-def loss(output, target):
-    return (output - target.flatten(0, 1)).square().mean()
-with mpirun.Engine("1f1b", [torch.nn.Linear(4, 4), Flat(4, 4)], microbatches=2, loss=loss) as run:
-    getattr(run, sys.argv[1])(run.loader([(x, x) for x in torch.ones(5, 3, 4)], 2))
-"""
-
-
-@pytest.mark.parametrize("what", ["evaluate", "predict"])
-def test_an_evaluation_whose_last_batch_cannot_be_padded_is_refused_before_it_begins(what, scripts):
-    (done,) = scripts(2, [[PADDED_LATER, what]])
-    (said,) = [line for line in done.err.splitlines() if "note:" not in line]
-    assert done.code == 2 and said.startswith("mpirun: the output of a microbatch of 2 samples has shape (6, 4), but")
+    done = execute(1, script, code=2, out=["2"])
+    assert "the loss is of the whole minibatch, so no microbatch may be padded" in done.err
+    assert "minibatch: take predict(each=) and compute it from the outputs\n" in done.err

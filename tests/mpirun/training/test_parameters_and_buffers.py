@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from engine_scripts import SAVING
 
 
-def test_values_that_a_script_gives_its_parameters_count_at_once(tmp_path, scripts):
+def test_values_that_a_script_gives_its_parameters_count_at_once(tmp_path, execute):
     """Written in place or assigned to `data`, for an evaluation, which restores them, or for good.
 
     With weight versions, too, where the last STEP has left others than the next step begins with.
     """
     script = """
-from safetensors.torch import load_file
 def trained(scheme, assigns):
     layers = [torch.nn.Linear(4, 4) for _ in range(2)]
     owned = [parameter for layer in layers for parameter in layer.parameters()]
@@ -28,8 +26,7 @@ def trained(scheme, assigns):
         for name, value in run.state_dict().items():
             yield name, value.tolist()
     name = f"{scheme} {assigns}"
-    run = mpirun.Engine(scheme, layers, stages=2, microbatches=2, loss=mse_loss,
-                        optimizer=torch.optim.SGD, lr=0.5, timeout=60)
+    run = engine(layers, scheme, optimizer=SGD, lr=0.5)
     with run:
         for step in range(2):
             yield run.step((x, x)).loss
@@ -53,20 +50,17 @@ for scheme in ("gpipe", "ddp", "pipedream"):
     torch.manual_seed(0)
     assert list(trained(scheme, assigns=True)) == written
     assert written[2] == written[4] != written[3]
-    average = (x.sum(1, keepdim=True) * 0.25 + 0.25).expand(8, 4)
-    average = (average.sum(1, keepdim=True) * 0.25 + 0.25).expand(8, 4)
+    average = x
+    for _ in range(2):
+        average = (average.sum(1, keepdim=True) * 0.25 + 0.25).expand(8, 4)
     torch.testing.assert_close(torch.tensor(written[3][1]), mse_loss(average, x))
 """
-    (done,) = scripts(2, [[SAVING + script, tmp_path]])
-    assert done.code == 0, done.err
+    execute(2, script, tmp_path)
 
 
-def test_modules_that_share_a_parameter_train_it_as_one(scripts):
+def test_modules_that_share_a_parameter_train_it_as_one(execute):
     """Given as a list, as children of a Sequential, one of which may come twice, or tied by only some of its names."""
     script = """
-import copy, sys
-import mpirun, torch
-from torch import nn
 class Head(nn.Module):
     def __init__(self, weight):
         super().__init__()
@@ -77,11 +71,9 @@ def modules():
     torch.manual_seed(0)
     embedding, twice = nn.Embedding(5, 4), nn.Linear(4, 4)
     return [embedding, twice, twice, Head(embedding.weight)]
-def sgd(parameters):
-    return torch.optim.SGD(parameters, 0.5)
 x, y = torch.randint(5, (2, 3, 4), generator=torch.Generator().manual_seed(0)).unbind()
 whole = nn.Sequential(*modules())
-optimizer, plain = sgd(whole.parameters()), []
+optimizer, plain = SGD(whole.parameters(), 0.5), []
 for step in range(3):
     loss = nn.functional.cross_entropy(whole(x[step]), y[step])
     optimizer.zero_grad()
@@ -91,20 +83,15 @@ for step in range(3):
 plain.append(nn.functional.cross_entropy(whole(x[2]), y[2]).item())
 tied = mpirun.Model(modules(), nn.functional.cross_entropy, tied=[[(0, "weight"), (3, "weight")]])
 for model in (modules(), nn.Sequential(*modules()), tied):
-    with mpirun.Engine("1f1b", model, loss=nn.functional.cross_entropy, microbatches=2,
-                       optimizer=lambda named: sgd([entry.parameter for entry in named])) as run:
+    with engine(model, "1f1b", loss=cross_entropy, optimizer=SGD, lr=0.5) as run:
         losses = [run.step((x[step], y[step])).loss for step in range(3)]
-        losses.append(run.evaluate(run.loader(torch.utils.data.TensorDataset(x[2], y[2]), microbatch_size=1)).loss)
+        losses.append(run.evaluate(run.loader(TensorDataset(x[2], y[2]), microbatch_size=1)).loss)
     torch.testing.assert_close(losses, plain, rtol=1e-5, atol=0)
 """
-    (done,) = scripts(2, [[script]])
-    assert done.code == 0, done.err
+    execute(2, script)
 
 
 TIES = """
-import sys, torch, mpirun
-from torch import nn
-from torch.nn.functional import mse_loss
 def linear(frozen=()):
     layer = nn.Linear(4, 4)
     for name in frozen:
@@ -122,9 +109,7 @@ def frozen(first, second):
 def twice(*names):
     return [{"l": linear}, {"t": Two}], [[(0, "l.weight"), *((1, name) for name in names)]]
 stages, tied = eval(sys.argv[1])
-x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-with mpirun.Engine("gpipe", mpirun.Model(stages, mse_loss, tied=tied), stages=2, microbatches=2, verify=True,
-                   canonical=True, timeout=60) as run:
+with engine(mpirun.Model(stages, mse_loss, tied=tied), loss=None, stages=2, verify=True, canonical=True) as run:
     for _ in range(2):
         loss = run.step((x, x)).loss
     if run.rank == 0:
@@ -133,30 +118,20 @@ with mpirun.Engine("gpipe", mpirun.Model(stages, mse_loss, tied=tied), stages=2,
 """
 
 
-def test_a_tie_may_name_the_parameters_of_a_stage_in_any_order(scripts):
+def test_a_tie_may_name_parameters_in_any_order_which_are_trained_or_frozen_in_all_its_stages(scripts):
     orders = ("'t.a.weight', 't.b.weight'", "'t.b.weight', 't.a.weight'")
-    one, other = scripts(2, [[TIES, f"twice({names})"] for names in orders])
-    assert (one.code, other.code) == (0, 0), one.err + other.err
-    assert one.out == other.out
+    frozen = ("['bias'], ['bias']", "['weight', 'bias'], ['weight', 'bias']", "['weight'], []", "[], ['bias']")
+    runs = [*(f"twice({names})" for names in orders), *(f"frozen({names})" for names in frozen)]
+    one, other, *sound, first, second = scripts(2, [[TIES, run] for run in runs])
+    assert [run.code for run in (one, other, *sound)] == [0] * 4 and one.out == other.out, one.err + other.err
+    tie = "mpirun: the model ties l.{0} of stage 0, {3}, {1}, to m.{0} of stage 1, {3}, {2}\n"
+    assert (first.code, first.err) == (2, tie.format("weight", "frozen", "trained", "torch.float32 of shape (4, 4)"))
+    assert (second.code, second.err) == (2, tie.format("bias", "trained", "frozen", "torch.float32 of shape (4,)"))
 
 
-def test_what_is_tied_may_be_frozen_in_all_its_stages(scripts):
-    for done in scripts(2, [[TIES, f"frozen({names}, {names})"] for names in (["bias"], ["weight", "bias"])]):
-        assert done.code == 0, done.err
-
-
-def test_what_is_frozen_in_one_stage_and_trained_in_another_is_not_tied(scripts):
-    runs = scripts(2, [[TIES, "frozen(['weight'], [])"], [TIES, "frozen([], ['bias'])"]])
-    assert [(run.code, run.err) for run in runs] == [
-        (2, "mpirun: the model ties l.weight of stage 0, which is frozen, to m.weight of stage 1, which is trained\n"),
-        (2, "mpirun: the model ties l.bias of stage 0, which is trained, to m.bias of stage 1, which is frozen\n"),
-    ]
-
-
-SHARED_BUFFERS = """
-import warnings, torch, mpirun
-from torch import nn
-from torch.nn.functional import mse_loss
+def test_buffers_that_forwards_change_are_not_shared_by_stages(execute):
+    """As a BatchNorm's: each stage would change its copy. Masks are shared; split puts these buffers into one stage."""
+    script = """
 class Masked(nn.LayerNorm):
     def __init__(self, size):
         super().__init__(size)
@@ -170,12 +145,9 @@ def model(norm=nn.BatchNorm1d):
     shared = norm(4)
     return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), shared) for _ in range(2)))
 def train(stages):
-    try:
-        with mpirun.Engine("gpipe", stages, microbatches=2, loss=mse_loss, timeout=0) as run:
-            print(run.step((x, x)).loss > 0)
-    except SystemExit as end:
-        print(end.code)
-x, (same, _) = torch.randn(8, 4), model()
+    with engine(stages) as run:
+        run.step((x, x))
+same, _ = model()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for stages in (
@@ -183,14 +155,9 @@ with warnings.catch_warnings():
         mpirun.split_sequential(model(), stages=1), list(model(Masked)), list(model(Asking)),
         mpirun.split(model(), x[:4], stages=2),
     ):
-        train(stages)
+        print(refused(train, stages))
 """
-
-
-def test_buffers_that_forwards_change_are_not_shared_by_stages(scripts):
-    """As a BatchNorm's: each stage would change its copy. Masks are shared; split puts these buffers into one stage."""
-    (done,) = scripts(1, [[SHARED_BUFFERS]])
-    assert (done.code, done.out.split()) == (0, ["2"] * 4 + ["True"] * 3), done.err
+    done = execute(1, script, out=["2"] * 4 + ["None"] * 3)
     two = [("1", 0, "1", 1), ("1", 0, "1", 1), ("0.1", 0, "1.1", 1), ("0.1", 0, "1.1", 0)]
     assert done.err.splitlines() == [
         f"mpirun: {name}.running_mean of stage {stage} and {its_name}.running_mean of stage {other} are one buffer, "
@@ -212,19 +179,15 @@ def test_buffers_that_forwards_change_are_not_shared_by_stages(scripts):
         ("1f1b", "all", "weight"),
     ],
 )
-def test_ranks_that_draw_different_weights_are_told_so(scheme, drawn, what, scripts):
+def test_ranks_that_draw_different_weights_are_told_so(scheme, drawn, what, execute):
     """All weights, also of stages that one rank holds alone; buffers of these may differ."""
     script = """
-import sys
-import mpirun, torch
-from mpi4py import MPI
 _, scheme, drawn = sys.argv
 def stage(weight=None):
     module = torch.nn.Linear(4, 4)
     module.weight = module.weight if weight is None else weight
     module.register_buffer("scale", torch.arange(5.0))
     return module
-rank = MPI.COMM_WORLD.rank
 torch.manual_seed(rank if drawn == "all" else 0)
 first = stage()
 modules = [first, stage(first.weight if scheme == "1f1b" else None)]
@@ -232,47 +195,34 @@ if drawn == "scale":
     modules[0].scale[4] = rank
 if drawn == "order":
     modules[0].scale[:4] = modules[0].scale[:4].roll(2 * rank)
-with mpirun.Engine(scheme, modules, loss=torch.nn.functional.mse_loss, microbatches=2) as run:
+with engine(modules, scheme) as run:
     run.step((torch.ones(2, 4), torch.ones(2, 4)))
 """
-    (done,) = scripts(2, [[script, scheme, drawn]])
     sentence = (
         f"mpirun: ranks 0 and 1 begin with different values of stage 0, {what}: the code that makes them should draw "
         "the same numbers on every rank, as after torch.manual_seed with the same number of threads; modules that an "
-        "earlier Engine has trained have their values on its owners' ranks: save and resume\n"
+        "earlier Engine has trained have their values on its owners' ranks: save and resume"
     )
-    assert (done.code, done.err) == ((0, "") if what is None else (2, sentence))
+    execute(2, script, scheme, drawn, code=2 if what else 0, err=[sentence] if what else [])
 
 
-UNREACHED = """
-import torch, mpirun
-from torch.nn.functional import mse_loss
-class Beside(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x, unused):
-        return x.clone()
-    @staticmethod
-    def backward(context, gradient):
-        return gradient, None
+def test_parameters_without_a_gradient_are_named_once(execute):
+    """A parameter that two stages share has a gradient if one of them computes with it."""
+    script = """
 class Half(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.used, self.never, self.shared = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
         self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
     def forward(self, x):
-        return Beside.apply(self.used(x.float()), self.never.weight)
+        return self.used(x.float())
 torch.manual_seed(0)
 first, second = Half(), Half()
 second.used = first.shared
 x = torch.ones(6, 4)
-with mpirun.Engine("zb-h1", [first, second, torch.nn.Linear(4, 4)], stages=3, microbatches=3, loss=mse_loss) as run:
+with engine([first, second, torch.nn.Linear(4, 4)], "zb-h1", microbatches=3) as run:
     run.step((x.to(torch.uint16), x))  # no type that pickle knows
     run.step((x.to(torch.uint16), x))
 """
-
-
-def test_parameters_without_a_gradient_are_named_once(scripts):
-    """A parameter that two stages share has a gradient if one of them computes with it."""
-    (done,) = scripts(3, [[UNREACHED]])
-    (note,) = [line for line in done.err.splitlines() if "note:" in line]
-    assert done.code == 0 and "step 1 gives no gradient to stage0.never.weight, stage1.never.weight, stage1.sh" in note
+    (note,) = [line for line in execute(3, script).err.splitlines() if "note:" in line]
+    assert "step 1 gives no gradient to stage0.never.weight, stage1.never.weight, stage1.sh" in note

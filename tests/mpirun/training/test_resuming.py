@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 
-from engine_scripts import SAVING
 
-
-def test_what_a_microbatch_looks_like_is_enough_to_begin(tmp_path, scripts):
+def test_what_a_microbatch_looks_like_is_enough_to_begin(tmp_path, execute):
     """An example on every rank, whose values do not count; or a loader; or nothing, for a Model with a batch."""
     script = """
 from mpirun.examples.mlp import tiny
@@ -18,18 +16,19 @@ def begins(run):
 with engine(2, example=(torch.full((4, 4), float("nan")), x[:4])) as run:
     print(begins(run), run.evaluate([(x, x)]).samples, run.save(folder / "saved"))
 with engine(2, example=None) as run:
-    print(refused(lambda: run.state_dict()))
-    run.loader([(row, row) for row in x], 4)
-    print(begins(run), refused(lambda: run.step()))
-with mpirun.Engine("gpipe", tiny, stages=2, microbatches=2, timeout=0) as run:
-    print(begins(run)[1:], run.step().loss > 0, refused(lambda: run.step((x, x))))
+    print(refused(run.state_dict))
+    run.loader(rows, 4)
+    print(begins(run), refused(run.step))
+with engine(tiny, loss=None, stages=2) as run:
+    print(begins(run)[1:], run.step().loss > 0, refused(run.step, (x, x)))
 """
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
-    assert (done.code, done.out.splitlines()[-3:]) == (0, ["2", "(4, 0, False) 2", "(0, False) True 2"]), done.err
+    said = execute(1, script, tmp_path).out.splitlines()
+    assert said[-3:] == ["2", "(4, 0, False) 2", "(0, False) True 2"]
 
 
-RESUMES = """
-import sys, torch, mpirun
+def test_a_run_of_the_command_line_goes_on_in_a_script(several, execute, compiled, text, tmp_path):
+    """With the same optimizer; a script does not know the text."""
+    script = """
 from mpirun.examples.mlp import tiny
 model = tiny(1)
 text = torch.frombuffer(bytearray(open(sys.argv[3], "rb").read()), dtype=torch.uint8)
@@ -38,38 +37,31 @@ with mpirun.Engine(sys.argv[1], model) as run:
     assert run.resume(sys.argv[2])
     print(run.step(next(iter(loader))).loss, run.steps)
 """
-
-
-def test_a_run_of_the_command_line_goes_on_in_a_script(several, scripts, compiled, text, tmp_path):
-    """With the same optimizer; a script does not know the text."""
     schedule = compiled("1f1b", stages=1, microbatches=2)
     options = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 2, "--save", tmp_path]
     ((code, out),) = several(1, [[schedule, *options]])
     assert code == 0, out
-    (done,) = scripts(1, [[RESUMES, schedule, tmp_path, text]])
+    done = execute(1, script, schedule, tmp_path, text)
     assert done.out.split()[-1] == "3", done.err
     assert re.fullmatch(r"mpirun: note: the checkpoint was made with text \w{8}, not no text\n", done.err), done.err
 
 
-def test_a_run_whose_steps_are_all_done_is_exported_and_saved_when_it_is_started_again(tmp_path, scripts):
+def test_a_run_whose_steps_are_all_done_is_exported_and_saved_when_it_is_started_again(tmp_path, execute):
     """As one that was killed before its export. A stream is not read ahead, so the script gives an example."""
     script = """
-from itertools import islice
-from safetensors.torch import load_file
-class Stream(torch.utils.data.IterableDataset):
+class Stream(IterableDataset):
     def __iter__(self):
-        return iter(data)
+        return iter(rows)
 def weights(name):
     files = (folder / name).glob("*.safetensors")
     return {key: value.tolist() for file in files for key, value in load_file(file).items()}
-data = [(row, row) for row in x]
-for kind, dataset in (("map", data), ("stream", Stream()), ("function", lambda *_: (x[2:4], x[:2]))):
+for kind, dataset in (("map", rows), ("stream", Stream()), ("function", lambda *_: (x[2:4], x[:2]))):
     losses = []
     for part in ("whole", "exported", "saved"):
         with engine(2, example=(x[:2], x[:2]) if kind == "stream" else None) as run:
             loader = run.loader(dataset, 2)
             assert run.resume(folder / kind, data=loader) == (part != "whole")
-            for batch in islice(loader, 0 if run.steps else 1):
+            for batch in itertools.islice(loader, 0 if run.steps else 1):
                 run.step(batch)
                 run.save(folder / kind, data=loader)
             if part == "saved":
@@ -80,35 +72,44 @@ for kind, dataset in (("map", data), ("stream", Stream()), ("function", lambda *
             losses.append(run.step(next(iter(loader))).loss)
     assert len({*losses}) == 1 and weights(f"{kind}-whole") == weights(f"{kind}-exported") != {}
 """
-    (done,) = scripts(2, [[SAVING + script, tmp_path]])
-    assert done.code == 0, done.err
+    execute(2, script, tmp_path)
 
 
-DRAWN_AGAIN = """
-import sys
-import mpirun, torch
-from mpi4py import MPI
-x, found = torch.ones(4, 4), []
-for seed in (0, 1 + MPI.COMM_WORLD.rank):
+def test_a_resumed_run_may_draw_other_weights_which_the_checkpoint_replaces(tmp_path, execute):
+    script = """
+found = []
+for seed in (0, 1 + rank):
     torch.manual_seed(seed)
-    modules = [torch.nn.Linear(4, 4) for _ in range(2)]
-    with mpirun.Engine("1f1b", modules, stages=2, microbatches=2, loss=torch.nn.functional.mse_loss) as run:
-        loader = run.loader([(torch.ones(4), torch.ones(4))] * 4)
-        if not run.resume(sys.argv[1], data=loader):
+    with engine([nn.Linear(4, 4), nn.Linear(4, 4)], "1f1b") as run:
+        loader = run.loader(rows)
+        if not run.resume(folder, data=loader):
             run.step(next(iter(loader)))
-            run.save(sys.argv[1], data=loader)
+            run.save(folder, data=loader)
         found.append(run.evaluate(loader).loss)
 assert found[0] == found[1], found
 """
+    execute(2, script, tmp_path, err=[])
 
 
-def test_a_resumed_run_may_draw_other_weights_which_the_checkpoint_replaces(tmp_path, scripts):
-    (done,) = scripts(2, [[DRAWN_AGAIN, tmp_path]])
-    assert (done.code, done.err) == (0, "")
+# Trains so many steps from where a folder's checkpoints end, and saves.
+GOES_ON = """
+def goes_on(name, steps, model=1, *given, **options):
+    with engine(model, *given, **options) as run:
+        run.resume(folder / name)
+        while run.steps < steps:
+            run.step((x, x))
+        run.save(folder / name)
+        of_units = run.session.interpreter.optimizer.by_unit.values()
+        kept = [x for unit in of_units for state in unit.optimizer.state.values() for x in state.values()]
+        return [run.predict([(x, x)]), *kept]
+"""
 
 
-def test_what_an_optimizer_keeps_is_resumed_as_it_was_saved(tmp_path, scripts):
-    """Python numbers, tensors of other shapes and types than the parameter's; what a scheduler sets in groups."""
+def test_what_an_optimizer_keeps_is_resumed_as_it_was_saved(tmp_path, compiled, execute):
+    """Python numbers, tensors of other shapes and types than the parameter's; what a scheduler sets in groups.
+
+    And what is kept for a parameter without dimensions, where weights are divided.
+    """
     script = """
 class Odd(torch.optim.Optimizer):
     def __init__(self, parameters):
@@ -123,123 +124,66 @@ class Odd(torch.optim.Optimizer):
             state["scale"] *= 0.9
             state["rows"] += gradient.reshape(4, 1, -1).mean(2, keepdim=True)
             parameter -= state["decay"] * gradient + state["scale"] * state["rows"].sum() / state["calls"]
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and one == other
 class Decay(torch.optim.lr_scheduler.LRScheduler):
     def get_lr(self):
         for group in self.optimizer.param_groups:
             group["weight_decay"] = 0.1 * self.last_epoch
         return self.base_lrs
-for make, scheduler in ((torch.optim.Adafactor, None), (Odd, None), (torch.optim.AdamW, Decay)):
-    found = []
-    for name, parts in (("whole", (4,)), ("parts", (2, 4))):
-        for steps in parts:
-            with engine(optimizer=lambda named: make([entry.parameter for entry in named]), scheduler=scheduler) as run:
-                run.resume(folder / make.__name__ / name)
-                while run.steps < steps:
-                    run.step((x, x))
-                assert run.save(folder / make.__name__ / name)
-                (made,) = run.session.interpreter.optimizer.by_unit.values()
-                kept = [value for state in made.optimizer.state.values() for value in state.values()]
-                predicted = run.predict([(x, x)])
-        found.append([predicted, *kept])
-    assert len(found[0]) == len(found[1]) and all(map(same, *found)), found
-"""
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
-    assert (done.code, done.err) == (0, "") and done.out.count("resumed after step 2: ") == 3
-
-
-def test_options_that_choose_kernels_or_that_are_not_read_may_change(tmp_path, scripts):
-    script = """
-for steps, switch in ((1, True), (2, False)):
-    def adam(named):
-        return torch.optim.Adam([{"params": [x.parameter for x in named], "read": switch}], foreach=switch)
-    with engine(optimizer=adam) as run:
-        run.resume(folder)
-        run.step((x, x))
-        run.save(folder)
-"""
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
-    assert (done.code, done.err) == (0, "mpirun: note: the checkpoint was made with read True, not read False\n")
-
-
-def test_what_is_kept_for_a_parameter_without_dimensions_is_resumed_where_weights_are_divided(
-    tmp_path, compiled, scripts
-):
-    script = """
-import sys, mpirun, torch
-from torch import nn
 class Scaled(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4)
+    def __init__(self, *size):
+        super().__init__(*size)
         self.scale = nn.Parameter(torch.tensor(1.5))
     def forward(self, x):
         return super().forward(x) * self.scale
-def sgd(named):
-    return torch.optim.SGD([x.parameter for x in named], 0.1, momentum=0.9)
-x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-found = []
-for name, parts in (("whole", (4,)), ("parts", (2, 4))):
-    for steps in parts:
-        torch.manual_seed(0)
-        with mpirun.Engine(sys.argv[1], [Scaled(), Scaled()], loss=nn.functional.mse_loss, optimizer=sgd,
-                           example=(x[:4], x[:4])) as run:
-            run.resume(f"{sys.argv[2]}/{name}")
-            while run.steps < steps:
-                run.step((x, x))
-            run.save(f"{sys.argv[2]}/{name}")
-            predicted = run.predict([(x, x)])
-    found.append(predicted)
-assert run.rank or torch.equal(*found)
+def momentum(named):
+    return SGD([x.parameter for x in named], 0.1, momentum=0.9)
+def scaled():
+    torch.manual_seed(0)
+    return [Scaled(4, 4), Scaled(4, 4)]
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
+for number, (make, options) in enumerate((
+    (lambda: 2, {"optimizer": torch.optim.Adafactor}), (lambda: 2, {"optimizer": Odd}),
+    (lambda: 2, {"optimizer": torch.optim.AdamW, "scheduler": Decay}),
+    (scaled, {"scheme": sys.argv[2], "optimizer": momentum, "example": (x[:4], x[:4])}),
+)):
+    one = goes_on(f"{number} at once", 4, make(), **options)
+    goes_on(f"{number} in parts", 2, make(), **options)
+    other = goes_on(f"{number} in parts", 4, make(), **options)
+    assert len(one) == len(other) and all(map(same, one, other)), (one, other)
 """
     schedule = compiled("fsdp", stages=2, microbatches=2, workers=2, shards=2)
-    (done,) = scripts(2, [[script, schedule, tmp_path]])
-    assert (done.code, done.err) == (0, ""), done.err
+    done = execute(2, GOES_ON + script, tmp_path, schedule, err=[])
+    assert done.out.count("resumed after step 2: ") == 4
 
 
-def test_options_of_groups_that_a_resumed_run_changes_are_noted(tmp_path, scripts):
+def test_options_that_a_resumed_run_changes_are_noted_but_not_those_that_choose_kernels(tmp_path, execute):
     script = """
-def train(steps, lr=0.01, **options):
-    def adamw(named):
-        of_rows = {True: options, False: {}}
-        return torch.optim.AdamW([{"params": [x.parameter], **of_rows[len(x.shape) > 1]} for x in named], lr)
-    with engine(optimizer=adamw) as run:
-        run.resume(folder)
-        while run.steps < steps:
-            run.step((x, x))
-        run.save(folder)
-train(1, weight_decay=0.2)
-train(2, weight_decay=0.2)
-train(3, weight_decay=0.3)
-train(4, torch.tensor(0.5), weight_decay=0.3)
-train(5, torch.tensor(0.25), weight_decay=0.3)
-for lr in (0.25, 0.5):
-    with engine(lr=lr) as run:
-        run.resume(folder / "rate")
-        run.step((x, x))
-        run.save(folder / "rate")
+def adamw(lr=0.01, decay=None, **options):
+    def make(named):
+        of_rows = {True: {} if decay is None else {"weight_decay": decay}, False: {}}
+        groups = [{"params": [x.parameter], **of_rows[len(x.shape) > 1], **options} for x in named]
+        return torch.optim.AdamW(groups, lr, foreach=options.get("read"))
+    return make
+for step, make in enumerate((adamw(decay=0.2), adamw(decay=0.2), adamw(decay=0.3), adamw(torch.tensor(0.5), 0.3),
+                             adamw(torch.tensor(0.25), 0.3)), start=1):
+    goes_on("groups", step, optimizer=make)
+for step, lr in enumerate((0.25, 0.5), start=1):
+    goes_on("rate", step, lr=lr)
+for step, switch in enumerate((True, False), start=1):
+    goes_on("switch", step, optimizer=adamw(read=switch))
 """
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
     notes = [
-        "weight_decay [0.01, 0.2], not weight_decay [0.01, 0.3]",
-        "lr 0.01, not lr 0.5",
-        "lr 0.5, not lr 0.25",
-    ]
-    notes.append("lr 0.25, not lr 0.5")
-    assert done.err.splitlines() == [f"mpirun: note: the checkpoint was made with {words}" for words in notes]
+        "weight_decay [0.01, 0.2], not weight_decay [0.01, 0.3]", "lr 0.01, not lr 0.5", "lr 0.5, not lr 0.25",
+        "lr 0.25, not lr 0.5", "read True, not read False",
+    ]  # fmt: skip
+    notes = [f"mpirun: note: the checkpoint was made with {words}" for words in notes]
+    execute(1, GOES_ON + script, tmp_path, err=notes)
 
 
-def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, scripts):
-    script = """
-with engine(2) as run:
-    run.step((x, x))
-    run.save(folder / "saved")
-with engine() as run:
-    run.resume(folder / "saved")
-    run.step((x, x))
-"""
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
+def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, execute):
     what = "no stage has 2 of its entries, such as stage1.bias: is it of a larger model?"
-    assert (done.code, done.err) == (2, f"mpirun: {tmp_path / 'saved' / 'step-00000001'}: {what}\n")
+    script = GOES_ON + "goes_on('a', 1, 2)\ngoes_on('a', 2, 1)"
+    execute(1, script, tmp_path, code=2, err=[f"mpirun: {tmp_path / 'a' / 'step-00000001'}: {what}"])

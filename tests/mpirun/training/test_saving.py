@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import re
 
-from engine_scripts import SAVING
+from engine_scripts import PRELUDE
 
 
-def test_how_many_checkpoints_stay_is_what_each_save_says(tmp_path, scripts):
+def test_how_many_checkpoints_stay_is_what_each_save_says(tmp_path, execute):
     script = """
 with engine() as run:
-    for keep in (2, 2, 2, 9, 9, None, 0, True, 1.0):
-        if type(keep) is int and keep:
-            run.step((x, x))
-            run.save(folder / "kept", keep=keep)
-        else:
-            assert refused(lambda: run.save(folder / "kept", keep=keep)) == 2
+    for keep in (2, 2, 2, 9, 9):
+        run.step((x, x))
+        run.save(folder / "kept", keep=keep)
+    assert [refused(run.save, folder / "kept", keep=keep) for keep in (None, 0, True, 1.0)] == [2] * 4
 assert steps("kept") == [2, 3, 4, 5], steps("kept")
 """
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
     sentences = [f"mpirun: keep should be a whole number of at least 1, not {keep!r}" for keep in (None, 0, True, 1.0)]
-    assert (done.code, done.err.splitlines()) == (0, sentences)
+    execute(1, script, tmp_path, err=sentences)
 
 
 def test_a_checkpoint_stays_until_another_of_its_step_is_whole(tmp_path, launch):
     """A limit on the size of files emulates a full disk: only the manifest, which is written last, exceeds it."""
     script = """
-import resource, signal
+import resource
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 run, saved = engine(), folder / "saved"
 run.step((x, x))
@@ -38,17 +35,17 @@ assert (saved / "step-00000001" / "manifest.json").stat().st_size == size > othe
 assert not run.save(saved, keep=1)
 assert engine().resume(saved)
 resource.setrlimit(resource.RLIMIT_FSIZE, before)
-loader = run.loader([(row, row) for row in x], 4)
+loader = run.loader(rows, 4)
 assert run.save(saved, data=loader, keep=1) and engine().resume(saved, data=loader)
 print(*sorted(path.name for path in saved.iterdir()))
 """
-    done = launch(None, tmp_path, program=("-c", SAVING + script))
+    done = launch(None, tmp_path, program=("-c", PRELUDE + script))
     sentence = r"mpirun: no checkpoint of step 1: \S+: File too large; the last one is that of step 1"
     assert (done.code, done.out.splitlines()[-1]) == (0, ".lock step-00000001"), done.err
     assert re.fullmatch(sentence, done.err.strip()), done.err
 
 
-def test_a_run_saves_to_one_folder_which_is_new_or_that_it_resumed_from(tmp_path, scripts):
+def test_a_run_saves_to_one_folder_which_is_new_or_that_it_resumed_from(tmp_path, execute):
     """And which no other run saves to meanwhile."""
     script = """
 run = engine()
@@ -68,43 +65,22 @@ with engine() as third:
     assert refused(lambda: third.save(folder / "mine")) == 2
 assert steps("mine") == [1, 2, 3]
 """
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
     mine = tmp_path / "mine"
-    assert done.code == 0, done.err
-    begin, (first, second, third) = f"mpirun: saving to {mine}: ", done.err.splitlines()
+    begin, (first, second, third) = f"mpirun: saving to {mine}: ", execute(1, script, tmp_path).err.splitlines()
     assert first == f"mpirun: save: this run saves to {mine}, and a run has one folder: export the best"
     assert second.startswith(f"{begin}another run saves there: on ")
     assert second.endswith(", which is this script: close its earlier Engine")
     assert third == f"{begin}it has checkpoints of another run: resume from it, move it, or save elsewhere"
 
 
-def test_a_folder_that_is_removed_during_a_run_is_made_again(tmp_path, scripts):
+def test_names_are_those_of_the_working_directory_at_the_call_and_no_trace_overwrites_the_schedule(tmp_path, execute):
     script = """
-import shutil
-with engine() as run:
-    run.step((x, x))
-    assert run.save(folder / "saved")
-    shutil.rmtree(folder / "saved")
-    run.step((x, x))
-    assert run.save(folder / "saved")
-with engine() as run:
-    assert run.resume(folder / "saved")
-    run.step((x, x))
-    assert run.save(folder / "saved") and steps("saved") == [2, 3]
-"""
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
-    assert (done.code, done.err) == (0, "")
-
-
-def test_names_are_those_of_the_working_directory_at_the_call_and_no_trace_overwrites_the_schedule(tmp_path, scripts):
-    script = """
-import os
 before = os.getcwd()
 for name in ("here", "there"):
     (folder / name).mkdir()
 (folder / "mine.py").write_text("def w(s, b, d): return s, s\\ndef n(s, b, d): return b\\n")
 os.chdir(folder)
-with mpirun.Engine("mine.py", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0) as run:
+with engine(1, "mine.py") as run:
     run.step((x, x))
     os.chdir(folder / "here")
     run.save("saved")
@@ -117,18 +93,14 @@ with mpirun.Engine("mine.py", [torch.nn.Linear(4, 4)], stages=1, microbatches=2,
 os.chdir(before)
 assert steps("here/saved") == [1]
 """
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
-    path = tmp_path / "here" / "saved"
-    assert (done.code, done.err.splitlines()) == (0, [
-        f"mpirun: save: this run saves to {path}, and a run has one folder: export the best",
-        f"mpirun: {tmp_path}/there/../mine.py would be overwritten, but it is read, too: give the output another name",
-    ])  # fmt: skip
+    one = f"mpirun: save: this run saves to {tmp_path / 'here' / 'saved'}, and a run has one folder: export the best"
+    over = "would be overwritten, but it is read, too: give the output another name"
+    execute(1, script, tmp_path, err=[one, f"mpirun: {tmp_path}/there/../mine.py {over}"])
 
 
-def test_a_run_that_is_asked_to_leave_saves_as_it_did_last(tmp_path, scripts):
+def test_a_run_that_is_asked_to_leave_saves_as_it_did_last(tmp_path, execute):
     """Evaluations go on to their end; the next step leaves. One rank is asked."""
     script = """
-import signal
 data, seen = [(row, row) for row in torch.cat([x] * 10)], []
 def each(number, output):
     seen.append(number)
@@ -147,54 +119,31 @@ for found in (False, True):
         assert len(seen) == (40 * (1 + found) if run.rank == 1 else 0), seen
         print(refused(lambda: train(run, loader)), steps("last"))
 """
-    (done,) = scripts(2, [[SAVING + script, tmp_path]])
-    found = [line for line in done.out.splitlines() if line[0].isdigit()]
-    assert (done.code, found) == (0, ["143 [1, 2]", "143 [3, 4]"] * 2), done.err
+    done = execute(2, script, tmp_path)
+    assert [line for line in done.out.splitlines() if line[0].isdigit()] == ["143 [1, 2]", "143 [3, 4]"] * 2
 
 
-def test_what_has_no_position_in_the_data_is_not_saved_and_not_resumed(tmp_path, scripts):
+def test_checkpoints_have_the_tensors_of_which_a_module_saves_copies(tmp_path, execute):
     script = """
-with engine() as run:
-    run.step((x, x))
-    data = torch.utils.data.DataLoader([0])
-    print(refused(lambda: run.save(folder / "new", data=data)))
-with engine() as run:
-    print(refused(lambda: run.resume(folder / "new", data=[data])))
-assert not (folder / "new").exists()
-"""
-    (done,) = scripts(1, [[SAVING + script, tmp_path]])
-    sentences = [f"mpirun: data: give what loader(...) returns, not a {kind}" for kind in ("DataLoader", "list")]
-    assert (done.code, done.out.split(), done.err.splitlines()) == (0, ["2", "2"], sentences)
-
-
-CENTRED = """
-from torch import nn
-class Centred(nn.Linear):
-    def __init__(self, persistent):
+class Cloned(nn.Linear):
+    def __init__(self):
         super().__init__(4, 4)
-        self.register_buffer("mean", torch.zeros(4), persistent)
+        self.register_buffer("mean", torch.zeros(4))
     def forward(self, x):
         self.mean.lerp_(x.detach().mean(0), 0.5)
         return super().forward(x - self.mean.clone())
-class Cloned(Centred):
     def state_dict(self, **options):
         return {name: x.clone() for name, x in super().state_dict(**options).items()}
-def losses(make, at, persistent):
+def losses(*parts):
     torch.manual_seed(0)
-    net = make(persistent)
-    for count in at:
-        with mpirun.Engine("gpipe", [net], stages=1, microbatches=2, loss=mse_loss, timeout=0,
-                           example=(x[:4], x[:4])) as run:
-            name = folder / f"{make.__name__} {len(at)}"
-            run.resume(name)
+    net = Cloned()
+    for count in parts:
+        with engine([net], example=(x[:4], x[:4])) as run:
+            run.resume(folder / str(parts))
             while run.steps < count:
                 loss = run.step((x + run.steps, x)).loss
-            run.save(name)
+            run.save(folder / str(parts))
     return loss
+assert losses(2) == losses(1, 2)
 """
-
-
-def test_checkpoints_have_the_tensors_of_which_a_module_saves_copies(tmp_path, scripts):
-    script = "assert losses(Cloned, [2], True) == losses(Cloned, [1, 2], True)"
-    (done,) = scripts(1, [[SAVING + CENTRED + script, tmp_path]])
-    assert done.code == 0, done.err
+    execute(1, script, tmp_path)

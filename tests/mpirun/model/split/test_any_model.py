@@ -175,12 +175,3 @@ def test_dropout_of_a_traced_module_does_not_depend_on_the_cut(several, compiled
     rows = [[json.loads(row) for row in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in schedules]
     four_stages, two_stages = ([(row["loss"], row["grad_norm"]) for row in case] for case in rows)
     assert four_stages == two_stages and len(set(four_stages)) == 3
-
-
-def test_what_only_some_read_goes_straight_to_them(graphs):
-    skips = {name: graphs[name].read_text() for name in (*PLAIN, *OTHERS)}
-    assert "[0, 3]" in skips["resnet"]
-    assert "[[0, 1], [1, 2], [1, 3], [2, 3]]" in skips["encoder_decoder"]
-    assert "[[0, 1], [1, 3], [2, 3]]" in skips["two_tower"]
-    assert '"tied": [[0, 3]]' in skips["tied_on_meta_replicated"] and "tied" not in skips["tied"]
-    assert "[0, 3]" in skips["tied"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import torch.nn.functional as nnf
 import untraceable
 from examples import further
 from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked, ResNetLike, Tied, TwoTower
-from split_models import agree, transformer
+from split_models import agree, sent_by, transformer
 from torch import Tensor, nn
 
 from mpirun import Cut, Input, MpirunWarning, Value, batch_coupled, pipe_split, split, split_sequential
@@ -135,28 +134,121 @@ class Regions(untraceable.Layers):
         return self.second(x * w * mask) + more
 
 
+class Parts(untraceable.Layers):
+    """Stages begin with no part of a result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.first(x)
+        return self.second(x.float())
+
+
+class Turned(untraceable.Layers):
+    """Values of other strides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).t()
+        with torch.no_grad():
+            z = y.t().view(-1).view(2, -1, WIDTH).cos()
+        return self.second(y.t().view(-1).view(2, -1, WIDTH) + x.reshape(2, -1, WIDTH)) * z
+
+
+class Norm(untraceable.Layers):
+    """A region without autocast, in autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = x.float()
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+        return self.second(x)
+
+
+class Four(nn.Module):
+    ema: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.register_buffer("ema", torch.zeros(WIDTH))
+
+
+class Fill(Four):
+    """Memory that trained values are written to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(2, *x.shape)
+        out[0] = self.layers[0](x)
+        out[1] = self.layers[1](x)
+        return self.layers[3](self.layers[2](out))
+
+
+class Inside(Four):
+    """Regions without gradients, where a buffer is changed, and of mixed precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        with torch.no_grad():
+            self.ema.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            y = x.argmax(-1, keepdim=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.layers[2](x)
+        return self.layers[3](x.float()) * y
+
+
+class Queue(nn.Module):
+    """Views written to in regions: of a mask, of a buffer."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.register_buffer("queue", torch.zeros(WIDTH, 8))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        x = self.layers[0](x)
+        keep, here = torch.ones_like(x), torch.ones(WIDTH)
+        with torch.no_grad():
+            keep[:, :3] = 0
+            here[:2] = 0
+            with torch.autocast("cpu", torch.bfloat16, enabled=False):
+                self.queue[:, :4] = x.T
+        return self.layers[2](self.layers[1](x) * keep) * here
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (Regions, [1]),
+        (Parts, [2]),
+        (Turned, [2, 3, 4, 5]),
+        (Norm, [2]),
+        (Fill, [2, 3]),
+        (Inside, [2, 3]),
+        (Queue, [1, 2, 3]),
+    ],
+)
+def test_stages_compute_what_the_module_does(make: Callable[[], nn.Module], numbers: list[int]) -> None:
+    wide = torch.linspace(-1, 1, 8 * WIDTH).view(4, 2 * WIDTH)
+    for stages in numbers:
+        module = make()
+        cut = split(module, X, stages=stages)
+        travels(cut)
+        with torch.autocast("cpu", torch.bfloat16, enabled=make is Norm):  # as the engine's autocast
+            agree(module, cut, (wide[:, :WIDTH],))
+        if make is Inside:
+            assert any(dict(stage.named_buffers()).get("ema") is module.ema for stage in cut.stages)
+
+
 def test_regions_in_regions_draw_by_their_names_too() -> None:
     """And new tensors in a region are made on the device where it runs, not where it was traced."""
-    module = Regions()
-    cut = split(module, X, stages=1)
-    assert sum(isinstance(part, RandomOp) for part in cut.stages[0].modules()) == 1
-    codes = [part.code for part in cut.stages[0].modules() if isinstance(part, torch.fx.GraphModule)]
+    (stage,) = split(Regions(), X, stages=1).stages
+    assert sum(isinstance(part, RandomOp) for part in stage.modules()) == 1
+    codes = [part.code for part in stage.modules() if isinstance(part, torch.fx.GraphModule)]
     assert len(codes) == 4 and not any("device(type" in code for code in codes)
-    agree(module, cut, (X,))
-
-
-def test_no_stage_begins_with_a_part_of_a_result() -> None:
-    class Parts(untraceable.Layers):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                x = self.first(x)
-            return self.second(x.float())
-
-    module = Parts()
-    cut = split(module, X, stages=2)
-    agree(module, cut, (X,))
     with pytest.raises(UsageError, match="stages at most, not 9"):
-        split(module, X, stages=9)
+        split(Parts(), X, stages=9)
 
 
 # Where it is cut
@@ -184,76 +276,15 @@ def test_pipe_split_behind_a_change_in_place() -> None:
     agree(module, cut, (X,))
 
 
-def test_values_and_inputs_of_other_strides() -> None:
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x).t()
-            with torch.no_grad():
-                z = y.t().view(-1).view(2, -1, WIDTH).cos()
-            return self.second(y.t().view(-1).view(2, -1, WIDTH) + x.reshape(2, -1, WIDTH)) * z
-
-    module = Turned()
-    wide = torch.linspace(-1, 1, 8 * WIDTH).view(4, 2 * WIDTH)
-    for stages in (2, 3, 4, 5):
-        agree(module, split(module, X, stages=stages), (wide[:, :WIDTH],))
-
-
-def test_a_region_without_autocast_in_autocast() -> None:
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            with torch.autocast("cpu", enabled=False):
-                x = x.float()
-                x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
-            return self.second(x)
-
-    module = Norm()
-    cut = split(module, X, stages=2)
-    with torch.autocast("cpu", torch.bfloat16):  # as the engine's autocast
-        agree(module, cut, (X,))
-
-
 def test_a_change_in_place_that_nobody_sees() -> None:
-    class Change(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+    class Change(untraceable.Layers):
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x).sin()
             z = self.second(y)
             y.detach().zero_()
             return z.sum(1)
 
-    cut = split(Change(), X, points=["second"])
-    assert cut.stages[0](X).any()
-
-
-def test_memory_that_trained_values_are_written_to() -> None:
-    class Fill(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = torch.zeros(2, *x.shape)
-            out[0] = self.layers[0](x)
-            out[1] = self.layers[1](x)
-            return self.layers[3](self.layers[2](out))
-
-    module = Fill()
-    for stages in (2, 3):
-        cut = split(module, X, stages=stages)
-        travels(cut)
-        agree(module, cut, (X,))
+    assert split(Change(), X, points=["second"]).stages[0](X).any()
 
 
 def test_towers_do_not_wait_for_each_other() -> None:
@@ -266,11 +297,7 @@ def test_towers_do_not_wait_for_each_other() -> None:
 
 
 def test_random_numbers_are_drawn_once() -> None:
-    class Noise(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+    class Noise(untraceable.Layers):
         def forward(self, x: Tensor) -> Tensor:
             noise = torch.randn_like(x)
             return self.second(self.first(x + noise)) * noise
@@ -291,62 +318,6 @@ def test_frozen_parameters() -> None:
     agree(module, cut, (TOKENS, TOKENS))
 
 
-def test_without_gradients_and_mixed_precision_inside() -> None:
-    class Regions(nn.Module):
-        ema: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-            self.register_buffer("ema", torch.zeros(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.layers[1](self.layers[0](x))
-            with torch.no_grad():
-                self.ema.mul_(0.9).add_(x.mean(0), alpha=0.1)
-                y = x.argmax(-1, keepdim=True)
-            with torch.autocast("cpu", torch.bfloat16):
-                x = self.layers[2](x)
-            return self.layers[3](x.float()) * y
-
-    module = Regions()
-    for stages in (2, 3):
-        cut = split(module, X, stages=stages)
-        travels(cut)
-        agree(module, cut, (X,))
-        assert any(dict(stage.named_buffers()).get("ema") is module.ema for stage in cut.stages)
-        module.ema.zero_()
-
-
-class Queue(nn.Module):
-    """Views written to in regions: of a mask, of a buffer."""
-
-    queue: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-        self.register_buffer("queue", torch.zeros(WIDTH, 8))
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        x = self.layers[0](x)
-        keep, here = torch.ones_like(x), torch.ones(WIDTH)
-        with torch.no_grad():
-            keep[:, :3] = 0
-            here[:2] = 0
-            with torch.autocast("cpu", torch.bfloat16, enabled=False):
-                self.queue[:, :4] = x.T
-        return self.layers[2](self.layers[1](x) * keep) * here
-
-
-@pytest.mark.parametrize(("make", "stages"), [(Queue, 1), (Queue, 2), (Queue, 3)])
-def test_views_that_are_written_to_in_regions(make: type[Queue], stages: int | None) -> None:
-    module = make()
-    cut = split(module, X, stages=stages)
-    travels(cut)
-    agree(module, cut, (X,))
-
-
 def test_statistics_of_batches() -> None:
     module = ResNetLike()
     assert batch_coupled(module)[:2] == ["down1.norm", "down2.norm"]
@@ -356,10 +327,7 @@ def test_statistics_of_batches() -> None:
     with pytest.warns(MpirunWarning, match=r"down1.norm, down2.norm, middle.norm and 2 more: statistics are those"):
         cut = split(module.train(), args, stages=3)
     module(*args)
-    sent: dict[Any, Tensor] = {Input(0): args[0]}
-    for stage, (part, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
-        outputs = part(*(sent[source] for source in sources))
-        sent |= {Value(stage, k): x for k, x in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+    sent_by(cut, args)
     buffers = {name: buffer for stage in cut.stages for name, buffer in stage.named_buffers()}
     assert buffers.keys() == dict(module.named_buffers()).keys()
     for name, buffer in module.named_buffers():
@@ -376,11 +344,9 @@ def test_summary() -> None:
 
 def test_stages_run_wherever_they_are_moved_to() -> None:
     cut = split(GPT2Like(), (TOKENS, MASK), stages=2)
-    sent: dict[Any, Tensor] = {Input(0): TOKENS.to("meta"), Input(1): MASK.to("meta")}
-    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
-        outputs = copy.deepcopy(module).to("meta")(*(sent[source] for source in sources))
-        sent |= {Value(stage, k): x for k, x in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
-    assert all(x.is_meta for x in sent.values())
+    for module in cut.stages:
+        module.to("meta")
+    assert all(x.is_meta for x in sent_by(cut, (TOKENS.to("meta"), MASK.to("meta"))).values())
 
 
 class Penalised(nn.Module):
@@ -428,11 +394,7 @@ def test_complex_numbers_are_not_sent() -> None:
     options: list[dict[str, Any]] = [{"stages": 2}, {"stages": 3}, {"points": ["layers.1"]}]
     for cut in [split(Waves(), X, shared="replicate", **chosen) for chosen in options]:
         travels(cut)
-        sent: dict[Any, Tensor] = {Input(0): X}
-        for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
-            outputs = module(*(sent[source] for source in sources))
-            sent |= {Value(stage, k): x for k, x in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
-        assert not any(x.is_complex() for x in sent.values())
+        assert not any(x.is_complex() for x in sent_by(cut, (X,)).values())
         assert [name for _, name in cut.tied[0]] == ["common"] * len(cut.stages)
 
 
@@ -451,25 +413,21 @@ def line_of(name: str) -> str:
     [
         ("Branch", r"`if x.sum\(\) > 0:  # here`: its outcome depends on data, which tracing cannot follow"),
         ("Helped", "in flipped: .*depends on data"),
-        ("Loop", "depends on data"),
         ("Item", "a number is taken out of a tensor"),
         ("Numpy", "cannot be traced: RuntimeError"),
         ("Selected", "the shape depends on data"),
         ("Wrong", "cannot be traced: RuntimeError: .*16"),
         ("Rounded", "a torch.autograd.Function, .* cannot be traced: its gradients would be wrong"),
-        ("Checkpointed", "a torch.autograd.Function, as of a reentrant checkpoint, cannot be traced"),
         ("Ungraded", "no_grad under autocast cannot be traced: its gradients would be wrong"),
         ("Inferred", "inference_mode, unlike no_grad, cannot be traced: its gradients would be wrong"),
         ("Forces", "uses a tensor that no operation of this trace makes, such as .* a derivative"),
         ("Hooked", "a hook on a tensor cannot be traced"),
         ("Viewed", "changes a tensor in place, which several stages would use; cut elsewhere"),
-        ("ViewedInside", "changes a tensor in place, which several stages would use; cut elsewhere"),
         ("Input", "changes the input in place, which other stages read, too"),
         ("Strided", "as_strided depends on strides, which may differ in a stage"),
         ("Counted", "changes the buffer seen in place, which several stages would use"),
         ("Resized", "cannot be traced: sets the buffer seen; change it in place, as by copy_"),
         ("First", "would have no computation"),
-        ("Twice", "would have no computation"),
         ("Last", "would have no computation"),
         ("Returns", "cannot be traced: .*list_iterator"),
         ("Nothing", "no tensor"),
@@ -527,7 +485,7 @@ class ShortBlock(nn.Module):
         return self.dropout(self.dropout(self.norm1(x)))
 
 
-MARKED = {"Viewed", "ViewedInside", "Strided", "Counted", "First", "Twice", "Last"}
+MARKED = {"Viewed", "Strided", "Counted", "First", "Last"}
 
 
 def test_a_counter_at_the_head_is_no_stage_of_its_own():
@@ -618,11 +576,7 @@ def test_a_point_that_runs_twice_is_named_with_its_line() -> None:
 
 
 def test_inputs() -> None:
-    class Options(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+    class Options(untraceable.Layers):
         def forward(self, pair: tuple[Tensor, Tensor], times: int, *, bias: Any = None, last: Tensor) -> Tensor:
             return self.second(self.first(pair[0]) * times + pair[1]) + last
 

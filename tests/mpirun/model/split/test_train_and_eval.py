@@ -14,10 +14,12 @@ import torch.nn.functional as nnf
 import transformers
 from examples import further
 from plain_models import GPT2Like, ResNetLike
+from split_models import sent_by
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from untraceable import Layers
 
-from mpirun import Cut, Input, MpirunWarning, Value, split, split_sequential
+from mpirun import Cut, MpirunWarning, Value, split, split_sequential
 from mpirun.model.module_tensors import frozen_statistics
 from schedgen.util.errors import UsageError
 
@@ -34,12 +36,11 @@ class ResNet(ResNetLike):
         return super().forward(nnf.dropout(image, 0.2, self.training))
 
 
-class Regions(nn.Module):
+class Regions(Layers):
     """Normalisation and dropout in a region of autocast, and attention with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
         self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,12 +66,11 @@ class Kinds(nn.Module):
         return self.recurrent(x.mean(1))[0]
 
 
-class Siamese(nn.Module):
+class Siamese(Layers):
     """A trunk with a normalisation that is called twice, also in a region."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
         self.norm, self.inner = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -100,20 +100,14 @@ def gpt2() -> nn.Module:
 def outputs(cut: Cut, data: Any) -> list[Tensor]:
     """The leaves of the module's output, from its stages one after the other."""
     torch.manual_seed(1)
-    sent: dict[Any, Any] = {Input(k): leaf for k, leaf in enumerate(cut.leaves(data))}
-    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
-        made = module(*(sent[source].clone() for source in sources))
-        made = (made,) if isinstance(made, Tensor) else made
-        sent |= {Value(stage, k): value.contiguous() for k, value in enumerate(made)}
+    sent = sent_by(cut, cut.leaves(data))
+    last = len(cut.stages) - 1
+    made = [value for source, value in sent.items() if isinstance(source, Value) and source.stage == last]
     assert cut.output is not None
     return [leaf for leaf in tree_leaves(cut.output.rebuild(made)) if isinstance(leaf, Tensor)]
 
 
-class Noise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
+class Noise(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         if self.training:
