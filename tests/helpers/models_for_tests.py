@@ -618,7 +618,6 @@ def buffers_not_tensors(stages: int) -> Model:
 _CHAIN = [[Input(0)], [Value(0, 0)], [Value(1, 0)]]
 reads_too_few = partial(changed, reads=_CHAIN)
 stage_2_unread = partial(changed, reads=[*_CHAIN, [Value(1, 0)]])
-too_small = partial(changed, batch=Minibatch(lambda text, rng: (torch.zeros(3, 16), torch.zeros(3))))
 
 
 def _reading(stages: int, first: object, second: object) -> Model:

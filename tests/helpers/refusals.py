@@ -40,7 +40,6 @@ READS = {
     "stage_2_unread": "no stage reads stage 2, and the loss reads the last, 3, alone: join it with stage 3...",
     "reads_no_output": "stage 1 reads output 3 of stage 0, which returns 1",
     "reads_no_leaf": "stage 0 reads leaf 2 of the input, which has 1",
-    "too_small": "the minibatch has 3 samples, too few for 4 microbatches",
 }
 SLICED = {
     "drops_in_slices": "stage 0 of the model has slices, but draws random numbers",
