@@ -27,7 +27,7 @@ WRONG = {
     "core-without-features": ("mpirun/engine/core/forward.py", "mpirun.engine.grad_norm"),
     "split-apart": ("mpirun/model/split/inplace.py", "mpirun.model.build_stage"),
     "comm-without-model": ("mpirun/comm/device.py", "mpirun.model"),
-    "watchdog-process": ("mpirun/watchdog/rank_state.py", "numpy"),
+    "watchdog-process": ("mpirun/watchdog/hang_report.py", "numpy"),
 }
 
 

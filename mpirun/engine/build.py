@@ -23,9 +23,9 @@ from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.grad_norm import GradNorms
 from mpirun.engine.job_graphs import Job, JobGraphs
 from mpirun.engine.loss import MinibatchLoss, check_forwards_first, score
+from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.other_sums import SliceSums, tied_sum
-from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.running_statistics import KeptBuffers
 from mpirun.engine.same_start import Values, value_digests
 from mpirun.engine.setup import Setup

@@ -19,8 +19,8 @@ from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.optimizer_step import StepResult
 from mpirun.engine.job_graphs import JobGraphs
+from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.planned_memory import MemorySlots
 from schedgen.ir.instructions import COMPUTE, Instruction, Op
 
 

@@ -23,8 +23,8 @@ from mpirun.engine.core.context import Context, Score
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
 from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.other_sums import SliceSums
-from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.loss import loss_input

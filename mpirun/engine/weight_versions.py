@@ -1,7 +1,7 @@
 """Weight versions: a STEP that makes a new version of a stage's weights while jobs still use older ones.
 
 1. Version 0 is the owner's weights when a pass through the list begins. STEP to version v makes v from v - 1.
-2. If jobs still use v - 1, v has a memory slot of its own (`planned_memory`): the STEP copies v - 1 there and steps the
+2. If jobs still use v - 1, v has a memory slot of its own (`memory_slots`): the STEP copies v - 1 there and steps the
    copy. Otherwise both have one slot, and the STEP changes it in place.
 3. Every slot has parameters that lie there, which the module gets before each job. The graph that a forward saves
    points to the slot of its version, so its backward uses the same version.
@@ -19,7 +19,7 @@ from torch import Tensor
 from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.grad_norm import norms_on_device
-from mpirun.engine.planned_memory import MemorySlots
+from mpirun.engine.memory_slots import MemorySlots
 from schedgen.ir.instructions import Instruction, Op
 
 

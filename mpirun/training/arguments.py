@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from numbers import Number, Real
 from os import PathLike, fspath
@@ -27,7 +26,6 @@ from mpirun.engine.recipe import Factory, Recipe, is_plain
 from mpirun.training.schedule_and_model import is_scheme
 from schedgen.util.errors import UsageError, clip
 
-Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
 Optimizers = Factory | type[torch.optim.Optimizer] | partial[torch.optim.Optimizer]
 
 # Arguments of an Engine that ranks may be given otherwise: the model's values are compared when they are first used, a
@@ -110,32 +108,6 @@ def check_batches(loader: object, batches: object) -> None:
     tensors = isinstance(loader, tuple) and any(isinstance(x, Tensor) for x in loader)
     if tensors or isinstance(loader, Mapping | Batch):
         raise UsageError("this is one batch: give a list of batches, or what loader(...) returns")
-
-
-def make_log(log: Log | str | PathLike[str] | None, ending: ExitStack) -> Log | None:
-    """The function that takes each step's numbers; a directory gets TensorBoard's events. `ending` closes it.
-
-    UsageError if there can be no such directory, or TensorBoard's package is missing.
-    """
-    if log is None or callable(log):
-        return log
-    place = str(log) if "://" in str(log) else str(Path(log).absolute())  # the script may change its folder
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(place)
-    except ImportError:
-        raise UsageError(f"log={log!r} needs the package tensorboard") from None
-    except OSError as error:
-        raise UsageError(f"log={log!r}: {error.strerror}") from None
-    ending.callback(writer.close)
-
-    def write(step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return write
 
 
 def options_to_compare(given: Mapping[str, Any]) -> dict[str, Any]:

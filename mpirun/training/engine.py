@@ -41,14 +41,12 @@ from mpirun.engine.recipe import Recipe
 from mpirun.engine.setup import text_microbatches, use_host
 from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
-    Log,
     Optimizers,
     check_batches,
     check_data,
     check_same_options,
     check_saving,
     directory_of,
-    make_log,
     make_recipe,
     options_to_compare,
 )
@@ -60,6 +58,7 @@ from mpirun.training.saving import Checkpoints, Saving
 from mpirun.training.schedule_and_model import Given, Models, load
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_loss_weight
+from mpirun.training.tensorboard_log import Log, make_log
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
 from schedgen.util.files import check_writable

@@ -2,7 +2,7 @@
 
 `rank_side`   what a rank shows in shared memory, and how its host's watchdog is started
 `process`     the watchdog's loop: it looks at the ranks of its host, and ends them where one has died or none moves
-`rank_state`  what a rank does, in words, and why a job cannot continue
+`hang_report`  what a rank does, in words, and why a job cannot continue
 `hosts`       connections to the watchdogs of other hosts, and which host is silent
 
 All but `rank_side` import only Python's standard library, so that a watchdog starts at once and stays small.

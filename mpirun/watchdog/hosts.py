@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mpirun.watchdog.rank_state import State
+from mpirun.watchdog.hang_report import State
 
 SILENCE = 60.0  # seconds after which a silent host counts as lost, if the time limit is not shorter
 

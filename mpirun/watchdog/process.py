@@ -23,8 +23,8 @@ import time
 from typing import Any
 
 from mpirun.watchdog import DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
+from mpirun.watchdog.hang_report import Rank, State, different_calls, explain_hang, in_a_line, kernel_state
 from mpirun.watchdog.hosts import SILENCE, Hosts, Link
-from mpirun.watchdog.rank_state import Rank, State, different_calls, explain_hang, in_a_line, kernel_state
 
 TICK = 0.1  # seconds between two looks
 REPORT = 1.0  # seconds between two reports to the other watchdogs, and comparisons with the time limit

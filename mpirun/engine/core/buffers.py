@@ -102,7 +102,7 @@ def in_turn(bundles: Sequence[Bundle]) -> list[list[int]]:
 
 
 class Slots(Protocol):
-    """The memory that buffers lie in, one slot after the other by the memory plan (`engine.planned_memory`)."""
+    """The memory that buffers lie in, one slot after the other by the memory plan (`engine.memory_slots`)."""
 
     device: torch.device
     fetched: dict[int, int]  # by stage whose weights are fetched: their slot

@@ -12,8 +12,9 @@ import torch
 from torch.nn.functional import mse_loss
 
 from mpirun.engine.recipe import NamedParameter
-from mpirun.training.arguments import make_log, make_recipe
+from mpirun.training.arguments import make_recipe
 from mpirun.training.schedule_and_model import Given
+from mpirun.training.tensorboard_log import make_log
 from schedgen.util.errors import UsageError
 
 

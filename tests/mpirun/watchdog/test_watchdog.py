@@ -21,9 +21,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from mpirun.watchdog import CALL, DONE, FAILED, IN_SCRIPT, METHODS, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
+from mpirun.watchdog.hang_report import Rank, explain_hang
 from mpirun.watchdog.process import REPORT
 from mpirun.watchdog.rank_side import COMMAND
-from mpirun.watchdog.rank_state import Rank, explain_hang
 
 LINES = [
     '{"op": "RECV", "buf": "x.0.0", "from": 0}',
