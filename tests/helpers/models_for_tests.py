@@ -34,9 +34,9 @@ def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model
     return model._replace(stages=entries)
 
 
-def changed(stages: int, make: Callable[[int], Model] = mlp.tiny, **fields: Any) -> Model:
+def changed(count: int, /, make: Callable[[int], Model] = mlp.tiny, **fields: Any) -> Model:
     """mlp.tiny, or another model, with other fields."""
-    return make(stages)._replace(**fields)
+    return make(count)._replace(**fields)
 
 
 # GPTs with little to compute, up to 8 stages
