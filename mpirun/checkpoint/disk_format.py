@@ -59,6 +59,7 @@ class Manifest(NamedTuple):
     seed: int
     settings: dict[str, Any]  # of the run, as `run_settings` returns them, and where it is in its data
     files: list[CheckpointFile]
+    directory: Path | None = None  # where a run that resumes looked for it: `folder`, or the directory that it lies in
 
     def entry_files(self, kind: str) -> dict[str, Path]:
         """The file of every entry; `kind`: weights or optimizer."""

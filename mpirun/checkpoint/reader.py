@@ -38,7 +38,7 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
     folders = from_rank_0(comm, lambda: disk_format.step_folders(directory))
     for folder in folders:
         try:
-            return _verified(comm, folder)
+            return _verified(comm, folder)._replace(directory=directory)
         except Stop as stop:
             if comm.rank == 0:
                 say(f"mpirun: {stop}: skipped", sys.stderr)

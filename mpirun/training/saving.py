@@ -48,7 +48,7 @@ class Checkpoints:
             together(run.comm, lambda: data.restore(position))
         run.interpreter.optimizer.take_assigned()
         self.writer.resume(manifest)
-        self.resumed = manifest.folder.parent
+        self.resumed = manifest.directory
         run.resumed(manifest.step)
 
     def open(self, directory: Path) -> None:

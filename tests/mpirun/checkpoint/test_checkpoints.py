@@ -112,7 +112,10 @@ ENDS: dict[str, tuple[str, int, list[str], str]] = {
     "half a manifest": ("--resume {folder}/b", 0, [r"\S.*4\S*: damaged: skipped"], "after step 2: "),
     "no part": ("--resume {folder}/c", 0, [r"\S.*4\S*: No such file or directory: skipped"], "after step 2: "),
     "another bit": ("--resume {folder}/d", 0, [r"\S.*4\S*: damaged: skipped"], "after step 2: "),
-    "none whole": ("--resume {folder}/e", 1, [r"resuming from \S.*: no checkpoint there is complete"], ""),
+    "none whole": (
+        "--resume {folder}/e", 1,
+        [r"(?:\S.*: skipped\nmpirun: )+resuming from \S.*: no checkpoint there is complete"], "",
+    ),
     # One that was set aside counts where its run ended before another took its place.
     "set aside": ("--resume {folder}/f", 0, [], "after step 4: "),
     "unfinished": ("--resume {folder}/g --save {folder}/g", 0, [], "after step 4: "),
