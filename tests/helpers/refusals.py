@@ -71,6 +71,7 @@ COMMANDS: Table = {
         **{f"{{two}} {MODEL} {words}": f"{why}{HELP}" for words, why in OPTIONS.items()},
         "{two}": f"--model is missing{HELP}",
         MODEL: f"FILE is missing{HELP}",
+        f"{{forwards}} {MODEL}": "{forwards} has forwards alone: nothing can be trained by it...",
         f"{{two}} {MODEL} --graphs": "graphs: a CPU launches no kernels that could be captured",
         f"{{two}} {MODEL} --stream-words": "stream words: a CPU has no streams of kernels",
         f"{{two}} {MODEL} --gpu-messages host": "gpu messages host: a CPU has no memory but the host's",
@@ -108,7 +109,6 @@ COMMANDS: Table = {
         f"{{empty}} {MODEL}": "{empty}:1: the file ends here, before its end",
         f"{{job}} {MODEL}": "{job}:...: ...",
         f"{{byte}} {MODEL}": "{byte}:...: the SHA-256 does not match the lines above: the file was damaged or edited",
-        f"{{forwards}} {MODEL}": "{forwards} has forwards alone: nothing can be trained by it...",
         f"{{newer}} {MODEL}": "{newer}:1: format version 3 is newer than this schedgen reads (2)",
         f"graph {MODEL} --stages 2 -o /dev/full": "--output /dev/full: No space left on device",
         f"{PROFILE} --schedule none -o -": "none: No such file or directory",
@@ -208,7 +208,7 @@ SCRIPTS: Table = {
             "the learning rate of step 1 is nan, not a number"
         ),
         "step((x, x), model=[Field(4, 4)], scheme='gpipe', loss=differentiating)": (
-            "the loss differentiates what it gets, but outputs are cut off..."
+            "the loss fails on the shapes it gets: ..."
         ),
         **{
             f"step((x, x), model=1, scheme='gpipe', loss_weight=lambda target: {weight})": why

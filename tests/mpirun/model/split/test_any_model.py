@@ -109,18 +109,13 @@ def test_gradients_that_are_rounding_alone_fail_no_verification(several, compile
 
 
 def test_a_run_goes_on_with_another_cut(several, compiled, graphs, text, tmp_path):
-    """Names in checkpoints are the module's own; --verify repeats only steps that were made with the same data."""
+    """Names in checkpoints are the module's own."""
     arguments = ["--model", "split_models:gpt2", "--text", text, "--canonical"]
     first = compiled("1f1b", graph=graphs["gpt2"], microbatches=4, workers=4)
     second = compiled("fsdp", graph=graphs["gpt2 in two"], microbatches=4, workers=4)
-    other = compiled("fsdp", graph=graphs["gpt2 in two"], microbatches=8, workers=4)
     saved, resumed = ["--steps", 1, "--save", tmp_path / "saved"], ["--steps", 2, "--resume", tmp_path / "saved"]
-    runs = [
-        [first, *arguments, *saved],
-        *([schedule, *arguments, *resumed, "--verify"] for schedule in (second, other)),
-    ]
-    (code, _), (again, out), (refused, _) = several(4, runs)
-    assert (code, again, refused) == (0, 0, 2) and "resumed after step 1" in out
+    (code, _), (again, out) = several(4, [[first, *arguments, *saved], [second, *arguments, *resumed]])
+    assert (code, again) == (0, 0) and "resumed after step 1" in out
 
 
 @pytest.fixture(scope="module")
