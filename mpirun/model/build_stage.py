@@ -121,13 +121,14 @@ class StageBuilder:
             with given_apart(self.model, first_stage, copied=False):
                 first = _parameter(builder.untied(), *tie[0])
                 self._check_alike(tied, tie[0], first)
-                if values is not None and parameter.is_meta:
-                    value = first.detach().clone() if copied else torch.empty_like(parameter, device="cpu")
-                    tied[names[0]] = like(parameter, value)  # type: ignore[assignment]
-                    for part in (module, *self._sources()):
-                        replace_tensors(part, {id(parameter): tied[names[0]]})
-                elif copied:
-                    parameter.data.copy_(first.data)
+            # Not inside: this stage may have been given the same module, which gets back what it had.
+            if values is not None and parameter.is_meta:
+                value = first.detach().clone() if copied else torch.empty_like(parameter, device="cpu")
+                tied[names[0]] = like(parameter, value)  # type: ignore[assignment]
+                for part in (module, *self._sources()):
+                    replace_tensors(part, {id(parameter): tied[names[0]]})
+            elif copied:
+                parameter.data.copy_(first.data)
         for name in names[1:]:
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, tied[names[0]])

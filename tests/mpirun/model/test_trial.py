@@ -185,7 +185,7 @@ def test_a_loss_that_differentiates_an_output_is_refused():
         lambda output, _: torch.autograd.grad(output.sum(), output)[0].sum(),
         lambda output, _: torch.autograd.grad(output.requires_grad_().sum(), ROWS.clone().requires_grad_())[0].sum(),
     ):
-        with pytest.raises(UsageError, match="^the loss fails on the shapes it gets: "):
+        with pytest.raises(UsageError, match=r"^the loss fails on the shapes it gets: "):
             shapes_of(nn.Linear(6, 6), loss=loss)
 
 
