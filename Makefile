@@ -120,6 +120,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python .ci/budgets.py
 
 # Golden schedules have 4 workers, 8 microbatches and 4 stages, or 8 stages where each worker has two. TIED ties the
 # first and the last stage. REPLICAS has two stages, the first with three replicas; SHARDED has two stages, each in
