@@ -110,7 +110,7 @@ def test_a_plan_of_a_graph_takes_what_plan_says_with_that_graph(run, refused, tm
         numbers = json.loads(run(command, path, "--profile", profile, "--graph", graph, "--json").out)
         assert numbers[name] == best.get(name, best["step_time"])
         assert "give the stages' --graph, too" in refused(run(command, path, "--profile", profile), 1)
-        assert "give --profile, too" in refused(run(command, path, "--graph", graph), 2)
+        assert "--graph needs --profile" in refused(run(command, path, "--graph", graph), 2)
     graph.write_text(json.dumps({"stages": 6}))
     profile.write_text(json.dumps(COSTS))
     for given in ((), ("--graph", graph)):

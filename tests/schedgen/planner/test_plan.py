@@ -12,7 +12,6 @@ from examples import further
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
-from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import Op
 from schedgen.planner.candidate_bound import candidate_bound
 from schedgen.planner.candidates import candidates, replicated
@@ -140,22 +139,6 @@ def test_with_a_limit_nothing_is_missed_that_is_found_without(seed, schemes):
     for found in plan(layers, *links, 4, schemes=schemes).front:
         limited = plan(layers, *links, 4, found.peak_bytes, schemes=schemes).front
         assert limited[0].step_time <= found.step_time and limited[0].peak_bytes <= found.peak_bytes
-
-
-def test_cuts_whose_stages_have_too_many_ties_are_passed_over():
-    """Layer 1 is in 16 ties, and in one more if a stage joins it with layer 0."""
-    sets = itertools.chain.from_iterable(itertools.combinations(range(2, 7), size) for size in (2, 3))
-    ties = ((0, 6), *((1, *rest) for rest in itertools.islice(sets, 16)))
-    times, chain = np.array([1.0, 0.5, 0.5, 1, 1, 1, 1]), tuple(itertools.pairwise(range(7)))
-    graph = ModelGraph(7, chain, tied=ties)
-    layers = Layers(tuple("abcdefg"), chain, {"F": times, "B": 2 * times}, Machine(), graph)
-    links = 6, 1e9
-    best = plan(layers, *links, 6, schemes=["1f1b"])
-    assert (1, 2, 1, 1, 1, 1) in [row.layers for row in best.front]
-    check(best.program)
-    candidate = next(each for each in candidates(layers, *links, 6) if each.sizes.stages == 6)
-    over, within = (stage_costs(layers, (first, *range(3, 8)), 1e9) for first in (2, 1))
-    assert [costs for _, costs in _simulated(candidate, [over, within])] == [within]
 
 
 @pytest.mark.parametrize("scheme", ["1f1b", "dualpipe-v", "gpipe"])

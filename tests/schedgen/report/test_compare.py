@@ -206,9 +206,9 @@ def test_a_limit_holds_back_the_order_of_a_file_or_leaves_it_out(write):
     ],
     ids=["no file", "edges", "groups", "workers", "raises", "sizes"],
 )  # fmt: skip
-def test_a_file_that_does_not_fit_is_left_out_for_a_reason(name, text, said, write, run):
+def test_a_file_that_does_not_fit_is_refused(name, text, said, write, run, refused):
     write(name, text)
-    assert f"\nleft out: {name}: {said}" in run("compare", name, *SMALL).out
+    assert said in refused(run("compare", name, *SMALL), 2)
 
 
 def test_what_cannot_be_compared_is_one_sentence(run, refused, monkeypatch, tmp_path):
