@@ -237,7 +237,7 @@ def _searched(
 def _programs(candidate: Candidate, ordered_by: StageCosts) -> Callable[[StageCosts], Program | None]:
     """`_compiled` with a cache: one program for all cuts whose stages have the same graph, as only the header differs.
 
-    It returns None if a cap blocks the schedule, or a stage of this graph has too many ties.
+    It returns None if a cap blocks the schedule.
     """
     programs: dict[ModelGraph | None, Program | None] = {}
 

@@ -345,9 +345,9 @@ def test_a_schedule_keeps_the_cut_it_was_made_for(run, refused, on_two, tmp_path
     counts = json.loads(text)["scheme"]["layers"]
     assert sum(counts) == 41
     path.write_text(text.replace(json.dumps(counts), json.dumps([0, *counts[1:]])))
-    assert "one number per stage" in refused(run("seal", path), 1)
+    assert "a number for each stage" in refused(run("seal", path), 1)
     path.write_text(text.replace(json.dumps(counts), json.dumps(counts[1:])))
-    assert "one number per stage" in refused(run("check", path), 1)
+    assert "a number for each stage" in refused(run("check", path), 1)
 
 
 def test_many_microbatches_take_no_more_memory_than_few(run, tmp_path):
@@ -373,7 +373,7 @@ def test_one_worker_needs_no_links(run, refused, tmp_path):
     profile, out = tmp_path / "profile.json", tmp_path / "out.json"
     profile.write_text('{"F": [0.1, 0.1], "B": [0.2, 0.2], "alpha": 0, "beta": 0}')
     numbers = json.loads(run("plan", profile, "--workers", 1, "--microbatches", 4, "--json", "-o", out).out)
-    assert numbers["bandwidth"] == [None]
+    assert numbers["bandwidth"] is None
     assert numbers["schedules"][0]["step_time"] == pytest.approx(4 * 0.6)
     assert run("check", out).code == 0
     words = ("plan", profile, "--microbatches", 4, "--workers")
@@ -385,7 +385,7 @@ def test_what_cannot_be_planned_is_one_sentence(run, refused):
     options = (VGG16, "--workers", 4, "--bandwidth", 1e9)
     assert "--microbatches" in refused(run("plan", *options), 2)
     assert "'nowhere' is none of gpipe, 1f1b" in refused(run("plan", *options, "--schemes", "1f1b,nowhere"), 2)
-    assert "leave --search out" in refused(run("plan", *options, "--partition-only", "--search", 1), 2)
+    assert "--search does nothing beside --partition-only" in refused(run("plan", *options, "--partition-only", "--search", 1), 2)
     own = ("--partition-only", "-o", "x.json")
     assert "--microbatches" in refused(run("plan", *options, *own), 2)
     assert "3 replicas" in refused(run("plan", *options, *own, "--microbatches", 2), 2)
