@@ -385,7 +385,9 @@ def test_what_cannot_be_planned_is_one_sentence(run, refused):
     options = (VGG16, "--workers", 4, "--bandwidth", 1e9)
     assert "--microbatches" in refused(run("plan", *options), 2)
     assert "'nowhere' is none of gpipe, 1f1b" in refused(run("plan", *options, "--schemes", "1f1b,nowhere"), 2)
-    assert "--search does nothing beside --partition-only" in refused(run("plan", *options, "--partition-only", "--search", 1), 2)
+    assert "--search does nothing beside --partition-only" in refused(
+        run("plan", *options, "--partition-only", "--search", 1), 2
+    )
     own = ("--partition-only", "-o", "x.json")
     assert "--microbatches" in refused(run("plan", *options, *own), 2)
     assert "3 replicas" in refused(run("plan", *options, *own, "--microbatches", 2), 2)
