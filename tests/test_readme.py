@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("schedgen", "mpirun")
 # In the order of reading: later pages use files that commands of earlier ones have made.
 FIRST = ("README.md", *(f"{package}/docs/{page}.md" for page in ("tutorial", "how-to") for package in PACKAGES))
-OTHERS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*/README.md"), *ROOT.glob("*/docs/*.md")])
+OTHERS = [f"{package}/README.md" for package in PACKAGES]
+OTHERS += sorted(str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).glob("docs/*.md"))
 PAGES = list(dict.fromkeys((*FIRST, *OTHERS)))
 
 
