@@ -62,7 +62,7 @@ def a_hash_that_is_not_compared(patch):
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
-        (a_size_that_is_believed, ""),
+        (a_size_that_is_believed, "too much memory|not what writing makes"),
         (a_search_without_end, "no answer"),
         (an_error_in_the_words_of_the_file, "not one sentence"),
         (a_hash_that_is_not_compared, "a file with the wrong hash is accepted"),
