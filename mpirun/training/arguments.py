@@ -28,8 +28,8 @@ from schedgen.util.errors import UsageError, clip
 
 Optimizers = Factory | type[torch.optim.Optimizer] | partial[torch.optim.Optimizer]
 
-# Arguments of an Engine that ranks may be given otherwise: the model's values are compared when they are first used, a
-# note tells of other numbers of threads, and rank 0 alone logs, and reads the text.
+# Arguments of an Engine that ranks may be given otherwise: the model's values are compared when they are first used,
+# hosts may have other numbers of cores, and rank 0 alone logs, and reads the text.
 MAY_DIFFER = ("self", "comm", "model", "options", "threads", "log", "text")
 FOLDERS = ("weights", "export")  # hosts may call them otherwise: what has to agree is whether there is one
 

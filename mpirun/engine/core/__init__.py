@@ -1,1 +1,1 @@
-"""The core: what every step executes, whatever the schedule. The features around it it knows as `interfaces`."""
+"""The core: what every step executes, whatever the schedule. Its `context` says what it asks of the features around."""
