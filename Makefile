@@ -124,7 +124,7 @@ lint: venv
 
 # Golden schedules have 4 workers, 8 microbatches and 4 stages, or 8 stages where each worker has two. TIED ties the
 # first and the last stage. REPLICAS has two stages, the first with three replicas; SHARDED has two stages, each in
-# weight shards on all workers; TENSOR has two stages of four substages each, in two tensor shards. BUFFERS, with two
+# weight shards on all workers; TENSOR has two stages of four substages each, in two tensor slices. BUFFERS, with two
 # weight buffers, has 12 microbatches: with 8, every update would use the first version. NAME.graph is the stage
 # graph of NAME's model. The schedules in forward/ contain only forwards.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream

@@ -130,10 +130,10 @@ def _gradient_trees(program: Program) -> dict[Place, int]:
 
     get one number. Numbers are given from the leaves up: a partial's tree has its number before the tree that adds it.
     """
-    table, whole = program.rows, ~program.header.tensor_parallel.sliced
+    table, replicated = program.rows, ~program.header.tensor_parallel.sliced
     adds = (table.op == Op.ADD) & (table.kind == Kind.DW)
     rows = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)) | adds)
-    rows = rows[whole[table.stage[rows]]]
+    rows = rows[replicated[table.stage[rows]]]
     rows = rows[np.lexsort((rows, table.rank[rows], table.stage[rows]))]
     # A run of backwards, or an ADD, is one piece of a sequence.
     keys = np.stack([table.stage[rows], table.rank[rows], np.cumsum(adds[rows])], axis=1)

@@ -174,7 +174,7 @@ def joined_graph(
     """The graph of stages that end at cuts `ends`, from that of the layers; and the bytes that stages send.
 
     The bytes are, by edge of the graph and in its order, those sent along it; and by stage, those of all its outputs
-    that later stages read. Where a layer is apart, its consumers are taken to read nothing in common.
+    that later stages read. Where a layer has an output per consumer, these are taken to read nothing in common.
     """
     stage_of = [bisect(ends, layer) for layer in range(graph.stages)]
     sizes = layers.machine.edge_bytes(StageGraph(graph.stages, layers.edges, graph.per_consumer))
