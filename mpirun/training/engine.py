@@ -66,6 +66,14 @@ from schedgen.util.option_fields import checked, refuse_overwriting
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_threads_before: list[int] = []  # torch's, as each open Engine found them, the first one first
+
+
+def _give_threads_back() -> None:
+    """Restore torch's threads after the last open Engine: until then another one still computes with its own."""
+    threads = _threads_before.pop()
+    if not _threads_before:
+        torch.set_num_threads(threads)
 
 
 def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
@@ -163,7 +171,8 @@ class Engine:
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(comm, lambda: check_new(directory_of("export", export)))
-            self._ending.callback(torch.set_num_threads, torch.get_num_threads())
+            _threads_before.append(torch.get_num_threads())
+            self._ending.callback(_give_threads_back)
             use = self._options
             self.host = use_host(comm, use.device, use.threads, use.gpu_messages, use.stream_words)
             file, self._model = load(comm, schedule, microbatches, Given(model, loss, stages, folder, use.seed))

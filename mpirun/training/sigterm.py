@@ -14,6 +14,7 @@ class Sigterm:
     """What SIGTERM does to one run on this rank. A handler of the script's own stays, and then this does nothing."""
 
     came: ClassVar[bool] = False  # whether a signal came that no run has answered by leaving
+    asked: ClassVar[int] = 0  # runs that it asks
 
     def __init__(self) -> None:
         self.taken = False
@@ -23,14 +24,16 @@ class Sigterm:
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _keep):
             signal.signal(signal.SIGTERM, _keep)
             self.taken = True
+            Sigterm.asked += 1
 
     def asks(self) -> bool:
         """Whether the run is asked to leave."""
         return Sigterm.came and self.taken
 
     def give_back(self) -> None:
-        """The run has ended: SIGTERM has its default action again."""
-        if self.taken and signal.getsignal(signal.SIGTERM) == _keep and _is_main_thread():
+        """The run has ended: after the last one SIGTERM has its default action again."""
+        Sigterm.asked -= self.taken
+        if not Sigterm.asked and signal.getsignal(signal.SIGTERM) == _keep and _is_main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.taken = False
 
