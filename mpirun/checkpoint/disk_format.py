@@ -57,7 +57,7 @@ class Manifest(NamedTuple):
     folder: Path
     step: int  # steps done
     seed: int
-    settings: dict[str, Any]  # of the run, as `run_settings` returns them, and where it is in its data
+    settings: dict[str, Any]  # of the run, and where it is in its data
     files: list[CheckpointFile]
     directory: Path | None = None  # where a run that resumes looked for it: `folder`, or the directory that it lies in
 

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
 from mpirun.checkpoint.gather import untrained_entries, written_entries
 from mpirun.checkpoint.reader import check_all_read, restore
-from mpirun.checkpoint.run_settings import differing_options, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
 from mpirun.engine.optimizer import Optimizer
@@ -43,10 +43,8 @@ class CheckpointWriter:
         """
         self.part, self.optimizer = part, optimizer
         self.comm = comm = part.comm
-        descriptions = [description for description in comm.allgather(optimizer.description()) if description]
-        name, settings, _ = descriptions[0] if descriptions else ("", {}, [])
-        groups = [options for *_, of_rank in descriptions for options in of_rank]
-        self.settings = run_settings(part.header, part.setup, (name, settings), groups, schedule)
+        names = [name for name in comm.allgather(optimizer.name) if name is not None]
+        self.settings = _settings(part, names[0] if names else "", schedule)
         _, untrained = untrained_entries(part)
         together(comm, lambda: self._check_entries(untrained))
         self.directory: Path | None = None
@@ -75,8 +73,9 @@ class CheckpointWriter:
         self.last = manifest.step
         if comm.rank == 0:
             say(f"resumed after step {manifest.step}: {manifest.folder}", sys.stdout)
-            for words in differing_options(manifest.settings["options"], self.settings["options"]):
-                note(comm, f"the checkpoint was made with {words}")
+            saved, options = manifest.settings["options"], self.settings["options"]
+            for name in [name for name in {**saved, **options} if saved.get(name) != options.get(name)]:
+                note(comm, f"the checkpoint was made with {name} {saved.get(name)}, not {options.get(name)}")
 
     def open(self, directory: str, resumed: str | None) -> None:
         """Save to a directory from now on. Collective.
@@ -129,6 +128,24 @@ class CheckpointWriter:
                 files.append(disk_format.write_file(directory, step, kind, self.comm.rank, entries))
                 self.part.beat()
         return files
+
+
+def _settings(part: RankPart, optimizer: str, schedule: str) -> dict[str, Any]:
+    """The manifest's entries besides step and files; `options` are those that a resumed run should have, too."""
+    header, setup = part.header, part.setup
+    options = {
+        "seed": setup.seed,
+        "microbatches": header.microbatches * setup.passes,
+        **setup.recipe.settings,
+        "autocast": "bf16" if setup.autocast_dtype else None,
+        "weight versions": header.lowering.get("updates"),
+        "threads": torch.get_num_threads() if setup.device.torch.type == "cpu" else None,  # bits of sums depend on it
+    }
+    return {
+        "optimizer": optimizer,
+        "schedule": {"sha256": schedule, "scheme": dict(header.scheme)},
+        "options": {option: value for option, value in options.items() if value is not None},
+    }
 
 
 class FolderLock:

@@ -179,8 +179,9 @@ class Session:
 
     @contextlib.contextmanager
     def model_values(self) -> Iterator[None]:
-        """Inside, for exports, ranks have the model's running statistics, and weights that a script assigned count."""
-        with self.watchdog.phase(EXPORTING), self.interpreter.optimizer.assigned(), buffers_shared(self.part):
+        """Inside, for exports, ranks have the model's running statistics."""
+        self.interpreter.optimizer.copy_to_twins()
+        with self.watchdog.phase(EXPORTING), buffers_shared(self.part):
             yield
 
     def step(self, weights: list[float], tokens: int) -> Result:

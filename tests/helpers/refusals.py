@@ -226,9 +226,6 @@ SCRIPTS: Table = {
         "step(lr=0.1, optimizer=lambda named: SGD([dict(params=[p.parameter], lr=1 / len(p.shape)) for p in named]))": (
             "the optimizer's groups have the rates 0.5, 1.0, but lr sets one for all of them: leave lr out, and ..."
         ),
-        "step(optimizer=lambda named: 3)": "...should return a torch.optim.Optimizer, not int",
-        "step(optimizer=torch.optim.LBFGS)": "LBFGS computes gradients inside step(), which no schedule allows: ...",
-        "step(scheduler=ReduceLROnPlateau)": "a ReduceLROnPlateau does not tell the learning rate by the step...",
         "step(loss=lambda y, t: (mse_loss(y, t), {'shape': y}))": (
             "the metric shape should be one number, not of shape (4, 4)"
         ),

@@ -71,8 +71,8 @@ class MinibatchLoss(Protocol):
 class Optimizer(Protocol):
     """The optimizers of what this rank owns (`engine.optimizer`)."""
 
-    def take_assigned(self) -> None:
-        """Copy what a script has assigned to its parameters into the weights."""
+    def copy_to_twins(self) -> None:
+        """Copy parameters that two stages have to the weights of the second."""
 
     def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
         """Add a pass's gradients to those of earlier passes; in the last pass the sums replace them."""
