@@ -6,10 +6,8 @@ they divide its weights, this one gathers their shards first. Every tensor slice
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
-import socket
 import sys
 import time
 from collections import Counter
@@ -156,23 +154,16 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         """UsageError if another run has the lock. If the file system has no locks, a note says so."""
-        place = f"{socket.gethostname()}, process {os.getpid()}"
-        try:
+        with disk_format.refusing(folder):
             self.file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise UsageError(f"saving to {folder}: {error.strerror}") from None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(self.file, 200).decode(errors="replace").strip()
             os.close(self.file)
-            mine = ", which is this script: close its earlier Engine" if holder == place else ""
-            raise UsageError(f"saving to {folder}: another run saves there: on {holder}{mine}") from None
+            why = "another run saves there, or an earlier Engine of this script, which is not closed"
+            raise UsageError(f"saving to {folder}: {why}") from None
         except OSError:
             say(f"mpirun: note: {folder}: its file system has no locks: let one run save there at a time", sys.stderr)
-        with contextlib.suppress(OSError):  # of a full disk: the lock is held, though nobody reads by whom
-            os.ftruncate(self.file, 0)
-            os.write(self.file, f"{place}\n".encode())
 
     def release(self) -> None:
         """Let another run save there."""
@@ -181,11 +172,9 @@ class FolderLock:
 
 def _locked(directory: Path, resumed: str | None) -> FolderLock:
     """Make the folder and lock it; UsageError if that fails, or if it has checkpoints and is not the `resumed` one."""
-    try:
+    with disk_format.refusing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         is_checkpoint = (directory / disk_format.MANIFEST).exists()
-    except OSError as error:
-        raise UsageError(f"saving to {directory}: {error.strerror}") from None
     if is_checkpoint:
         raise UsageError(f"saving to {directory}: it is a checkpoint itself: save to another folder")
     lock = FolderLock(directory)

@@ -34,9 +34,8 @@ def note(comm: MPI.Comm, sentence: object) -> None:
 
 
 def say(line: str, stream: TextIO) -> None:
-    """Print a line to a standard stream at once, whatever it can encode."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    """Print a line to a standard stream at once."""
+    print(line, file=stream, flush=True)
 
 
 def write_output(option: str, path: str, data: bytes) -> None:

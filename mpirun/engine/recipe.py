@@ -165,15 +165,16 @@ def is_plain(value: object) -> bool:
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group that has parameters; tensors of one element as numbers, tuples as lists."""
-    found: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        if group["params"]:
-            values = {key: value for key, value in group.items() if key not in NO_OPTIONS}
-            values |= {key: x.item() for key, x in values.items() if isinstance(x, Tensor) and x.numel() == 1}
-            values |= {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
-            found.append({key: value for key, value in values.items() if is_plain(value)})
-    return found
+    """The options of each parameter group that has parameters; tensors of one element as numbers."""
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    return [
+        {
+            key: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
+            for key, x in group.items()
+            if key not in NO_OPTIONS
+        }
+        for group in groups
+    ]
 
 
 def _options_by_name(optimizer: torch.optim.Optimizer, named: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:

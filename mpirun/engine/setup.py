@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import nn
 
 from mpirun.comm.device import Device, choose_device, ranks_on_host
-from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, raised_at, together
+from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, together
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.data.microbatches import Microbatches, MicrobatchSource, training_text
 from mpirun.engine.core.stage import LocalStage
@@ -28,7 +28,7 @@ from mpirun.model.module_tensors import shared_buffers
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
 from schedgen.ir.header import Header
-from schedgen.util.errors import UsageError, raised
+from schedgen.util.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +145,7 @@ def _check_options(model: Model, options: RunOptions, recipe: Recipe, header: He
 
 def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Reads:
     """What each stage reads, checked against the schedule."""
-    try:
-        leaves = len(microbatches.example.leaves)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"the model's batch fails: {raised(error)}{raised_at(error)}") from None
-    reads = model.resolved_reads(header.graph.producers, leaves)
+    reads = model.resolved_reads(header.graph.producers, len(microbatches.example.leaves))
     check_graph(reads, header)
     return reads
 

@@ -7,21 +7,18 @@ from dataclasses import replace
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value
 from mpirun.verify.record import Parameters, Record
-from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 from schedgen.ir.tensor_parallel import TensorParallel
 
 
-def without_slices(
-    setup: Setup, header: Header, record: Record, statistics: Statistics
-) -> tuple[Setup, Header, Record, Statistics]:
+def without_slices(setup: Setup, header: Header, record: Record) -> tuple[Setup, Header, Record]:
     """A run's record, and the setup of its reference.
 
     In canonical mode the reference has slices and adds them up, as the ranks do; else it runs the model without slices.
     """
     if not header.tensor_parallel or setup.canonical:
-        return setup, header, record, statistics
-    return *_setup_of_model(setup, header), _joined(setup, header, record), _statistics_of_model(header, statistics)
+        return setup, header, record
+    return *_setup_of_model(setup, header), _joined(setup, header, record)
 
 
 def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
@@ -30,6 +27,7 @@ def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
         header,
         scheme={**header.scheme, "stages": stages},
         graph=header.model_graph,
+        compute=header.compute[:, header.first_slices],
         tensor_parallel=TensorParallel(1, (), stages),
     )
     shapes = [setup.shapes[stage] for stage in header.first_slices]
@@ -40,14 +38,6 @@ def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
     ]
     dataflow = Dataflow(reads, plain, [shape.outputs for shape in shapes])
     return replace(setup, model=setup.unsliced_model, shapes=shapes, dataflow=dataflow), plain
-
-
-def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
-    of, is_split = header.model_stage, header.tensor_parallel.sliced
-    seen = {of(s): order for s, order in statistics.seen.items() if header.is_first_slice(s) and not is_split[s]}
-    split = {s: "each slice has its own" for s in statistics.seen if is_split[s]}
-    left_out = {of(s): why for s, why in {**statistics.left_out, **split}.items()}
-    return Statistics(seen, left_out)
 
 
 def _joined(setup: Setup, header: Header, record: Record) -> Record:
@@ -64,10 +54,10 @@ def _joined(setup: Setup, header: Header, record: Record) -> Record:
                 parameters[key] = dim.join([values[slice, name] for slice in tensor.slices_of(stage)])
         return parameters
 
-    buffers = {
+    buffers = {  # each slice of a sliced stage has its own
         (header.model_stage(stage), name): x
         for (stage, name), x in record.buffers.items()
         if header.is_first_slice(stage) and not tensor.sliced[stage]
     }
     gradients = [joined(step) for step in record.gradients]
-    return Record(record.losses, gradients, joined(record.parameters), buffers=buffers)
+    return Record(record.losses, gradients, joined(record.parameters), buffers)

@@ -82,6 +82,5 @@ def in_a_line(state: State) -> str:
 def explain_hang(states: list[State]) -> str:
     """A sentence: the ranks that wait for no other, for which others may wait."""
     busy = [x for x in states if x["waits"] is None or x["process"] in ("stopped", "gone")]
-    return (
-        ", ".join(f"rank {x['rank']} on {x['host']} is {x['process']}" for x in busy) or "every rank waits for others"
-    )
+    named = ", ".join(f"rank {x['rank']} on {x['host']} is {x['process']}" for x in busy)
+    return named or "every rank waits for others"

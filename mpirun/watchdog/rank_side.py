@@ -22,10 +22,9 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from mpirun.comm.fail_together import Stop, together
+from mpirun.comm.fail_together import Stop
 from mpirun.watchdog import DONE, FAILED, IN_SCRIPT, NOTHING, OTHERS, PHASE, ROW, WAIT, WORDS
 from schedgen.ir.instructions import Instruction
-from schedgen.util.errors import RefusedFile
 
 _SIOCGIFADDR = 0x8915
 _BYTES = WORDS * 8
@@ -56,9 +55,10 @@ class Watchdog:
     ) -> None:
         """Start the process of this host; `here`: the ranks of this host."""
         hosts = comm.allreduce(int(here.rank == 0))
-        file = together(comm, lambda: _shared_file(here.size) if here.rank == 0 else None)
+        file = _shared_file(here.size) if here.rank == 0 else None
         name = here.bcast(file.name if file is not None else None)
-        words = together(comm, lambda: _mapped(name))
+        with Path(name).open("r+b") as shared:
+            words = memoryview(mmap.mmap(shared.fileno(), 0)).cast("q")
         self.state = words[here.rank * WORDS : (here.rank + 1) * WORDS]
         rank = (comm.rank, os.getpid(), first_line, list(map(str, instructions)))
         ranks = here.gather(rank)  # all have the file open now
@@ -128,21 +128,9 @@ class Watchdog:
 def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
     """A file for the words of `ranks` ranks, in memory (/dev/shm) if the host has such a folder."""
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
-    try:
-        file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder)  # noqa: SIM115
-        os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
-    except OSError as error:
-        raise RefusedFile(f"the watchdog (timeout): no file can be written in {folder}: {error.strerror}") from None
+    file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder)  # noqa: SIM115
+    os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
     return file
-
-
-def _mapped(name: str) -> memoryview:
-    try:
-        with Path(name).open("r+b") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-    except OSError as error:
-        shared = "ranks of one host should have one /dev/shm, or one TMPDIR"
-        raise RefusedFile(f"the watchdog (timeout): {name}: {error.strerror}: {shared}") from None
 
 
 def _addresses() -> list[str]:

@@ -347,12 +347,6 @@ normed = partial(with_stage, index=1, stage=batch_normed)
 spectral = partial(with_stage, index=1, stage=spectrally_normed)
 
 
-def normed_twice(stages: int) -> Model:
-    """As `normed`, with the same in stage 2."""
-    model = normed(stages)
-    return model._replace(stages=[*model.stages[:2], batch_normed, *model.stages[3:]])
-
-
 class Checkpointed(mlp.Layer):
     """A hidden layer of mlp.tiny that is recomputed in its backward, by torch's checkpoint."""
 
