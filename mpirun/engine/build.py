@@ -101,7 +101,7 @@ def build_interpreter(
     )  # fmt: skip
     progress = MessageProgress(comm, setup.device) if other is None else other.progress
     under_way = bytes_under_way(program, slots.bytes).tolist()
-    return RunInterpreter(context, state, optimizer, slots, under_way, progress, graphs)
+    return RunInterpreter(context, state, under_way, progress, graphs)
 
 
 def _around(instructions: Sequence[Instruction], graphs: JobGraphs | None) -> Around:

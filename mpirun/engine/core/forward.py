@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.core.buffers import putter
-from mpirun.engine.core.context import Context, MinibatchLoss
+from mpirun.engine.core.context import Context
 from mpirun.model.dataflow import Bundle, TensorSpec
 from schedgen.ir.instructions import Instruction, Kind, Op
+
+if TYPE_CHECKING:
+    from mpirun.engine.loss import MinibatchLoss
 
 
 @lru_cache(256)  # a step's microbatches may have any weights

@@ -89,6 +89,7 @@ def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> None:
     half.branches.clear()
     begins = [edge for branch, _ in reached for edge in branch.begins]
     to = [parameter for branch, _ in reached for parameter in branch.parameters]
+    asked = [edge for branch, _ in reached for edge in _asked_with(branch)]
     found: list[Tensor | None] = []
 
     def call(_: Any) -> None:
@@ -99,11 +100,25 @@ def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> None:
 
     hook = _CALL.register_prehook(call)
     try:
-        _run([GradientEdge(_CALL, 0)], [_LEAF.detach()], (_LEAF, *begins), keep_graph=True)
+        _run([GradientEdge(_CALL, 0)], [_LEAF.detach()], (_LEAF, *begins, *asked), keep_graph=True)
     finally:
         hook.remove()
     pairs = [(edge, gradient) for edge, gradient in zip(begins, found, strict=True) if gradient is not None]
     _add_gradients([edge for edge, _ in pairs], [gradient for _, gradient in pairs], to)
+
+
+def _asked_with(branch: Branch) -> list[GradientEdge]:
+    """What a node has to compute besides what hangs on it.
+
+    Torch's GroupNorm of a channels_last tensor crashes on a CPU if it is not asked for the gradient of this tensor.
+    """
+    if type(branch.node).__name__ != "NativeGroupNormBackward0":
+        return []
+    x = branch.node._saved_input
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if x.is_contiguous() and not (last and x.is_contiguous(memory_format=last)):  # 1 x 1 maps are both
+        return []
+    return [GradientEdge(*branch.node.next_functions[0])]
 
 
 def _uncut(
