@@ -179,7 +179,6 @@ def step_folders(directory: Path) -> list[Path]:
 
 
 def _has_other(folder: Path) -> bool:
-    """Whether another checkpoint has replaced this one."""
     name = folder.name.removeprefix(_REPLACED)
     return name != folder.name and folder.with_name(name).exists()
 

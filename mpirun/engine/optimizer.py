@@ -155,7 +155,6 @@ def _new_parameters(stage: LocalStage, shard: int) -> list[nn.Parameter]:
 
 
 def _named(model: Model, stage: LocalStage, shard: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:
-    """A unit's parameters, or pieces of them, as a factory is given them."""
     names = [model.entry_name(stage.index, name) for name in stage.names]
     slice = model.slice_of(stage.index)
     dims = [stage.shape.sliced_dims.get(name) if slice.count > 1 else None for name in stage.names]

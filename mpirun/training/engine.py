@@ -174,7 +174,7 @@ class Engine:
             _threads_before.append(torch.get_num_threads())
             self._ending.callback(_give_threads_back)
             use = self._options
-            self.host = use_host(comm, use.device, use.threads, use.gpu_messages, use.stream_words)
+            self.host = use_host(comm, use)
             file, self._model = load(comm, schedule, microbatches, Given(model, loss, stages, folder, use.seed))
             self._weights_directory = folder
             self._schedule: str | None = None  # the file, which no trace may overwrite

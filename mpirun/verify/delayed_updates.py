@@ -60,8 +60,6 @@ def run_with_delayed_updates(
 
 
 class _Versions(ReferenceStage):
-    """A stage with every version of its weights that a step makes."""
-
     def __init__(self, setup: Setup, index: int, earlier: Iterable[ReferenceStage], start: Start) -> None:
         super().__init__(setup, index, earlier, start)
         self.setup, self.optimizer = setup, optimizer_of(setup, [self])

@@ -6,12 +6,13 @@ and step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
 
-from mpirun.engine.grad_norm import tensor_norms, total_norm
+from mpirun.engine.grad_norm import tensor_norms
 from mpirun.engine.optimizer import clip_factor
 from mpirun.engine.setup import Setup
 from mpirun.model.module_tensors import buffer_copies, set_buffers
@@ -37,7 +38,7 @@ def run_in_one_process(setup: Setup, header: Header, start: Start, steps: int, b
                 set_buffers(module, buffers)
             continue
         gradients.append(on_host(total))
-        model.update(step, total, total_norm(once))
+        model.update(step, total, math.hypot(*once))
     return Record(losses, gradients, on_host(model.parameters), changed_buffers(model.stages))
 
 

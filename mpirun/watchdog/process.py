@@ -60,8 +60,8 @@ class WatchdogProcess:
             self.server = socket.socket(fileno=plan["listen"])
             self.server.setblocking(False)
             self.selector.register(self.server, selectors.EVENT_READ, "server")
-        elif plan["addresses"]:
-            if not self.hosts.connect(plan["addresses"], plan["port"]):
+        elif plan["address"]:
+            if not self.hosts.connect(plan["address"], plan["port"]):
                 alone = "cannot reach the one beside rank 0: hangs are explained host by host"
                 _speak(f"the watchdog on {self.host} {alone}")
             self._report()
@@ -104,7 +104,6 @@ class WatchdogProcess:
                 self._end_ranks(0 if message["end"] == "now" else GRACE)
 
     def _look(self) -> None:
-        """Look at the ranks of this host; kill them when their grace period has ended."""
         self._hear_failures()
         for rank in self.ranks:
             rank.look()
@@ -171,7 +170,6 @@ class WatchdogProcess:
             self._end_job(f"nothing has moved for {limit:g} s: {explain_hang(left)}", left)
 
     def _end_job(self, reason: str, states: list[State]) -> None:
-        """Say why, and where each rank is; end all ranks at once."""
         self.spoken = True
         _speak("\n  ".join([reason, *map(in_a_line, sorted(states, key=lambda state: state["rank"]))]))
         self.hosts.send(end="now")

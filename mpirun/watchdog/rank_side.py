@@ -6,13 +6,11 @@ The first rank of a host starts the process, and writes it a plan: a line of JSO
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
 import secrets
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,6 @@ from mpirun.comm.fail_together import Stop
 from mpirun.watchdog import DONE, FAILED, IN_SCRIPT, NOTHING, OTHERS, PHASE, ROW, WAIT, WORDS
 from schedgen.ir.instructions import Instruction
 
-_SIOCGIFADDR = 0x8915
 _BYTES = WORDS * 8
 # Without site-packages, the user's folder and the environment's settings: they take longer than all the rest.
 _PLACE = str(Path(__file__).parents[2])
@@ -53,7 +50,6 @@ class Watchdog:
     def _start(
         self, comm: MPI.Intracomm, here: MPI.Comm, first_line: int, instructions: Sequence[Instruction], limit: float
     ) -> None:
-        """Start the process of this host; `here`: the ranks of this host."""
         hosts = comm.allreduce(int(here.rank == 0))
         file = _shared_file(here.size) if here.rank == 0 else None
         name = here.bcast(file.name if file is not None else None)
@@ -63,7 +59,7 @@ class Watchdog:
         rank = (comm.rank, os.getpid(), first_line, list(map(str, instructions)))
         ranks = here.gather(rank)  # all have the file open now
         server = socket.create_server(("", 0), backlog=hosts) if comm.rank == 0 and hosts > 1 else None
-        server_at = comm.bcast((_addresses(), server.getsockname()[1], secrets.token_hex()) if server else None)
+        server_at = comm.bcast((socket.gethostname(), server.getsockname()[1], secrets.token_hex()) if server else None)
         if file is None:
             return
         plan = {
@@ -72,7 +68,7 @@ class Watchdog:
             "timeout": limit,
             "memory": file.fileno(),
             "listen": server.fileno() if server else None,
-            **dict(zip(("addresses", "port", "token"), server_at or ([], 0, ""), strict=True)),
+            **dict(zip(("address", "port", "token"), server_at or ("", 0, ""), strict=True)),
             "ranks": ranks,
         }
         self.process = subprocess.Popen(
@@ -131,14 +127,3 @@ def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
     file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder)  # noqa: SIM115
     os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
     return file
-
-
-def _addresses() -> list[str]:
-    """The IPv4 addresses of this host, the loopback interface's last."""
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses.append(socket.inet_ntoa(reply[20:24]))
-    return sorted(addresses, key=lambda address: address.startswith("127."))

@@ -118,7 +118,6 @@ class Forward:
         return putter(buffers, bundles, [[*bundle.indices] for bundle in bundles], self.device)
 
     def _collector(self, i: Instruction, loss: MinibatchLoss) -> Callable[[list[Tensor]], object]:
-        """A function that collects the last stage's outputs for a loss of the whole minibatch."""
         x, read = self.context.buffers.get(Kind.X, i.stage, i.mb), self.context.microbatches.reader(i.mb, keep=False)
 
         def collect(outputs: list[Tensor]) -> None:

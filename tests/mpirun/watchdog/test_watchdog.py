@@ -65,7 +65,7 @@ class Host:
                 "timeout": limit,
                 "memory": file.fileno(),
                 "listen": server.fileno() if server else None,
-                "addresses": ["127.0.0.1"] if port else [],
+                "address": "127.0.0.1" if port else "",
                 "port": port,
                 "token": "t",
                 "ranks": [(n, one.pid, 10, LINES) for n, one in zip(numbers, self.ranks, strict=True)],
