@@ -32,6 +32,13 @@ class Optimizer:
             (index, shard): _new_parameters(stage, shard) for index, stage in stages.items() for shard in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
+        # Parameters of modules, and the weights that their `data` are, except within a step.
+        self.views: list[tuple[nn.Parameter, Tensor]] = [
+            pair
+            for stage in stages.values()
+            if not stage.owns_separate_shards
+            for pair in zip(stage.parameters, stage.views(stage.weights), strict=True)
+        ]
         for unit, parameters in self.parameters.items():
             named = _named(model, stages[unit[0]], unit[1], parameters)
             if parameters:
@@ -92,8 +99,15 @@ class Optimizer:
                 if key != "step" and isinstance(value, Tensor) and isinstance(cast, Tensor):
                     loaded[key] = value.to(cast.device)
 
-    def copy_to_twins(self) -> None:
-        """Copy parameters that two stages have to the weights of the second: a script writes to those of the first."""
+    def take_assigned(self) -> None:
+        """Copy what another Engine has assigned to `data` of a module's parameters into the weights.
+
+        And what a script has written to parameters that two stages have, which are those of the first, to the second.
+        """
+        for parameter, view in self.views:
+            if not parameter.is_set_to(view):
+                view.copy_(parameter.data)
+                parameter.data = view
         for stage in self.stages.values():
             for view, parameter in stage.twins:
                 view.copy_(parameter.data)

@@ -46,6 +46,7 @@ class Checkpoints:
             unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
             refuse(run.comm, not position, unsaved)
             together(run.comm, lambda: data.restore(position))
+        run.interpreter.optimizer.take_assigned()
         self.writer.resume(manifest)
         self.resumed = manifest.directory
         run.resumed(manifest.step)
@@ -70,7 +71,7 @@ class Checkpoints:
         if saving.data is not None:
             self.writer.settings["loader"] = saving.data.state()
         share_buffers(run.part)
-        run.interpreter.optimizer.copy_to_twins()
+        run.interpreter.optimizer.take_assigned()
         with run.watchdog.phase(SAVING):
             return self.writer.save(run.steps, saving.keep)
 

@@ -180,7 +180,7 @@ class Session:
     @contextlib.contextmanager
     def model_values(self) -> Iterator[None]:
         """Inside, for exports, ranks have the model's running statistics."""
-        self.interpreter.optimizer.copy_to_twins()
+        self.interpreter.optimizer.take_assigned()
         with self.watchdog.phase(EXPORTING), buffers_shared(self.part):
             yield
 

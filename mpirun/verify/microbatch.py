@@ -61,8 +61,9 @@ def forward(setup: Setup, header: Header, stages: Sequence[ReferenceStage], step
             else batch.leaves[source.leaf]
             for source in sources
         ]
-        sees = header.compute[F, stage, number % header.microbatches] == statistics_rank(header, stage)
-        kept = contextlib.nullcontext() if sees else frozen_statistics(reference.module)
+        computed_by = header.compute[F, stage, number % header.microbatches]
+        frozen = setup.shapes[stage].overwrites_buffers and computed_by != statistics_rank(header, stage)
+        kept = frozen_statistics(reference.module) if frozen else contextlib.nullcontext()
         with autocast(setup.device.kind, setup.autocast_dtype), kept:
             output = reference(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
         tensors = [output] if isinstance(output, Tensor) else list(output)

@@ -58,7 +58,7 @@ class Interpreter:
         self.position.step = self.state[STEP] = step
         self.state[PHASE] = TRAINING
         self._forget_pass()
-        context.optimizer.copy_to_twins()
+        context.optimizer.take_assigned()
         for index in context.slots.fetched:  # another interpreter, or the script, may have moved `data`
             self.stages[index].use_weights()
         context.grad_buffers.detach()
