@@ -30,7 +30,6 @@ STAGES = {
     "loss_of_many": "the loss should be one number, or a pair of it and a dict of metrics",
     "no_module": "stage 1 of the model cannot be built: it should be an nn.Module, not function",
     "without_values": "stage 1 of the model cannot be built: weight is on the meta device, and no weights give it ...",
-    "batch_raises": "...ValueError: no such batch (at ...models_for_tests.py:...)",
 }
 READS = {
     "several": "stage 2 of the model reads stage 0, but in the schedule it does not: compile it with --graph FILE...",
