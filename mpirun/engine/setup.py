@@ -15,6 +15,7 @@ from torch import nn
 
 from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, raised_at, together
+from mpirun.comm.run_comm import check_launcher
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.data.microbatches import Microbatches, MicrobatchSource, training_text
 from mpirun.engine.core.stage import LocalStage
@@ -74,6 +75,7 @@ def use_host(comm: MPI.Intracomm, device: str, threads: int | None, gpu_messages
 
     `gpu_messages`: auto, direct or host; `stream_words`: words in pinned memory replace events.
     """
+    together(comm, check_launcher)
     sleeping_barrier(comm)  # some ranks may still be importing
     own = os.sched_getaffinity(0)  # launchers may bind a rank to some of the host's cores
     of_ranks = comm.allgather(own)
