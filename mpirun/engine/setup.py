@@ -15,6 +15,7 @@ from torch import nn
 
 from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import from_rank_0, together
+from mpirun.comm.run_comm import check_launcher
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.data.microbatches import Microbatches, MicrobatchSource, training_text
 from mpirun.engine.core.stage import LocalStage
@@ -71,6 +72,7 @@ class RankPart:
 
 def use_host(comm: MPI.Intracomm, options: SetupOptions) -> Host:
     """Choose this rank's device, and torch's threads; by default the rank's share of the cores. Collective."""
+    together(comm, check_launcher)
     sleeping_barrier(comm)  # some ranks may still be importing
     own = os.sched_getaffinity(0)  # launchers may bind a rank to some of the host's cores
     of_ranks = comm.allgather(own)
