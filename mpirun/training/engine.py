@@ -85,7 +85,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
             generators_kept(),
             torch.inference_mode(False),  # a script's loop may stand in torch.no_grad()
             exit_by(self.comm, self._position, self._failing),
-            self._running.watchdog.in_call(),
+            self._running.watchdog.calling(method.__name__.lstrip("_")),
         ):
             return method(self, *args, **kwargs)
 

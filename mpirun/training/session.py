@@ -260,7 +260,7 @@ class Session:
 
     def wait_for_others(self) -> None:
         """Block until all ranks have called this; the watchdog reports ranks that do not."""
-        with self.watchdog.in_call():
+        with self.watchdog.calling("close"):
             self.watchdog.state[PHASE] = ENDING
             sleeping_barrier(self.at_end)
             self.at_end.Free()

@@ -1,11 +1,14 @@
-"""What a rank does, as text: from its words in shared memory and from what the kernel says of its process."""
+"""What a rank does, as text: from its words in shared memory and from what the kernel says of its process.
+
+And why a job cannot continue: which ranks wait for no other, or which scripts call different methods of the Engine.
+"""
 
 from __future__ import annotations
 
 import time
 from typing import TypedDict
 
-from mpirun.watchdog import BEAT, IN_SCRIPT, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
+from mpirun.watchdog import BEAT, CALL, IN_SCRIPT, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
 
 ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
 
@@ -19,7 +22,9 @@ class State(TypedDict):
     waits: str | None  # for what; None: for nothing
     process: str  # what its process does
     moved: float  # seconds since it last moved
-    in_script: bool  # whether its script runs code of its own, between two calls
+    calls: int  # how many methods of the Engine its script has called
+    call: str  # the last one
+    in_script: bool  # whether that has returned
 
 
 def kernel_state(pid: int) -> str | None:
@@ -67,7 +72,9 @@ class Rank:
         letter = None if self.gone else kernel_state(self.pid)
         activity = "gone" if letter is None else ACTIVITIES.get(letter, "alive")
         moved = time.monotonic() - self.moved
+        calls, method = divmod(self.words[CALL], len(METHODS))
         return {"rank": self.number, "host": host, "at": at, "waits": waits, "process": activity, "moved": moved,
+                "calls": calls, "call": METHODS[method].removeprefix("begin_").removeprefix("end_"),
                 "in_script": bool(self.words[IN_SCRIPT])}  # fmt: skip
 
 
@@ -77,6 +84,23 @@ def in_a_line(state: State) -> str:
     if state["waits"]:
         activity = f", waiting for {state['waits']}"
     return f"rank {state['rank']} on {state['host']}: {state['at']}{activity}"
+
+
+def different_calls(states: list[State]) -> str | None:
+    """A sentence about two ranks whose scripts call different methods though all must call the same; None: no such two.
+
+    Ranks that have made the same number of calls must have made the same last call, at any time: one look is enough.
+    """
+    first: dict[int, State] = {}  # by number of calls
+    for state in states:
+        other = first.setdefault(state["calls"], state)
+        if other["call"] != state["call"]:
+            one, two = (
+                f"rank {x['rank']} on {x['host']} " + ("has ended" if x["call"] == "close" else f"calls {x['call']}")
+                for x in (other, state)
+            )
+            return f"{one}, but {two}: all ranks call the methods of an Engine, in the same order"
+    return None
 
 
 def explain_hang(states: list[State]) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop
-from mpirun.watchdog import DONE, FAILED, IN_SCRIPT, NOTHING, OTHERS, PHASE, ROW, WAIT, WORDS
+from mpirun.watchdog import CALL, DONE, FAILED, IN_SCRIPT, METHODS, NOTHING, OTHERS, PHASE, ROW, WAIT, WORDS
 from schedgen.ir.instructions import Instruction
 
 _BYTES = WORDS * 8
@@ -86,9 +86,11 @@ class Watchdog:
             server.close()
 
     @contextlib.contextmanager
-    def in_call(self) -> Iterator[None]:
-        """Show that the script is in a method of the Engine, which all ranks have to call."""
+    def calling(self, method: str) -> Iterator[None]:
+        """Show that the script calls a method of the Engine, which all ranks have to call."""
+        calls = self.state[CALL] // len(METHODS)
         self.state[IN_SCRIPT] = False
+        self.state[CALL] = (calls + 1) * len(METHODS) + METHODS.index(method)
         try:
             yield
         finally:
