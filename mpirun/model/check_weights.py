@@ -25,7 +25,7 @@ def check_weights(model: Model) -> None:
     types: set[tuple[torch.dtype, torch.dtype]] = set()  # in the weights, and in the model
     unused, fake = dict.fromkeys(names), fake_mode()
     for stage in range(len(model.stages)):
-        with stage_without_values(model, stage, fake) as (module, _):
+        with stage_without_values(model, stage, fake) as module:
             tensors, known = own_tensors(module), weight_names(model, stage, module)
         for name, candidates in known.items():
             present = [candidate for candidate in candidates if candidate in names]

@@ -153,7 +153,6 @@ class Engine:
         self.session: Session | None = None
         self._prepared: Prepared | None = None
         self._steps_at_end = 0  # steps, once the run has ended
-        self._noted: set[str] = set()  # what loaders have said
         self._loaders: WeakSet[Loader] = WeakSet()  # loaders known to read what this run's ranks read
         self._ending = contextlib.ExitStack()  # restores what the process had before the run
         with (
@@ -233,7 +232,7 @@ class Engine:
             self.comm,
             lambda: loader_class(dataset)(
                 dataset, microbatch_size, self._count, self._reads, self._model.origin.pair,
-                say=self._note, shuffle=shuffle, seed=self._options.seed if seed is None else seed,
+                shuffle=shuffle, seed=self._options.seed if seed is None else seed,
                 workers=workers, last=last, collate=collate,
             ),
         )  # fmt: skip
@@ -477,16 +476,8 @@ class Engine:
     def _position(self) -> str:
         return "" if self.session is None else self.session.position()
 
-    def _note(self, sentence: str) -> None:
-        if sentence not in self._noted:
-            self._noted.add(sentence)
-            note(self.comm, sentence)
-
     def _batch(self, batch: Any) -> Batch:
-        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
-
-        UsageError on a rank whose microbatch of a loader has other keys than the run's first.
-        """
+        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step."""
         count = self._count
         if not isinstance(batch, Batch):
             batch = together(self.comm, lambda: whole_batch(batch, count, self._model.origin.pair))
@@ -498,7 +489,6 @@ class Engine:
             self._loaders.add(batch.loader)
         if self._prepared is None:
             self._build(first_microbatch(self.comm, batch))
-        self._built.check_names(batch)
         return batch
 
     def _over(

@@ -30,7 +30,7 @@ from mpirun.model.split.cut_points import (
 )
 from mpirun.model.split.errors import warn_user
 from mpirun.model.split.export_graph import ExportedGraph, export_graph
-from mpirun.model.split.module_io import Call, WholeModule
+from mpirun.model.split.module_io import Call
 from mpirun.model.split.node_dependencies import Dependencies
 from mpirun.model.split.split_result import Cut
 from mpirun.model.split.stage_modules import StageBuilder
@@ -78,9 +78,8 @@ def split(
         cut = _build_stages(dependencies, starts, shared)
         if in_eval_mode:
             keep_eval_mode(cut.stages)
-        whole = WholeModule(module, dependencies.exported.example, dependencies.exported.output()[1])
         unused = _unused(module, cut.stages, aliases)
-        origin = Origin(named=True, aliases=aliases, check_eval=check_eval, whole=whole, unused=unused)
+        origin = Origin(named=True, aliases=aliases, check_eval=check_eval, unused=unused)
         return cut._replace(meta=meta, join=join, origin=origin)
 
     def join(numbers: Sequence[int]) -> Cut:

@@ -304,7 +304,7 @@ def test_nothing_is_initialised_for_shapes() -> None:
         net = Tied()
     model = split(net, EXAMPLE, stages=2, init=never).model(scores_of, weights=Recorded({}))
     for stage in range(2):
-        with stage_without_values(model, stage, fake_mode()) as (module, _):
+        with stage_without_values(model, stage, fake_mode()) as module:
             assert not any(value.is_meta for value in (*module.parameters(), *module.buffers()))
 
 
@@ -381,7 +381,7 @@ def test_parameters_keep_their_attributes(how: str) -> None:
         names = {name for name, x in module.named_parameters() if getattr(x, "value", None) == 3.0}
         return {name.removeprefix("0.") for name in names}
 
-    with stage_without_values(made, 0, fake_mode()) as (fake, _):
+    with stage_without_values(made, 0, fake_mode()) as fake:
         assert marked(fake) == {"linear.bias", "scale"}
     stage = build_stage(made, 0, 0)
     assert marked(stage) == {"linear.bias", "scale"}

@@ -112,7 +112,7 @@ print(json.dumps(found))
         "give tensors with the samples in dimension 0 alone (expand over them what is not by sample), or the loader a "
         'microbatch_size that divides them, or last="drop"'
     )
-    shapes = ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2), one of 3 samples (3, 3)")
+    shapes = ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2)")
     output, target, number, pairs = ([has.format(*shape) + give] for shape in shapes)
     numbers = [
         "mpirun: predict: outputs cannot be joined along dimension 0: zero-dimensional tensor (at position 0) cannot "
