@@ -28,9 +28,8 @@ from mpirun.model.contract import Model
 from mpirun.model.loss import loss_input, why_uncut
 from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
-from mpirun.training.notes import note_ignored_labels
 from mpirun.training.saving import Checkpoints
-from mpirun.training.session import Session, is_compared
+from mpirun.training.session import Session
 from mpirun.training.shapes import Shapes, check_padding
 from mpirun.watchdog import SETTING_UP
 from schedgen.util.errors import MpirunWarning, clip
@@ -64,7 +63,6 @@ class Prepared:
         `shapes`: of the steps' microbatches; `weigh`: an Engine's loss_weight.
         """
         self.session, self.source, self.shapes, self.weigh = session, source, shapes, weigh
-        self.labels_noted = False
         self.model, self._set_up = model, partial(set_up, session.comm, options=options, recipe=recipe, host=host)
         with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(model))
@@ -100,14 +98,7 @@ class Prepared:
             check_padding(self.model, session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
         source.give(session.steps, batch, session.verifies, weights)
-        if weights is None and is_compared(session.steps - session.begun):
-            self._note_labels(batch)
         return shares(batch.samples if weights is None else weights), sum(batch.samples) * of_shape.tokens
-
-    def _note_labels(self, batch: Batch) -> None:
-        several = self.model.loss_of == "microbatch" and self.source.count > 1 and self.session.header.has_flush
-        if several and not self.labels_noted:
-            self.labels_noted = note_ignored_labels(self.session.comm, batch)
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.

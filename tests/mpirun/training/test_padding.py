@@ -133,7 +133,7 @@ model = mpirun.Model([torch.nn.Linear(4, 4)], mse_loss, loss_of="minibatch")
 with engine(model, loss=None, stages=1) as run:
     run.predict(run.loader(data[:8], 1))
     print(refused(run.evaluate, run.loader(data[:8], 1)))
-    for batch in run.loader(data, 4):
+    for batch in run.loader(data, 3):
         run.step(batch)
 """
     done = execute(1, script, code=2, out=["2"])
