@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError
 
-# Sets the values of a submodule's own parameters and buffers in place; takes the submodule, and perhaps its name.
-Init = Callable[..., Any]
+Init = Callable[[nn.Module], Any]  # sets the values of a submodule's own parameters and buffers in place
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -31,7 +30,6 @@ class MetaModule(NamedTuple):
 
     module: nn.Module
     init: Init | None  # None: _init_weights of the model, or the submodule's reset_parameters
-    prefix: str = ""  # of the module's names in the whole model
 
 
 def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
@@ -76,10 +74,9 @@ def initial_values(source: MetaModule, unset: Mapping[str, Tensor], seed: int) -
     root, values = without_values(source.module), dict[str, Tensor]()  # inits change this copy
     for owner, needed in by_owner.items():
         part = root.get_submodule(owner)
-        if source.init:
-            ways = [[_call(source, root, source.init, owner)]]
-        else:
-            inits, reset = _model_inits(source, root, owner), getattr(part, "reset_parameters", None)
+        ways: list[list[Callable[[], Any]]] = [[partial(source.init, part)]] if source.init else []
+        if not ways:
+            inits, reset = _model_inits(root, owner), getattr(part, "reset_parameters", None)
             ways = [way for way in (inits, [*([reset] if reset else []), *inits]) if way]
         made: dict[str, Tensor] = {}
         for way in ways:
@@ -94,22 +91,18 @@ def initial_values(source: MetaModule, unset: Mapping[str, Tensor], seed: int) -
     return values
 
 
-def _model_inits(source: MetaModule, root: nn.Module, owner: str) -> list[Callable[[], Any]]:
+def _model_inits(root: nn.Module, owner: str) -> list[Callable[[], Any]]:
     """Calls of `_init_weights`, each of the innermost model: for a submodule, then for the modules around it."""
     calls: list[Callable[[], Any]] = []
     init, parts = None, owner.split(".") if owner else []
     for depth in range(len(parts) + 1):
         name = ".".join(parts[:depth])
-        nearest = getattr(root.get_submodule(name), "_init_weights", None)
-        init = nearest if nearest is not None and _required(nearest) in (1, 2) else init
+        part = root.get_submodule(name)
+        nearest = getattr(part, "_init_weights", None)
+        init = nearest if nearest is not None and _takes_one(nearest) else init
         if init is not None:
-            calls.insert(0, _call(source, root, init, name))
+            calls.insert(0, partial(init, part))
     return calls
-
-
-def _call(source: MetaModule, root: nn.Module, init: Init, name: str) -> Callable[[], Any]:
-    whole = f"{source.prefix}{name}".removesuffix(".")
-    return partial(init, root.get_submodule(name), *([whole] if _required(init) > 1 else []))
 
 
 def _set_by(inits: Sequence[Callable[[], Any]], part: nn.Module, names: Sequence[str], seed: int) -> dict[str, Tensor]:
@@ -158,14 +151,13 @@ def like_parameter(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     return made
 
 
-def _required(init: Init) -> int:
-    """How many arguments without a default an init has: the submodule, and perhaps its name."""
+def _takes_one(method: Callable[..., Any]) -> bool:
+    """Whether a method takes a submodule: other models have a method of this name for all of them."""
     try:
-        parameters = inspect.signature(init).parameters.values()
-    except (ValueError, TypeError):  # not written in Python
-        return 1
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+        inspect.signature(method).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _unset(tensor: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Inside, torch does not log what fake tensors raise."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -70,7 +70,6 @@ class OpenRun:
             yield
 
     def _keep_threads(self) -> None:
-        """Restore torch's number of threads when the run has ended."""
         _threads_before.append(torch.get_num_threads())
         self._ending.callback(_give_threads_back)
 

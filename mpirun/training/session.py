@@ -248,7 +248,6 @@ class Session:
         raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT)
 
     def _not_finite(self, step: int, result: StepResult) -> None:
-        """Stop, or print that the step changes nothing."""
         sentence = f"step {step + 1}: {_first_nonfinite(self.setup.shapes, result)}"
         if self.setup.on_nan == "stop":
             raise Stop(sentence, 1)

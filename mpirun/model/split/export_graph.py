@@ -254,7 +254,6 @@ def _refusing_assigned_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Inside, torch does not print the errors that it raises."""
     levels = [(logger, logger.level) for logger in map(logging.getLogger, LOGS)]
     for logger, _ in levels:
         logger.setLevel(logging.CRITICAL)

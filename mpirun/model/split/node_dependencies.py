@@ -160,7 +160,6 @@ def _viewed(node: fx.Node) -> list[fx.Node]:
 
 
 def _count_flops(exported: ExportedGraph) -> dict[fx.Node, int]:
-    """The flops of the nodes that have any, as torch counts them."""
     flops: dict[fx.Node, int] = {}
     by_call: dict[str, int] = {}  # flops of an operator on these shapes
     values = [node.meta.get("val") for node in exported.graph.nodes]

@@ -61,7 +61,7 @@ def split(
     UsageError, with the line of the model that is the reason, if the module cannot be split.
     """
     args, kwargs = _call(example, example_kwargs)
-    _check_options(module, points, shared)
+    _check_options(module, shared)
     _warn_of_what_is_lost(module)
     meta = meta_module(module, init)
     check_eval = _eval_check(module, args, kwargs)
@@ -142,17 +142,14 @@ def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return check
 
 
-def _check_options(module: object, points: object, shared: object) -> None:
+def _check_options(module: object, shared: object) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
-    if isinstance(points, str) or not isinstance(points, Collection):
-        raise UsageError(f"points should be names of submodules, not {points!r}")
     if shared not in SHARED:
         raise UsageError(f"shared should be 'transmit' or 'replicate', not {shared!r}")
 
 
 def _warn_of_what_is_lost(module: nn.Module) -> None:
-    """Warn of what stages lack: dropout if the module is in eval mode, and the effect of torch.compile."""
     if not module.training:
         warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
     if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules()):

@@ -43,8 +43,6 @@ def split_sequential(
     check_hooks(module)
     if module._compiled_call_impl is not None:
         warn_user("Module.compile of the Sequential is lost: compile its children")
-    if not isinstance(stages, int | Sequence) or isinstance(stages, str):
-        raise UsageError(f"stages should be a whole number, or a list of children, not {stages!r}")
     names = list(module._modules)
     starts = _counted_starts(names, stages) if isinstance(stages, int) else _named_starts(names, stages)
     runs = [names[a:b] for a, b in zip(starts, [*starts[1:], len(names)], strict=True)]

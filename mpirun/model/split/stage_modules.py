@@ -85,7 +85,6 @@ class StageBuilder:
         return self.owners.get(str(node.target)) if node.op == "get_attr" else self.stage_of.get(node)
 
     def _is_here(self, node: fx.Node, stage: int) -> bool:
-        """Whether a stage has or computes a node's value."""
         return node.op != "placeholder" and self._sender(node) in (None, stage)
 
     def _module(
