@@ -22,19 +22,19 @@ ROOMS = {
     "schedgen/report": 2_100,
     "schedgen/cli": 900,
     "schedgen/util": 700,
-    "mpirun": 17_050,
+    "mpirun": 16_650,
     "mpirun/engine/core": 1_750,
     "mpirun/engine": 4_350,
-    "mpirun/model": 4_250,
+    "mpirun/model": 3_900,
     "mpirun/training": 2_050,
     "mpirun/comm": 1_700,
     "mpirun/data": 800,
     "mpirun/checkpoint": 1_050,
     "mpirun/verify": 850,
     "mpirun/watchdog": 600,
-    "mpirun/cli": 900,
+    "mpirun/cli": 850,
     "mpirun/examples": 550,
-    "tests": 29_900,
+    "tests": 29_800,
 }
 WORDS = 12_000
 

@@ -32,8 +32,8 @@ from schedgen.util.option_fields import (
     switch,
 )
 
-EXAMPLES = """built-in models: mpirun.examples.gpt:tiny, :small, :tied and :tensor; mpirun.examples.mlp:tiny and :small;
-mpirun.examples.seq2seq:tiny and :small
+EXAMPLES = """built-in models: mpirun.examples.gpt:tiny, :tied and :tensor; mpirun.examples.mlp:tiny;
+mpirun.examples.seq2seq:tiny
 
 python -m mpirun profile --help: measure what a model's stages and messages cost
 python -m mpirun graph --help: what a model's stages read of one another

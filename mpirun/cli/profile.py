@@ -142,7 +142,6 @@ class Profile:
         return 0
 
     def _interpreter(self) -> Interpreter:
-        """An interpreter that computes all stages on this rank alone."""
         return build_interpreter(MPI.COMM_SELF, self.program, self.instructions, self.setup)
 
     def _bytes(self) -> dict[str, object]:
@@ -248,7 +247,6 @@ def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[B
 
 
 def _schedule(options: ProfileOptions) -> Program:
-    """The program of one worker that computes all stages."""
     if options.schedule is None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MpirunWarning)  # the set-up makes the model again, and then warns

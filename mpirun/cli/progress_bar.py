@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import TextIO
 
 import numpy as np
 from tqdm import tqdm
@@ -15,20 +14,16 @@ from tqdm import tqdm
 from mpirun.comm.output import say
 from mpirun.training.session import Result
 from schedgen.ir.header import Header
-from schedgen.util.errors import UsageError
-from schedgen.util.files import open_output
 
 
 class Progress:
     """Shows the user the steps of a run so far."""
 
     def __init__(self, begun: int, steps: int, metrics: str | None) -> None:
-        """`begun`: steps done by an earlier run; `metrics`: a file. UsageError if it cannot be written."""
+        """`begun`: steps done by an earlier run; `metrics`: a file."""
         self.begun, self.steps, self.path = begun, steps, metrics
         self.failed = False  # whether a row could not be written
-        with contextlib.ExitStack() as end:
-            self.metrics = _metrics(metrics, begun, end) if metrics else None
-            self.end = end.pop_all()
+        self.metrics = _metrics(metrics, begun) if metrics else None
         self.bar = tqdm(total=steps, initial=begun, unit="step") if sys.stderr.isatty() else None
         self.every = max(1, (steps - begun) // 20)
         self.losses: list[float] = []
@@ -53,7 +48,7 @@ class Progress:
             finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
             row = {"step": step, **finite, "seconds": round(result.seconds, 6), "tokens": result.tokens}
             try:
-                self.metrics.write(f"{json.dumps(row)}\n".encode())
+                self.metrics.write(f"{json.dumps(row)}\n")
                 self.metrics.flush()
             except OSError as error:
                 say(f"mpirun: note: --metrics {self.path}: {error.strerror}: no more is written to it", sys.stderr)
@@ -61,8 +56,6 @@ class Progress:
 
     def close(self, header: Header) -> None:
         """Print the summary."""
-        with contextlib.suppress(OSError):  # a row could not be written, as was reported already
-            self.end.close()
         if self.bar is not None:
             self.bar.close()
         if self.losses:
@@ -76,25 +69,12 @@ class Progress:
             say(f"{self.begun} of {self.steps} steps are done", sys.stdout)
 
 
-def _metrics(path: str, begun: int, end: contextlib.ExitStack) -> BinaryIO:
-    """The file that takes rows, open until `end`; rows of steps before `begun` stay in it."""
-    old = Path(path)
-    try:
-        out = end.enter_context(open_output(path))
-        if out.fileno() in (1, 2) or (old.exists() and not old.is_file()):  # a standard stream, a pipe or a device
-            return out
-        if begun and old.exists():
-            out.writelines(row + b"\n" for row in old.read_bytes().splitlines() if _step(row) < begun)
-        end.close()  # now the rows replace the old file
-        return end.enter_context(old.open("ab"))
-    except OSError as error:
-        raise UsageError(f"--metrics {path}: {error.strerror}") from None
-
-
-def _step(row: bytes) -> float:
-    """The step of a row; infinite if it has none."""
-    try:
-        step = json.loads(row)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return math.inf
-    return step if isinstance(step, int) else math.inf
+def _metrics(path: str, begun: int) -> TextIO:
+    """The file that takes rows; rows of steps before `begun` stay in it."""
+    if path == "-":
+        return sys.stdout
+    file = Path(path)
+    if file.is_file():
+        rows = file.read_text().splitlines(keepends=True) if begun else []
+        file.write_text("".join(row for row in rows if json.loads(row)["step"] < begun))
+    return file.open("a")

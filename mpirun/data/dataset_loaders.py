@@ -52,7 +52,6 @@ class MapLoader(Loader):
             kind = type(self.dataset).__name__
             raise UsageError(f"the dataset, a {kind}, has no length: give it __len__") from None
         self._check_samples(self.sample_count)
-        self._say_of_last(self.sample_count % self.step_size)
 
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
         """Microbatch `number` of any step, the same as in an iteration."""
@@ -68,7 +67,7 @@ class MapLoader(Loader):
             seed(self.seed, epoch, step, number)
             collated[number] = self._collated(step, number, dealt[number])
         is_last = self.sample_count is not None and step == len(self) - 1
-        return Step(len(indices), is_last, 0, collated)
+        return Step(len(indices), is_last, collated)
 
     def _indices(self, epoch: int, step: int) -> list[int]:
         order = epoch_order(self.sample_count or 0, self.shuffle, self.seed, epoch)
@@ -162,7 +161,7 @@ class _StepsInOrder(IterableDataset[Step]):
             for number in loader.reads:
                 seed(loader.seed, self.epoch, step, number)
                 collated[number] = (loader.collate or default_collate)(dealt[number])
-            dropped = len(following) if loader.last == "drop" and len(following) < size else 0
-            yield Step(len(here), len(following) == dropped, dropped, collated)
+            is_last = len(following) < size if loader.last == "drop" else not following
+            yield Step(len(here), is_last, collated)
             set_states(of_stream)
             here = following

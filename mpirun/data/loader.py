@@ -48,18 +48,12 @@ class Batch(NamedTuple):
         """Whether a microbatch has both samples and padding."""
         return self.loader is not None and any(0 < real < self.loader.microbatch_size for real in self.samples)
 
-    def check_names(self, first: tuple[str, ...]) -> None:
-        """UsageError if the leaves of an input have other names than `first`."""
-        for microbatch in self.microbatches.values():
-            microbatch.check_names(first)
-
 
 class Step(NamedTuple):
     """A step as a worker makes it."""
 
     samples: int  # without padding
     is_last: bool  # of its epoch
-    dropped: int  # samples of the epoch after it, less than a step
     collated: dict[int, Any]  # by microbatch that this rank reads, its collated samples
 
 
@@ -84,7 +78,6 @@ class Loader(ABC):
     microbatches  how many a step has
     reads         those of a step that this rank reads, in this order
     pair          collated samples -> (input, target)
-    say           prints a line on what is done with the last step; it may get a line twice
     shuffle       a new order in every epoch
     workers       processes that make the next steps ahead; 0: this one makes them, between the steps
     last          if the last step of an epoch has too few samples: "pad" repeats some, which do not count, "drop"
@@ -98,7 +91,6 @@ class Loader(ABC):
     reads: Sequence[int]
     pair: Callable[[Any], tuple[Any, Any]]
     _: KW_ONLY
-    say: Callable[[str], None]
     shuffle: bool = False
     seed: int = 0
     workers: int = 0
@@ -210,14 +202,6 @@ class Loader(ABC):
                 f'{self.microbatch_size}): last="drop" leaves nothing'
             )
 
-    def _say_of_last(self, samples: int) -> None:
-        """Report that the last step of an epoch has only `samples` samples, if it is not full."""
-        if samples % self.step_size:
-            done = "padded, weight 0" if self.last == "pad" else "dropped"
-            length = "" if self.sample_count is None else f" of {self.sample_count} samples"
-            name = f"the {type(self.dataset).__name__}{length}"
-            self.say(f"{name}: the last step of an epoch has {samples} of {self.step_size}: {done}")
-
     def _batches(self) -> Generator[Batch, None, None]:
         epoch, first, samples = self.epoch, self.step, 0
         with closing(self._made(*self._steps(epoch, first))) as made_steps:
@@ -228,8 +212,6 @@ class Loader(ABC):
                     if made is None or (self.last == "drop" and samples < self.step_size):
                         break
                     mine = {mb: self._microbatch(mb, samples, of_mb) for mb, of_mb in made.collated.items()}
-                if made.is_last:
-                    self._say_of_last(made.dropped or samples)
                 yield Batch(epoch, number, self._real(samples), mine, self, made.is_last)
                 if made.is_last:
                     return

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from mpirun.data.chunks import in_own_memory
 from mpirun.data.values import digest_of, named_leaves
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import UsageError
 
 MakeBatch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
 DATASET = "the dataset's items should be pairs (input, target), (input,) or mappings: collated is"
-Shape = tuple[tuple[int, ...] | None, ...]  # of an input's leaves; None: not a tensor
+Shape = tuple[tuple[str, tuple[int, ...] | None], ...]  # by leaf of an input, its name and size; None: not a tensor
 
 
 class Microbatch(NamedTuple):
@@ -41,13 +41,8 @@ class Microbatch(NamedTuple):
     @property
     def shape(self) -> Shape:
         """The shape of its input."""
-        return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in self.leaves)
-
-    def check_names(self, first: tuple[str, ...]) -> None:
-        """UsageError if the leaves have other names than those of the first microbatch's input."""
-        if self.names != first:
-            has, had = (clip(", ".join(names)) for names in (self.names, first))
-            raise UsageError(f"the input of a microbatch has {has}, but that of the first had {had}")
+        sizes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in self.leaves]
+        return tuple(zip(self.names, sizes, strict=True))
 
 
 class MicrobatchSource(ABC):

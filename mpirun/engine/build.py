@@ -35,10 +35,9 @@ from mpirun.model.contract import StageEntry
 from mpirun.model.rng import LOSS, derived_seed
 from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
+from schedgen.ir.instructions import COMPUTE, Instruction, Kind
 from schedgen.ir.program import Program
 from schedgen.simulator.bytes_under_way import bytes_under_way
-from schedgen.util.errors import UsageError
 
 
 def build_interpreter(
@@ -131,7 +130,6 @@ def _local_stages(
     for index, shard in header.units_of(rank):
         owned_shards.setdefault(index, []).append(shard)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
-    versions = {i.stage for i in instructions if i.op == Op.STEP and i.version >= 0 and slots.version(i) is not None}
     modules, stages, digests = {}, dict[int, LocalStage](), dict[Values, str]()
     # What is owned first: stages that share a parameter copy its value before one moves it to where it is fetched.
     for index in sorted(named | owned_shards.keys(), key=lambda index: (index not in owned_shards, index)):
@@ -139,11 +137,6 @@ def _local_stages(
         modules[index] = build_stage(setup.model, index, setup.seed, values=owned, mapped=True)
         digests |= value_digests(setup.model, index, modules[index], owned)
     for index, module in modules.items():
-        if index in versions and (referred := setup.shapes[index].referred):
-            raise UsageError(
-                f"stage {index} reads {referred[0]} by a reference that its module keeps, as in a tuple, but the "
-                "schedule has several versions of its weights: read it as an attribute in forward"
-            )
         stages[index] = LocalStage(
             module,
             index,

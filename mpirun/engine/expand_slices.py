@@ -95,7 +95,7 @@ def _ties_of_slices(expanded: Model, stage: int, count: int) -> list[list[tuple[
     """Ties for the parameters that every slice of a stage holds in full."""
     fake = fake_mode()
     with ExitStack() as stack:
-        slices = [stack.enter_context(stage_without_values(expanded, stage * count + t, fake))[0] for t in range(count)]
+        slices = [stack.enter_context(stage_without_values(expanded, stage * count + t, fake)) for t in range(count)]
     names = [{name for name, parameter in slice.named_parameters() if parameter.requires_grad} for slice in slices]
     shared = set.intersection(*names) - set(sliced_dims(slices[0]))
     return [

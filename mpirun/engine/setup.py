@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
 
 import torch
 from mpi4py import MPI
@@ -24,7 +23,7 @@ from mpirun.engine.loss import check_minibatch_loss
 from mpirun.engine.options import RunOptions, SetupOptions
 from mpirun.engine.recipe import Recipe
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Dataflow, Reads, TensorSpec, all_outputs, check_graph
+from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_graph
 from mpirun.model.module_tensors import shared_buffers
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
@@ -56,7 +55,6 @@ class Setup(Host):
     shapes: Sequence[StageShape]  # by stage
     dataflow: Dataflow
     microbatches: MicrobatchSource
-    outputs_of_one_more: Callable[[], Sequence[TensorSpec] | None]  # as Trial's, for the first example. Collective
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,7 @@ def set_up(
     model = together(comm, lambda: expanded_model(unsliced_model, header))
     reads = together(comm, lambda: _reads(model, header, source))
     dtype, device = torch.bfloat16 if options.autocast else None, host.device.torch
-    trial = partial(Trial, model, reads, autocast_dtype=dtype, device=device, prepare=prepare)
-    shapes = from_rank_0(comm, lambda: trial(source.example).shapes())
+    shapes = from_rank_0(comm, lambda: Trial(model, reads, source.example, dtype, device, prepare).shapes())
     together(comm, lambda: _check_shared_buffers(unsliced_model, shapes))
     counts = [len(shape.outputs) for shape in shapes]
     outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
@@ -123,7 +120,6 @@ def set_up(
         **vars(host), recipe=recipe, seed=options.seed, passes=options.accumulate, canonical=options.canonical,
         autocast_dtype=dtype, on_nan=options.on_nan, graphs=options.graphs, model=model,
         unsliced_model=unsliced_model, shapes=shapes, dataflow=dataflow, microbatches=source,
-        outputs_of_one_more=cache(lambda: from_rank_0(comm, trial(source.example).outputs_of_one_more)),
     )  # fmt: skip
 
 

@@ -35,8 +35,6 @@ class Origin(NamedTuple):
                 numbers[k] of these stages; UsageError if they are not the stages that were cut. None: only stages that
                 are given by their layers can be joined.
     rebuild     the last stage's output -> the module's own; None: they are the same.
-    whole       the module itself, from the leaves of the input to the outputs of the last stage; None: stages take any
-                number of samples.
     unused      by name, the module's parameters and saved buffers that are in no stage, since its forward does not use
                 them.
     """
@@ -48,7 +46,6 @@ class Origin(NamedTuple):
     check_eval: Callable[[], None] = lambda: None
     join: Callable[[Sequence[StageEntry], Sequence[int]], Mapping[str, Any]] | None = None
     rebuild: Callable[[Any], Any] | None = None
-    whole: nn.Module | None = None
     unused: Mapping[str, Tensor] = {}
 
 

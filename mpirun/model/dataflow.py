@@ -255,7 +255,6 @@ def check_graph(reads: Reads, header: Header) -> None:
 
 
 def _difference(model: ModelGraph, header: Header) -> str | None:
-    """The first difference between the model's graph and the schedule's."""
     of_model, of_schedule = set(model.edges or ()), set(header.graph.edges)
     for p, c in sorted(of_model - of_schedule):
         return f"stage {c} of the model reads stage {p}, but in the schedule it does not"

@@ -86,7 +86,6 @@ def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 @cache
 def _may_write_to(operation: Any) -> frozenset[str]:
-    """The names of the arguments that an operation may write to."""
     return frozenset(
         argument.name
         for argument in operation._schema.arguments

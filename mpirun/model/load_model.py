@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from numbers import Integral
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -82,10 +79,8 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
 
 def check_model(model: Model, stages: int) -> Model:
     """The model, its numbers converted to Python ints; UsageError if a field is not what the contract says."""
-    for field, (is_right, should_be) in FIELDS.items():
-        value = getattr(model, field)
-        if not is_right(value):
-            raise UsageError(f"{field} should be {should_be}, not {value!r:.80}")
+    if model.loss_of not in ("microbatch", "minibatch"):
+        raise UsageError(f"loss_of should be microbatch or minibatch, not {model.loss_of!r}")
     if len(model.stages) != stages:
         raise UsageError(f"the model has {len(model.stages)} stages, not the {stages} that it is asked for")
     for stage, entry in enumerate(model.stages):
@@ -103,35 +98,6 @@ def check_model(model: Model, stages: int) -> Model:
         tied=_joined_ties(model),
         tensor_parallel=1,
     )
-
-
-def _is_list(value: object, of: Callable[[Any], bool] = lambda _: True) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(of, value))
-
-
-def _is_place(value: Any) -> bool:
-    return _is_list(value) and len(value) == 2 and isinstance(value[0], Integral) and isinstance(value[1], str)
-
-
-def _is_function_or_none(value: Any) -> bool:
-    return value is None or callable(value)
-
-
-# By field of a model: whether a value is right, and what it should be.
-FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "stages": (_is_list, "a list"),
-    "loss": (callable, "a function"),
-    "batch": (_is_function_or_none, "a function"),
-    "weights": (_is_function_or_none, "a function"),
-    "length": (lambda value: isinstance(value, Integral) and int(value) >= 1, "a number of bytes"),
-    "loss_of": (lambda value: value in ("microbatch", "minibatch"), "microbatch or minibatch"),
-    "sliced": (lambda x: isinstance(x, Collection) and all(isinstance(s, Integral) for s in x), "a list of stages"),
-    "tied": (
-        partial(_is_list, of=lambda tie: _is_list(tie, _is_place) and len(tie) > 0),
-        "a list of ties, each a list of pairs (stage, name)",
-    ),
-    "reads": (lambda value: value is None or _is_list(value, _is_list), "a list of the list that each stage reads"),
-}
 
 
 def _check_stage(stage: int, entry: StageEntry, has_weights: bool) -> None:

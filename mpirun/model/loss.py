@@ -124,27 +124,19 @@ def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
     )
 
 
-def why_uncut(what: str, tree: Any, size: int, one_more: Any = None) -> str | None:
+def why_uncut(what: str, tree: Any, size: int) -> str | None:
     """A sentence: why padding cannot be removed from these tensors of a microbatch of `size` samples; None: it can.
 
-    `one_more`: the same of a microbatch of one sample more, which tells tensors that are as long by chance, and those
-    that have the samples in another dimension, too, as similarities of all pairs have; None: it is not known.
+    Of an output, whose dimensions only the model knows, dimension 0 alone has to be as long as the microbatch.
     """
     is_mapping = what == "target" and isinstance(tree, Mapping)
     remedy = ", or pairs (input, target), as the loss gets all of a mapping" if is_mapping else ""
-    for number, (path, x) in enumerate(tree_leaves_with_path(tree)):
-        if not isinstance(x, Tensor):
-            continue
-        also, wanted = "", (size + 1, *x.shape[1:])
-        if x.dim() and len(x) == size:
-            shape = wanted if one_more is None else tuple(tree_leaves(one_more)[number].shape)
-            if shape == wanted:
-                continue
-            also = f", one of {size + 1} samples {shape}"
-        return (
-            f"the {what}{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}{also}, but the "
-            "last step of an epoch is padded: give tensors with the samples in dimension 0 alone (expand over them "
-            'what is not by sample), or the loader a microbatch_size that divides them, or last="drop"'
-            f"{remedy}"
-        )
+    for path, x in tree_leaves_with_path(tree):
+        if isinstance(x, Tensor) and (x.shape[:1] != (size,) or (what == "output" and size in x.shape[1:])):
+            return (
+                f"the {what}{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}, but the "
+                "last step of an epoch is padded: give tensors with the samples in dimension 0 alone (expand over them "
+                'what is not by sample), or the loader a microbatch_size that divides them, or last="drop"'
+                f"{remedy}"
+            )
     return None

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError
 
-# Sets the values of a submodule's own parameters and buffers in place; takes the submodule, and perhaps its name.
-Init = Callable[..., Any]
+Init = Callable[[nn.Module], Any]  # sets the values of a submodule's own parameters and buffers in place
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -31,7 +30,6 @@ class MetaModule(NamedTuple):
 
     module: nn.Module
     init: Init | None  # None: _init_weights of the model, or the submodule's reset_parameters
-    prefix: str = ""  # of the module's names in the whole model
 
 
 def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
@@ -76,10 +74,9 @@ def initial_values(source: MetaModule, unset: Mapping[str, Tensor], seed: int) -
     root, values = without_values(source.module), dict[str, Tensor]()  # inits change this copy
     for owner, needed in by_owner.items():
         part = root.get_submodule(owner)
-        if source.init:
-            ways = [[_call(source, root, source.init, owner)]]
-        else:
-            inits, reset = _model_inits(source, root, owner), getattr(part, "reset_parameters", None)
+        ways: list[list[Callable[[], Any]]] = [[partial(source.init, part)]] if source.init else []
+        if not ways:
+            inits, reset = _model_inits(root, owner), getattr(part, "reset_parameters", None)
             ways = [way for way in (inits, [*([reset] if reset else []), *inits]) if way]
         made: dict[str, Tensor] = {}
         for way in ways:
@@ -94,47 +91,38 @@ def initial_values(source: MetaModule, unset: Mapping[str, Tensor], seed: int) -
     return values
 
 
-def _model_inits(source: MetaModule, root: nn.Module, owner: str) -> list[Callable[[], Any]]:
+def _model_inits(root: nn.Module, owner: str) -> list[Callable[[], Any]]:
     """Calls of `_init_weights`, each of the innermost model: for a submodule, then for the modules around it."""
     calls: list[Callable[[], Any]] = []
     init, parts = None, owner.split(".") if owner else []
     for depth in range(len(parts) + 1):
         name = ".".join(parts[:depth])
-        nearest = getattr(root.get_submodule(name), "_init_weights", None)
-        init = nearest if nearest is not None and _required(nearest) in (1, 2) else init
+        part = root.get_submodule(name)
+        nearest = getattr(part, "_init_weights", None)
+        init = nearest if nearest is not None and _takes_one(nearest) else init
         if init is not None:
-            calls.insert(0, _call(source, root, init, name))
+            calls.insert(0, partial(init, part))
     return calls
 
 
-def _call(source: MetaModule, root: nn.Module, init: Init, name: str) -> Callable[[], Any]:
-    whole = f"{source.prefix}{name}".removesuffix(".")
-    return partial(init, root.get_submodule(name), *([whole] if _required(init) > 1 else []))
-
-
 def _set_by(inits: Sequence[Callable[[], Any]], part: nn.Module, names: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """Those of a module's own tensors of these names that inits set, with their values.
-
-    No byte or boolean means unset: inits run twice, with two values in this memory, and have to give the same.
-    """
-    before = {name: tensors[name] for tensors in (part._parameters, part._buffers) for name in names if name in tensors}
-    runs: list[dict[str, Any]] = []
-    for byte in (0, 1):
-        own = part._parameters, part._buffers
-        part._parameters = {n: p if p is None else like(p, _unset(p, byte)) for n, p in own[0].items()}  # type: ignore[misc]
-        part._buffers = {n: b if b is None else _unset(b, byte) for n, b in own[1].items()}
-        seed_generators(seed)
-        try:
-            with torch.no_grad():
-                for init in inits:
-                    init()
-            runs.append({name: getattr(part, name, None) for name in names})
-        finally:
-            part._parameters, part._buffers = own
-        if not any(_is_byte(tensor.dtype) for tensor in before.values() if tensor is not None):
-            break
-    first, last = runs[0], runs[-1]
-    return {name: first[name] for name, meta in before.items() if _is_set(meta, first[name], last[name])}
+    """Those of a module's own tensors of these names that inits set, with their values."""
+    tensors = {**part._parameters, **part._buffers}
+    before = {name: tensor for name in names if (tensor := tensors.get(name)) is not None}
+    own = part._parameters, part._buffers
+    part._parameters = {n: p if p is None else like(p, _unset(p)) for n, p in own[0].items()}  # type: ignore[misc]
+    part._buffers = {n: b if b is None else _unset(b) for n, b in own[1].items()}
+    unset = [getattr(part, name) for name in before]
+    versions = {id(tensor): tensor._version for tensor in unset}
+    seed_generators(seed)
+    try:
+        with torch.no_grad():
+            for init in inits:
+                init()
+        values: dict[str, Any] = {name: getattr(part, name, None) for name in before}
+    finally:
+        part._parameters, part._buffers = own
+    return {name: values[name] for name, meta in before.items() if _is_set(meta, values[name], versions)}
 
 
 def without_values(module: nn.Module, copied: dict[int, nn.Module] | None = None) -> nn.Module:
@@ -163,43 +151,38 @@ def like_parameter(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     return made
 
 
-def _required(init: Init) -> int:
-    """How many arguments without a default an init has: the submodule, and perhaps its name."""
+def _takes_one(method: Callable[..., Any]) -> bool:
+    """Whether a method takes a submodule: other models have a method of this name for all of them."""
     try:
-        parameters = inspect.signature(init).parameters.values()
-    except (ValueError, TypeError):  # not written in Python
-        return 1
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+        inspect.signature(method).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
-def _is_byte(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 1 and not dtype.is_floating_point
-
-
-def _unset(tensor: Tensor, byte: int) -> Tensor:
-    """Memory for a tensor on the CPU, filled with a value that means unset; booleans and bytes with `byte`."""
-    filler = byte if _is_byte(tensor.dtype) else _filler(tensor.dtype)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").fill_(filler)
+def _unset(tensor: Tensor) -> Tensor:
+    """Memory for a tensor on the CPU, filled with a value that means unset."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").fill_(_filler(tensor.dtype))
 
 
 def _filler(dtype: torch.dtype) -> float:
-    """A value that no init gives."""
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+    """A value that no init gives; booleans and bytes have none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype.itemsize == 1 else torch.iinfo(dtype).max
 
 
 def _unset_elements(value: Tensor) -> Tensor:
     """A mask of the elements that no init has written, as far as their values show."""
-    if _is_byte(value.dtype):
-        return torch.zeros((), dtype=torch.bool)
-    inexact = value.is_floating_point() or value.is_complex()
-    return value.isnan() if inexact else value == _filler(value.dtype)
+    if value.is_floating_point() or value.is_complex():
+        return value.isnan()
+    return value == _filler(value.dtype) if value.dtype.itemsize > 1 else torch.zeros((), dtype=torch.bool)
 
 
-def _is_set(tensor: Tensor | None, value: object, again: object) -> bool:
-    """Whether inits have set a tensor to `value`; `again`: the value from another filler, which bytes must equal."""
-    if tensor is None or not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+def _is_set(tensor: Tensor, value: object, versions: Mapping[int, int]) -> bool:
+    """Whether inits have set a tensor to `value`; `versions`: of the tensors that they got, by id."""
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         return False
-    if _is_byte(value.dtype):
-        return isinstance(again, Tensor) and torch.equal(value, again)
+    if value.dtype.itemsize == 1 and not value.is_floating_point():
+        return value._version != versions.get(id(value))
     return not value.numel() or not bool(_unset_elements(value).all())

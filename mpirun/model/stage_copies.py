@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 from mpirun.model.build_stage import StageBuilder, build_stage, given_apart
 from mpirun.model.contract import Model
 from mpirun.model.meta_values import like
-from mpirun.model.module_tensors import given_modules, kept, own_tensors, replace_tensors
+from mpirun.model.module_tensors import kept, own_tensors, replace_tensors
 from schedgen.util.errors import MpirunWarning, UsageError
 
 
@@ -32,22 +32,19 @@ def fake_mode() -> FakeTensorMode:
 
 
 @contextmanager
-def stage_without_values(
-    model: Model, stage: int, fake: FakeTensorMode
-) -> Iterator[tuple[nn.Module, Mapping[int, str]]]:
+def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> Iterator[nn.Module]:
     """Inside, the module of a stage has fake parameters and buffers, of the mode `fake`: no weights are read.
 
-    Yields the module, and the names of the tensors that it has outside, by their ids. Functions that build it run in
-    `fake`, so that nothing is initialised. If that fails, as when a constructor asks for values, they run as usual.
+    Functions that build it run in `fake`, so that nothing is initialised. If that fails, as when a constructor asks for
+    values, they run as usual.
     """
     try:
         module = StageBuilder(model, stage, making=fake).build()
     except UsageError:
         module = StageBuilder(model, stage).build()
     with kept([module]):
-        tensors = own_tensors(module)
-        replace_tensors(module, {id(x): like(x, _fake_of(x, fake)) for x in tensors.values()})
-        yield module, {id(x): name for name, x in tensors.items()}
+        replace_tensors(module, {id(x): like(x, _fake_of(x, fake)) for x in own_tensors(module).values()})
+        yield module
 
 
 def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
@@ -59,18 +56,16 @@ def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
 
 
 @contextmanager
-def stage_apart(model: Model, stage: int, seed: int = 0) -> Iterator[tuple[nn.Module, Mapping[int, str]]]:
+def stage_apart(model: Model, stage: int, seed: int = 0) -> Iterator[nn.Module]:
     """Inside, a stage's module has tensors of its own, with the values that it has now, or begins with if it has none.
 
-    The module that was given, if there is one, has its own tensors again in the end. Yields as `stage_without_values`.
+    The module that was given, if there is one, has its own tensors again in the end.
     """
-    given = given_modules(model.stages[stage])
-    names = {id(x): f"{prefix}.{name}".removeprefix(".") for prefix, m in given for name, x in own_tensors(m).items()}
     with given_apart(model, stage, copied=True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MpirunWarning)  # building it for training warns of the same
             module = build_stage(model, stage, seed)
-        yield module, names
+        yield module
 
 
 def stage_with(model: Model, stage: int, values: Mapping[str, Tensor]) -> nn.Module:

@@ -46,7 +46,6 @@ class StageShape(NamedTuple):
     overwrites_inputs: bool = False  # whether it changes its inputs in place
     overwrites_buffers: bool = False  # whether it changes them, or might in other microbatches
     changed_buffers: tuple[str, ...] = ()  # the buffers that it changed in the trial
-    referred: tuple[str, ...] = ()  # trained parameters that it reads by a reference, such as one in a tuple
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might in other microbatches
     loss: LossFacts | None = None  # None: not the last stage, or the loss is of the whole minibatch

@@ -54,7 +54,6 @@ class StageValues:
                 parameter.data = parameter.data.contiguous()
 
     def _load(self, module: nn.Module, prefix: str) -> dict[str, Tensor]:
-        """The values that `weights` has for a layer, by name in the layer."""
         if self.model.weights is None:
             return {}
         tensors = {name: x for name, x in own_tensors(module).items() if self.needs_value(f"{prefix}{name}", x)}

@@ -9,10 +9,9 @@ Such a stage depends on values, and may change its buffers in other microbatches
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,6 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Inside, torch does not log what fake tensors raise."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -53,7 +51,6 @@ class Trial:
     """Runs all stages on one microbatch, one after the other.
 
     `prepare`: is called with every stage and its module before its forward; None: modules stay in train mode, as built.
-    `asks_for_values`: a stage that fails on fake tensors runs with real values.
     """
 
     model: Model
@@ -62,7 +59,6 @@ class Trial:
     autocast_dtype: torch.dtype | None = None
     device: torch.device = CPU
     prepare: Callable[[int, nn.Module], object] | None = None
-    asks_for_values: bool = True
     fake: FakeTensorMode = field(default_factory=fake_mode)
     real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
@@ -102,8 +98,6 @@ class Trial:
             try:
                 made, shape = self._forward(stage, outputs, self.fake)
             except _Failed:
-                if not self.asks_for_values:
-                    raise
                 made, shape = self.with_values(stage)
                 made = [self.fake.from_tensor(x) for x in made]
             outputs.append(made)
@@ -111,28 +105,6 @@ class Trial:
             if (slice := self.model.slice_of(stage)).count > 1:
                 _check_slice(slice.index, shapes)
         return shapes
-
-    def outputs_of_one_more(self) -> Sequence[TensorSpec] | None:
-        """The last stage's outputs for a microbatch of one sample more; None: fake tensors do not tell.
-
-        They do not tell either if no leaf of the input, or not dimension 0 alone, is as long as the microbatch.
-        A module that `split` has traced runs as a whole: its stages are for microbatches of one size.
-        """
-        batch, whole = self.batch, self.model.origin.whole
-        grows = [isinstance(x, Tensor) and x.dim() and len(x) == batch.size for x in batch.leaves]
-        grown = [x for x, grown in zip(batch.leaves, grows, strict=True) if grown]
-        if not grown or any(batch.size in x.shape[1:] for x in grown):
-            return None
-        leaves = [torch.cat([x, x[-1:]]) if grown else x for x, grown in zip(batch.leaves, grows, strict=True)]
-        trial = replace(self, batch=batch._replace(leaves=leaves), asks_for_values=False)
-        if whole is not None:
-            reads = [[Input(leaf) for leaf in range(len(leaves))]]
-            prepare = None if self.prepare is None else lambda _, module: module.eval()
-            trial = replace(trial, model=Model([whole], self.model.loss), reads=reads, prepare=prepare)
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first trial has warned of the same
-            return trial._without_loss()[-1].outputs
-        return None
 
     def with_values(self, stage: int) -> tuple[Sequence[Tensor], StageShape]:
         """The outputs of a stage, and its shape, when all stages up to it run with real values."""
@@ -152,23 +124,21 @@ class Trial:
         It gets copies of leaves of the autograd graph, which it may change in place.
         """
         apart = stage_apart(self.model, stage) if fake is None else stage_without_values(self.model, stage, fake)
-        with apart as (module, names):
+        with apart as module:
             shape = _parameter_shape(module)
             if self.prepare is not None:
                 self.prepare(stage, module)
             with fake or nullcontext(), torch.set_grad_enabled(self.prepare is None):
-                return self._watched(module, names, stage, outputs, fake, shape)
+                return self._watched(module, stage, outputs, fake, shape)
 
     def _watched(
         self,
         module: nn.Module,
-        names: Mapping[int, str],
         stage: int,
         outputs: Sequence[Sequence[Tensor]],
         fake: FakeTensorMode | None,
         shape: StageShape,
     ) -> tuple[Sequence[Tensor], StageShape]:
-        """`names`: of the tensors that the module has elsewhere than in the trial, by id; `shape`: of parameters."""
         model, device, entry = self.model, self.device, self.model.stages[stage]
         sources = self.reads[stage]
         if model.reads is None:
@@ -183,6 +153,7 @@ class Trial:
         watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
         with autocast(device.type, self.autocast_dtype), watch:
             made = _outputs(module, inputs, stage)
+        _check_references(stage, made, [*leaves, *module.parameters()])
         changed = tuple(watch.changed_buffers())
         is_whole, last = model.slice_of(stage).count == 1, model.model_stage(len(model.stages) - 1)
         keeps_strides = is_whole and model.model_stage(stage) < last  # slices are summed, the loss takes its own
@@ -193,32 +164,8 @@ class Trial:
             changed_buffers=changed,
             aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
             random_layers=tuple(watch.random_layers),
-            referred=self._referred(stage, made, [*leaves, *module.parameters()], names),
             model_stage=model.model_stage(stage),
         )
-
-    def _referred(
-        self, stage: int, outputs: Sequence[Tensor], known: Sequence[Any], names: Mapping[int, str]
-    ) -> tuple[str, ...]:
-        """The stage's trained parameters that its forward read by references; UsageError if it read another's.
-
-        A lambda, a tuple or a partial refers to what the module has elsewhere, not to what it has in the trial.
-        """
-        tied = {name for tie in self.model.tied for place, name in tie[1:] if place == stage}
-        known_ids, referred = set(map(id, known)), []
-        for leaf in leaves_of_graph(outputs):
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in known_ids:
-                name = names.get(id(leaf))
-                if name is None or name in tied or leaf.is_meta:
-                    what = name or f"a trained parameter of shape {tuple(leaf.shape)}"
-                    whose = "which it does not own" if name is None else "which an earlier stage has, too"
-                    whose = "which has no values" if leaf.is_meta else whose
-                    raise UsageError(
-                        f"stage {stage} reads {what}, {whose}, by a reference that its module keeps: register the "
-                        "parameter in the stage's module, and read it as an attribute in forward"
-                    )
-                referred.append(name)
-        return tuple(referred)
 
 
 class _Failed(UsageError):
@@ -266,6 +213,16 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
             return outputs
         what += f" with a {getattr(wrong[0], 'layout', type(wrong[0]).__name__)} in it"
     raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {what}")
+
+
+def _check_references(stage: int, outputs: Sequence[Tensor], known: Sequence[Any]) -> None:
+    """UsageError if outputs depend on a parameter that a lambda, a tuple or a partial refers to: no step changes it."""
+    for leaf in leaves_of_graph(outputs):
+        if isinstance(leaf, nn.Parameter) and all(leaf is not x for x in known):
+            raise UsageError(
+                f"stage {stage} reads a trained parameter of shape {tuple(leaf.shape)} by a reference, not as an "
+                "attribute: register the parameter in the stage's module, and read it as its attribute in forward"
+            )
 
 
 def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ Plain values are compared as they are, functions by their names, other objects b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Number, Real
 from os import PathLike, fspath
@@ -90,19 +90,8 @@ def check_data(data: object) -> None:
         raise UsageError(f"data: give what loader(...) returns, not a {type(data).__name__}")
 
 
-def check_saving(data: object, keep: object) -> None:
-    """UsageError as in `check_data`, or if `keep` is no number of checkpoints."""
-    check_data(data)
-    if type(keep) is not int or keep < 1:
-        raise UsageError(f"keep should be a whole number of at least 1, not {keep!r}")
-
-
-def check_batches(loader: object, batches: object) -> None:
-    """UsageError unless `loader` gives batches to evaluate, and `batches` says how many; None: all, if they end."""
-    if batches is not None and (type(batches) is not int or batches < 0):
-        raise UsageError(f"batches should be a whole number, not {batches!r}")
-    if not isinstance(loader, Iterable):
-        raise UsageError(f"a {type(loader).__name__} gives no batches: take what loader(...) returns")
+def check_batches(loader: object, batches: int | None) -> None:
+    """UsageError if `loader` gives batches without end, or is one; `batches`: how many of them."""
     if batches is None and isinstance(loader, FunctionLoader):
         raise UsageError("a function that makes microbatches has no end: say how many steps of it, batches=")
     tensors = isinstance(loader, tuple) and any(isinstance(x, Tensor) for x in loader)

@@ -11,13 +11,12 @@ an exit code; a rank that fails on its own says where, and ends the others.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -27,9 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.export import check_new, whole_state
 from mpirun.checkpoint.export import export as write_export
-from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
-from mpirun.comm.output import note
 from mpirun.comm.run_comm import RunComm
 from mpirun.data.dataset_loaders import MapLoader, loader_class
 from mpirun.data.loader import Batch, Loader
@@ -39,60 +36,31 @@ from mpirun.engine.options import RunOptions, in_words
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.recipe import Recipe
 from mpirun.engine.setup import text_microbatches, use_host
-from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Optimizers,
     check_batches,
-    check_data,
     check_same_options,
-    check_saving,
     directory_of,
     make_recipe,
     options_to_compare,
 )
 from mpirun.training.batches import LossWeight, StepBatches, read_by, whole_batch
-from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
+from mpirun.training.open_run import OpenRun, collective
 from mpirun.training.prepared import Prepared, first_microbatch, shared
-from mpirun.training.saving import Checkpoints, Saving
+from mpirun.training.saving import Checkpoints
 from mpirun.training.schedule_and_model import Given, Models, load
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_loss_weight
 from mpirun.training.tensorboard_log import Log, make_log
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
-from schedgen.util.files import check_writable
-from schedgen.util.option_fields import checked, refuse_overwriting
+from schedgen.util.option_fields import checked
 
-P = ParamSpec("P")
 T = TypeVar("T")
-_threads_before: list[int] = []  # torch's, as each open Engine found them, the first one first
 
 
-def _give_threads_back() -> None:
-    """Restore torch's threads after the last open Engine: until then another one still computes with its own."""
-    threads = _threads_before.pop()
-    if not _threads_before:
-        torch.set_num_threads(threads)
-
-
-def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """Wrap a method: its errors end all ranks, it leaves torch's generators as they were, and gradients are enabled."""
-
-    @functools.wraps(method)
-    def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
-        with (
-            generators_kept(),
-            torch.inference_mode(False),  # a script's loop may stand in torch.no_grad()
-            exit_by(self.comm, self._position, self._failing),
-            self._running.watchdog.calling(method.__name__.lstrip("_")),
-        ):
-            return method(self, *args, **kwargs)
-
-    return called  # type: ignore[return-value]  # its argument is called self
-
-
-class Engine:
+class Engine(OpenRun):
     """A run. It trains the given modules: on each rank those of the stages that it owns.
 
     It is built as soon as it knows what a microbatch looks like: at once from `example`, else from the first loader
@@ -149,20 +117,10 @@ class Engine:
         given = dict(locals())
         for unknown in options.keys() - {each.name for each in fields(RunOptions)}:
             raise TypeError(f"Engine has no argument {unknown}: help(mpirun.Engine) lists them")
-        self.comm = comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
-        self.session: Session | None = None
+        super().__init__(comm := RunComm(MPI.COMM_WORLD if comm is None else comm))
         self._prepared: Prepared | None = None
-        self._steps_at_end = 0  # steps, once the run has ended
-        self._noted: set[str] = set()  # what loaders have said
         self._loaders: WeakSet[Loader] = WeakSet()  # loaders known to read what this run's ranks read
-        self._ending = contextlib.ExitStack()  # restores what the process had before the run
-        with (
-            generators_kept(),
-            exit_by(comm, self._position, self._failing),
-            self._ended_by_mistakes(),
-        ):
-            if comm.size > 1:
-                self._ending.callback(end_on_uncaught(comm, self._failing))
+        with self._beginning():
             self._options = together(comm, lambda: checked(RunOptions(**options)))
             check_same_options(comm, options_to_compare({**given, **vars(self._options)}))
             folder, self._recipe = together(comm, lambda: (
@@ -171,8 +129,7 @@ class Engine:
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(comm, lambda: check_new(directory_of("export", export)))
-            _threads_before.append(torch.get_num_threads())
-            self._ending.callback(_give_threads_back)
+            self._keep_threads()
             use = self._options
             self.host = use_host(comm, use)
             file, self._model = load(comm, schedule, microbatches, Given(model, loss, stages, folder, use.seed))
@@ -201,12 +158,7 @@ class Engine:
         """This process's number among the ranks, from 0."""
         return self.comm.rank
 
-    @property
-    def steps(self) -> int:
-        """Steps done, including those before a checkpoint; the count stays when the run has ended."""
-        return self._steps_at_end if self.session is None else self.session.steps
-
-    @_collective
+    @collective
     def loader(
         self,
         dataset: Any,
@@ -233,7 +185,7 @@ class Engine:
             self.comm,
             lambda: loader_class(dataset)(
                 dataset, microbatch_size, self._count, self._reads, self._model.origin.pair,
-                say=self._note, shuffle=shuffle, seed=self._options.seed if seed is None else seed,
+                shuffle=shuffle, seed=self._options.seed if seed is None else seed,
                 workers=workers, last=last, collate=collate,
             ),
         )  # fmt: skip
@@ -247,7 +199,7 @@ class Engine:
         self._loaders.add(loader)
         return loader
 
-    @_collective
+    @collective
     def step(self, batch: Any = None, *, leave: bool = True) -> Result:
         """Train on a batch: one of a loader, or a pair (input, target) or mapping of all samples, the same everywhere.
 
@@ -269,7 +221,7 @@ class Engine:
             self.checkpoints.leave()
         return result
 
-    @_collective
+    @collective
     def evaluate(self, loader: Iterable[Any], batches: int | None = None) -> Evaluation:
         """The loss and the metrics over a loader's samples, in eval mode; `batches`: how many batches.
 
@@ -280,7 +232,7 @@ class Engine:
             loader, batches, lambda session, given: evaluate(session, given, self._loss_weight), scores=True
         )
 
-    @_collective
+    @collective
     def predict(
         self, loader: Iterable[Any], batches: int | None = None, each: Callable[[int, Any], None] | None = None
     ) -> Any:
@@ -299,63 +251,41 @@ class Engine:
         Rank 0 writes the trace at the end of the block, for `schedgen stats --measured`, `draw` and Perfetto.
         On a GPU traced steps are slower: each instruction that computes is waited for.
         """
-        name = self._begin_trace(path)
+        self._begin_trace(path)
         try:
             yield
         except BaseException:
             if self.session is not None:
                 self.session.drop_trace()
             raise
-        self._end_trace(name)
+        self._end_trace()
 
-    @_collective
-    def _begin_trace(self, path: str | os.PathLike[str]) -> str:
-        """Begin to record; returns the name of the file, absolute unless it is - for standard output."""
-        session = self._built.session
-        refuse(self.comm, session.trace is not None, "trace: steps are traced already")
-        name = os.fspath(path) if os.fspath(path) == "-" else str(Path(path).absolute())
-        on_rank_0(self.comm, lambda: check_writable("trace", name))
-        on_rank_0(self.comm, lambda: refuse_overwriting([self._schedule], [name]))
-        session.begin_trace()
-        return name
+    @collective
+    def _begin_trace(self, path: str | os.PathLike[str]) -> None:
+        self._built.session.begin_trace(os.fspath(path), self._schedule)
 
-    @_collective
-    def _end_trace(self, name: str) -> None:
-        if not self._running.end_trace(name):
-            note(self.comm, f"trace: no step is done, so {name} is not written")
+    @collective
+    def _end_trace(self) -> None:
+        self._running.end_trace()
 
-    @_collective
+    @collective
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
         """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
         The newest `keep` checkpoints are kept. A run saves to one directory, which is new or the one it resumed from.
         SIGTERM saves as the last call did.
         """
-        checkpoints = self.checkpoints
-        together(self.comm, lambda: check_saving(data, keep))
-        path = together(self.comm, lambda: directory_of("save", directory))
-        return checkpoints.save(Saving(path, data, keep))
+        return self.checkpoints.save(directory, data, keep)
 
-    @_collective
+    @collective
     def resume(self, directory: str | os.PathLike[str] | Manifest | None, data: Loader | None = None) -> bool:
         """Continue from the newest whole checkpoint: weights, optimizer, step, and the position in `data`.
 
         Returns False if the directory has no checkpoint. In its place, a checkpoint that was found there, or None.
         """
-        built = self._built
-        refuse(self.comm, bool(built.session.steps), "resume: this run has done steps already: make a new Engine")
-        together(self.comm, lambda: check_data(data))
-        manifest = directory if isinstance(directory, Manifest) else None
-        if manifest is None and directory is not None:
-            path = str(together(self.comm, lambda: directory_of("resume", directory)))
-            manifest = newest_checkpoint(self.comm, path, path)
-        if manifest is not None:
-            again = "verify repeats all steps from the first, not those before a checkpoint: resume without it"
-            refuse(self.comm, built.session.verifies, again)
-            built.checkpoints.resume(manifest, data)
-        return manifest is not None
+        return self._built.checkpoints.resume(directory, data)
 
-    @_collective
+    @collective
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the whole model under its own names: safetensors, and the other files of the directory `weights`."""
         session = self._begun.session
@@ -364,7 +294,7 @@ class Engine:
         with session.model_values():
             write_export(session.part, path, self._weights_directory)
 
-    @_collective
+    @collective
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of the whole model's parameters and saved buffers by its own names, on rank 0's CPU; elsewhere none.
 
@@ -375,7 +305,7 @@ class Engine:
         with session.model_values():
             return whole_state(session.part)
 
-    @_collective
+    @collective
     def verify(self, tolerance: float | None = None) -> bool:
         """Repeat all steps in one process, and print how far results differ; returns whether that is allowed.
 
@@ -388,55 +318,11 @@ class Engine:
         session.watchdog.state[PHASE] = VERIFYING
         return session.verification.compare(session.steps, session.beat, tolerance) == 0
 
-    def close(self) -> None:
-        """End the run; another Engine may follow in this process. Collective."""
-        if self.session is None:
-            return
-        self.session.wait_for_others()
-        if self._prepared is not None:
-            self._prepared.free()
-        self._end()
-
-    def __enter__(self) -> Engine:
-        """The engine itself, which is closed at the end of the block."""
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close. An exception that leaves the block ends the other ranks, whether or not this one would catch it."""
-        if self.session is None:
-            return
-        if error is None or isinstance(error, SystemExit | Stop):  # it ends all ranks
-            self.close()
-        elif self.comm.size == 1:
-            self._end()
-        else:
-            self._failing(error)
-            end_on_error(self.comm, error)
-
     # Its parts
 
-    @contextlib.contextmanager
-    def _ended_by_mistakes(self) -> Iterator[None]:
-        """Inside, an error that stops all ranks also ends the run: the process, as a notebook's, may start another."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, Stop) or self.comm.size == 1:
-                self._end()
-            raise
-
-    def _end(self) -> None:
-        if self.session is not None:
-            self._steps_at_end = self.session.steps
-            self.session.close()
-            self.session = None
-        self._ending.close()
-
-    @property
-    def _running(self) -> Session:
-        if self.session is None:
-            raise Stop("the Engine is closed")
-        return self.session
+    def _free(self) -> None:
+        if self._prepared is not None:
+            self._prepared.free()
 
     @property
     def _built(self) -> Prepared:
@@ -469,36 +355,18 @@ class Engine:
             self._running, self._model, self._options, self._recipe, self.host, source, self._shapes, self._loss_weight
         )
 
-    def _failing(self, error: BaseException) -> None:
-        """Tell the watchdog that this rank reports by itself why it ends."""
-        if self.session is not None:
-            self.session.watchdog.end(type(error), error, None)
-
-    def _position(self) -> str:
-        return "" if self.session is None else self.session.position()
-
-    def _note(self, sentence: str) -> None:
-        if sentence not in self._noted:
-            self._noted.add(sentence)
-            note(self.comm, sentence)
-
     def _batch(self, batch: Any) -> Batch:
-        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
-
-        UsageError on a rank whose microbatch of a loader has other keys than the run's first.
-        """
-        count = self._count
+        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step."""
         if not isinstance(batch, Batch):
-            batch = together(self.comm, lambda: whole_batch(batch, count, self._model.origin.pair))
-        if len(batch.samples) != count:
-            raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {count}")
+            batch = together(self.comm, lambda: whole_batch(batch, self._count, self._model.origin.pair))
+        if len(batch.samples) != self._count:
+            raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}")
         if batch.loader is not None and batch.loader not in self._loaders:
             others = list(batch.loader.reads) != self._reads
             refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
         if self._prepared is None:
             self._build(first_microbatch(self.comm, batch))
-        self._built.check_names(batch)
         return batch
 
     def _over(

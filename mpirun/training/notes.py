@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
-import torch
 from mpi4py import MPI
-from torch import Tensor
 
 from mpirun.comm.output import note
-from mpirun.data.loader import Batch
-from mpirun.data.values import by_path
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
 from schedgen.util.errors import listed
-
-
-def note_ignored_labels(comm: MPI.Intracomm, batch: Batch) -> bool:
-    """Say that targets have labels that torch's cross_entropy ignores, if they do, and return that. Collective."""
-    leaves = [
-        leaf
-        for microbatch in batch.microbatches.values()
-        for path, leaf in by_path(microbatch.target).items()
-        if not isinstance(microbatch.target, Mapping) or "label" in path  # a mapping has the input, too
-    ]
-    own = any(isinstance(x, Tensor) and x.dtype == torch.int64 and bool((x == -100).any()) for x in leaves)
-    if ignored := any(comm.allgather(own)):
-        note(
-            comm,
-            "targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, not by "
-            "their other labels, unless loss_weight counts these",
-        )
-    return ignored
 
 
 def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[int, str]], step: int) -> None:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
 
-from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.comm.output import print_notes
 from mpirun.data.dataset_loaders import FunctionLoader, StreamLoader
 from mpirun.data.loader import Batch
@@ -26,16 +25,14 @@ from mpirun.engine.recipe import Recipe
 from mpirun.engine.setup import Host, Setup, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import loss_input, why_uncut
 from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
-from mpirun.training.notes import note_ignored_labels
 from mpirun.training.saving import Checkpoints
-from mpirun.training.session import Session, is_compared
+from mpirun.training.session import Session
 from mpirun.training.shapes import Shapes, check_padding
 from mpirun.watchdog import SETTING_UP
-from schedgen.util.errors import MpirunWarning
+from schedgen.util.errors import MpirunWarning, clip
 
 
 class OfShape(NamedTuple):
@@ -43,7 +40,7 @@ class OfShape(NamedTuple):
 
     interpreter: RunInterpreter
     tokens: int  # elements of the target per sample
-    why_uncut: Callable[[], str | None]  # why padding cannot be removed from a microbatch; None: it can. Collective
+    why_uncut: str | None  # why padding cannot be removed from a microbatch; None: it can
     example: Microbatch
 
 
@@ -66,7 +63,6 @@ class Prepared:
         `shapes`: of the steps' microbatches; `weigh`: an Engine's loss_weight.
         """
         self.session, self.source, self.shapes, self.weigh = session, source, shapes, weigh
-        self.labels_noted = False
         self.model, self._set_up = model, partial(set_up, session.comm, options=options, recipe=recipe, host=host)
         with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(model))
@@ -80,13 +76,6 @@ class Prepared:
             self.of_shape[example.shape] = _of_shape(session.interpreter, setup, example)
         self.evaluators: dict[Shape, Evaluator] = {}
         self.checkpoints = Checkpoints(session)
-
-    def check_names(self, batch: Batch) -> None:
-        """Stop, or UsageError on a rank whose loader made it, if an input has other names than the first."""
-        if batch.loader is None:
-            together(self.session.comm, lambda: batch.check_names(self.names))
-        else:
-            batch.check_names(self.names)
 
     def take(self, batch: Batch | None) -> tuple[list[float], int]:
         """Take the next step's batch; returns its losses' weights in the step's, and the elements of its targets.
@@ -109,14 +98,7 @@ class Prepared:
             check_padding(self.model, session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
         source.give(session.steps, batch, session.verifies, weights)
-        if weights is None and is_compared(session.steps - session.begun):
-            self._note_labels(batch)
         return shares(batch.samples if weights is None else weights), sum(batch.samples) * of_shape.tokens
-
-    def _note_labels(self, batch: Batch) -> None:
-        several = self.model.loss_of == "microbatch" and self.source.count > 1 and self.session.header.has_flush
-        if several and not self.labels_noted:
-            self.labels_noted = note_ignored_labels(self.session.comm, batch)
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.
@@ -129,15 +111,15 @@ class Prepared:
                     "with weight versions there is one shape: that of example=, of the first loader, or of the first "
                     "batch"
                 )
-            example = first_microbatch(self.session.comm, batch)
+            example = self._example(batch)
             with print_notes(self.session.comm):
                 setup = self._set_up(self.session.header, self.model, StepBatches(example, self.source.count))
                 made = self.session.add_interpreter(replace(setup, microbatches=self.source))
             self.of_shape[shape] = _of_shape(made, setup, example)
         of_shape = self.of_shape[shape]
         pads_in_part = batch.loader is not None and batch.loader.pads_in_part
-        if (pads_in_part or batch.is_padded_in_part) and (why := of_shape.why_uncut()) is not None:
-            raise Stop(why)
+        if (pads_in_part or batch.is_padded_in_part) and of_shape.why_uncut is not None:
+            raise Stop(of_shape.why_uncut)
         self.session.use(of_shape.interpreter)
         return of_shape
 
@@ -148,7 +130,7 @@ class Prepared:
         """
         if shape not in self.evaluators:
             seen = self.of_shape.get(shape)
-            example = first_microbatch(self.session.comm, batch) if seen is None else seen.example
+            example = self._example(batch) if seen is None else seen.example
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
                 self.evaluators[shape] = Evaluator(self.session, example, self._set_up)
@@ -157,6 +139,14 @@ class Prepared:
         if padded and (why := _why_uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
             raise Stop(why)
         return evaluator
+
+    def _example(self, batch: Batch) -> Microbatch:
+        """A microbatch of a new shape; Stop if its input has leaves of other names than the run's first."""
+        example = first_microbatch(self.session.comm, batch)
+        if example.names != self.names:
+            has, had = (clip(", ".join(names)) for names in (example.names, self.names))
+            raise Stop(f"the input of a microbatch has {has}, but that of the first had {had}")
+        return example
 
     def free(self) -> None:
         """Free the MPI resources of all interpreters and evaluators."""
@@ -181,23 +171,12 @@ def shared(comm: MPI.Intracomm, microbatch: Microbatch | None, root: int = 0) ->
 
 
 def _of_shape(interpreter: RunInterpreter, setup: Setup, example: Microbatch) -> OfShape:
-    why_uncut = cache(lambda: _why_uncut(setup, example, scores=True))
-    return OfShape(interpreter, tokens(example) // max(1, example.size), why_uncut, example)
+    return OfShape(interpreter, tokens(example) // max(1, example.size), _why_uncut(setup, example, True), example)
 
 
 def _why_uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:
-    """Why padding cannot be removed from the output and, if `scores`, the target of a microbatch; None: it can.
-
-    Collective.
-    """
-    size, rebuild = example.size, setup.model.origin.rebuild
-
-    def output(specs: Sequence[TensorSpec]) -> Any:
-        made = loss_input([torch.empty(spec.size, device="meta") for spec in specs])
-        return made if rebuild is None else rebuild(made)
-
-    outputs = output(setup.shapes[-1].outputs)
-    why = why_uncut("output", outputs, size) or (why_uncut("target", example.target, size) if scores else None)
-    if why is None and (one_more := setup.outputs_of_one_more()) is not None:
-        why = why_uncut("output", outputs, size, output(one_more))
-    return why
+    """Why padding cannot be removed from the output and, if `scores`, the target of a microbatch; None: it can."""
+    rebuild = setup.model.origin.rebuild
+    output = loss_input([torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs])
+    why = why_uncut("output", output if rebuild is None else rebuild(output), example.size)
+    return why or (why_uncut("target", example.target, example.size) if scores else None)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
 from mpirun.checkpoint.disk_format import Manifest
+from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.checkpoint.writer import CheckpointWriter
 from mpirun.comm.fail_together import refuse, together
 from mpirun.data.loader import Loader
 from mpirun.engine.running_statistics import share_buffers
+from mpirun.training.arguments import check_data, directory_of
 from mpirun.training.session import Session
 from mpirun.watchdog import SAVING
 
@@ -38,9 +41,23 @@ class Checkpoints:
         run = self.session
         return together(run.comm, lambda: CheckpointWriter(run.part, run.interpreter.optimizer, run.schedule.sha256))
 
-    def resume(self, manifest: Manifest, data: Loader | None) -> None:
-        """Continue from a checkpoint, and `data` at its position. Stop if it is of another model or optimizer."""
-        run, saved = self.session, manifest.settings
+    def resume(self, place: str | PathLike[str] | Manifest | None, data: Loader | None) -> bool:
+        """Continue from a folder's newest checkpoint, or this one, and `data` at its position; returns whether it is.
+
+        Stop if it is of another model or optimizer.
+        """
+        run = self.session
+        refuse(run.comm, bool(run.steps), "resume: this run has done steps already: make a new Engine")
+        together(run.comm, lambda: check_data(data))
+        manifest = place if isinstance(place, Manifest) else None
+        if place is not None and not isinstance(place, Manifest):
+            path = str(together(run.comm, lambda: directory_of("resume", place)))
+            manifest = newest_checkpoint(run.comm, path, path)
+        if manifest is None:
+            return False
+        again = "verify repeats all steps from the first, not those before a checkpoint: resume without it"
+        refuse(run.comm, run.verifies, again)
+        saved = manifest.settings
         if data is not None:
             position = saved.get("loader", {})
             unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
@@ -50,6 +67,7 @@ class Checkpoints:
         self.writer.resume(manifest)
         self.resumed = manifest.directory
         run.resumed(manifest.step)
+        return True
 
     def open(self, directory: Path) -> None:
         """Save to this directory from now on. Stop if another run saves there, or the run saves to another one."""
@@ -60,7 +78,15 @@ class Checkpoints:
         other = f"save: this run saves to {self.directory}, and a run has one folder: export the best"
         refuse(self.session.comm, directory != self.directory, other)
 
-    def save(self, saving: Saving) -> bool:
+    def save(self, directory: str | PathLike[str], data: Loader | None, keep: int) -> bool:
+        """Write a checkpoint; returns whether that succeeded."""
+        comm = self.session.comm
+        together(comm, lambda: check_data(data))
+        wrong = type(keep) is not int or keep < 1
+        refuse(comm, wrong, f"keep should be a whole number of at least 1, not {keep!r}")
+        return self._write(Saving(together(comm, lambda: directory_of("save", directory)), data, keep))
+
+    def _write(self, saving: Saving) -> bool:
         """Write a checkpoint; returns whether that succeeded.
 
         Running statistics are then those of the checkpoint on every rank, as after a restart.
@@ -77,4 +103,4 @@ class Checkpoints:
 
     def leave(self) -> None:
         """Save as last, and end all ranks."""
-        self.session.leave(self.last is not None and self.save(self.last))
+        self.session.leave(self.last is not None and self._write(self.last))

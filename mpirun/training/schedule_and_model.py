@@ -107,7 +107,6 @@ def is_scheme(name: str) -> bool:
 
 
 def _compile(model: Model, scheme: str, microbatches: int | None, workers: int) -> Program:
-    """The schedule of a scheme, checked. UsageError if these sizes make none."""
     if type(microbatches) is not int or microbatches < 1:
         raise UsageError(f"microbatches: say how many a step of {scheme} has, 1 at least")
     graph, sizes = model.graph(), Sizes(len(model.stages), microbatches, workers)

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor, nn
 
-from mpirun.comm.fail_together import Stop, first_difference, together
+from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
@@ -37,6 +38,8 @@ from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification
 from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, TRYING
 from mpirun.watchdog.rank_side import Watchdog
+from schedgen.util.files import check_writable
+from schedgen.util.option_fields import refuse_overwriting
 
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
 
@@ -152,9 +155,13 @@ class Session:
         self.begun = self.steps = steps
         self.start = []
 
-    def begin_trace(self) -> None:
-        """Record from now on when each rank executes which instruction."""
-        self.trace = StepTrace(self.instructions, self.setup.device)
+    def begin_trace(self, path: str, schedule: str | None) -> None:
+        """Record from now on when each rank executes which instruction, for a file that is not `schedule`."""
+        refuse(self.comm, self.trace is not None, "trace: steps are traced already")
+        name = path if path == "-" else str(Path(path).absolute())
+        on_rank_0(self.comm, lambda: check_writable("trace", name))
+        on_rank_0(self.comm, lambda: refuse_overwriting([schedule], [name]))
+        self.trace, self.trace_file = StepTrace(self.instructions, self.setup.device), name
         self.trace.begin(self.interpreter)
 
     def drop_trace(self) -> None:
@@ -163,14 +170,15 @@ class Session:
             self.trace.detach()
             self.trace = None
 
-    def end_trace(self, path: str) -> bool:
-        """Write the trace; False if no step has been done since `begin_trace`."""
+    def end_trace(self) -> None:
+        """Write the trace, if a step has been done since `begin_trace`."""
         trace, self.trace = self.trace, None
         assert trace is not None
         trace.end()
         if trace.passes:
-            trace.write(self.comm, self.schedule.all_ranks, path)
-        return bool(trace.passes)
+            trace.write(self.comm, self.schedule.all_ranks, self.trace_file)
+        else:
+            note(self.comm, f"trace: no step is done, so {self.trace_file} is not written")
 
     @property
     def part(self) -> RankPart:
@@ -241,7 +249,6 @@ class Session:
         raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT)
 
     def _not_finite(self, step: int, result: StepResult) -> None:
-        """Stop, or print that the step changes nothing."""
         sentence = f"step {step + 1}: {_first_nonfinite(self.setup.shapes, result)}"
         if self.setup.on_nan == "stop":
             raise Stop(sentence, 1)

@@ -57,7 +57,9 @@ class Shapes:
         if not self.buckets and self.by_size:
             expected = self.by_size[None]
             for shape in own - {expected}:
-                alike = [leaf and leaf[1:] for leaf in shape] == [leaf and leaf[1:] for leaf in expected]
+                alike = [(name, size and size[1:]) for name, size in shape] == [
+                    (name, size and size[1:]) for name, size in expected
+                ]
                 advice = SMALLER if alike and batch.loader is None else "declare sizes with buckets="
                 sentence = f"{_has(name, shape)}, not {_words(expected)} as the first: {advice}"
                 if batch.loader is None or self.comm.size == 1:  # all ranks have this batch
@@ -69,7 +71,7 @@ class Shapes:
         if len(shapes) > 1:
             words = " and ".join(map(_words, shapes))
             raise Stop(f"the microbatches of {name} have shapes {words}: all of one step must have the same")
-        size = next((leaf[1] for leaf in shape if leaf is not None and len(leaf) > 1), None) if self.buckets else None
+        size = next((size[1] for _, size in shape if size and len(size) > 1), None) if self.buckets else None
         if self.buckets and size not in self.buckets:
             raise Stop(f"{_has(name, shape)}, not one of buckets={self.buckets}")
         expected = self.by_size.setdefault(size, shape)
@@ -97,7 +99,7 @@ def check_loss_weight(given: object, model: Model, header: Header) -> None:
 
 
 def _words(shape: Shape) -> str:
-    return ", ".join(str(leaf) for leaf in shape if leaf is not None)
+    return ", ".join(f"{name} {size or ''}".strip() for name, size in shape)
 
 
 def _has(name: str, shape: Shape) -> str:

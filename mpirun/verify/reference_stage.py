@@ -26,7 +26,7 @@ def first_values(model: Model, seed: int) -> Start:
     start: dict[int, Mapping[str, Tensor]] = {}
     for stage, entry in enumerate(model.stages):
         if given_modules(entry):
-            with stage_apart(model, stage, seed) as (module, _):
+            with stage_apart(model, stage, seed) as module:
                 start[stage] = own_tensors(module)
     return start
 

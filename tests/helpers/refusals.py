@@ -160,7 +160,6 @@ def differentiating(output, target):
 DIRECTORY = "give the name of a directory, not a"
 FIRST = "give Engine(example=(input, target)), one microbatch, or make a loader first"
 BATCH = "this is one batch: give a list of batches, or what loader(...) returns"
-GIVES = "a int gives no batches: take what loader(...) returns..."
 WEIGHTS = {
     "0": "loss_weight: every microbatch of the step has weight 0, so the step has no loss",
     **{
@@ -237,9 +236,6 @@ SCRIPTS: Table = {
         # Batches and loaders
         "call('evaluate', (x, x))": BATCH,
         "call('predict', {'x': x})": BATCH,
-        "call('evaluate', [(x, x)], -1)": "batches should be a whole number, not -1...",
-        "call('predict', 5)": GIVES,
-        "call('evaluate', 3 if rank else [(x, x)])": GIVES,
         "step((x[:7], x[:7]))": (
             "a batch of 7 samples cannot be cut into 2 microbatches of one size: leave out an epoch's smaller last "
             "batch (drop_last=True), or take run.loader, which pads it"

@@ -126,7 +126,6 @@ def _last_uses(dependencies: Dependencies) -> list[int]:
 
 
 def _is_complex(node: fx.Node) -> bool:
-    """Whether a node makes complex numbers, which cannot be sent."""
     return any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves(node.meta.get("val")))
 
 
@@ -162,7 +161,6 @@ def _prices(dependencies: Dependencies) -> list[float]:
 
 
 def _node_costs(dependencies: Dependencies) -> list[float]:
-    """By node of the body, its flops plus the bytes of its parameters."""
     parameters, costs = dependencies.exported.parameters, []
     for node in dependencies.body:
         read = [str(operand.target) for operand in node.all_input_nodes if str(operand.target) in parameters]

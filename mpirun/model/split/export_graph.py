@@ -25,15 +25,19 @@ from mpirun.model.meta_values import is_on_meta
 from mpirun.model.module_tensors import place, use_dense_gradients
 from mpirun.model.split.errors import called_by_user, check_hooks, export_error, line_of_forward, line_of_node
 from mpirun.model.split.module_io import Example, ModuleOutput
-from mpirun.model.split.subgraphs import attributes, subgraphs
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
 ASSERT_TYPE = torch.ops.aten._assert_tensor_metadata.default  # asserts the traced type, which autocast changes
+REGIONS = {"wrap_with_set_grad_enabled": torch.set_grad_enabled, "wrap_with_autocast": torch.autocast}
 
 
 class ExportedGraph(NamedTuple):
-    """The graph of one microbatch's forward; nodes are in the order of execution."""
+    """The graph of one microbatch's forward; nodes are in the order of execution.
+
+    Nodes that torch.no_grad or autocast surround have these in `meta["regions"]`, the outermost first: pairs of a
+    context manager's class and its arguments.
+    """
 
     graph: fx.Graph
     inputs: dict[fx.Node, int]  # by placeholder, the leaf of the input
@@ -87,7 +91,8 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         raise export_error(module, error) from None
     graph = exported.graph
     graph.set_codegen(fx.graph.CodeGen())
-    _prepare_parts(exported)
+    _inline_regions(exported)
+    _check_nodes(graph)
     state = _state(module, exported, graph)
     spec = program.call_spec.in_spec
     numbers = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
@@ -107,19 +112,41 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return traced
 
 
-def _prepare_parts(exported: nn.Module) -> None:
-    """Check the operations of all graphs, and take out asserted types, which stages do not need."""
-    for name, part in exported.named_modules():
-        if isinstance(part, fx.GraphModule) and name != "_guards_fn":
-            _check_nodes(part.graph)
-            for node in part.graph.find_nodes(op="call_function", target=ASSERT_TYPE):
-                part.graph.erase_node(node)
-            part.recompile()
-            _set_region_lines(part)
+def _inline_regions(exported: fx.GraphModule) -> None:
+    """Replace each node that runs a region under no_grad or autocast, a graph of its own, by the operations in it."""
+    graph = exported.graph
+    nodes = list(graph.nodes)
+    for node in nodes:  # it grows, as regions may have others in them
+        codes = {x: attrgetter(str(x.target))(exported) for x in node.all_input_nodes if x.op == "get_attr"}
+        called = next((x for x, value in codes.items() if isinstance(value, fx.GraphModule)), None)
+        if called is None:
+            continue
+        if str(node.target) not in REGIONS:
+            raise UsageError(f"{line_of_node(node)}: runs a graph of its own ({node.target}), which cannot be cut")
+        index = node.args.index(called)
+        region, operands = (REGIONS[str(node.target)], node.args[:index]), node.args[index + 1 :]
+        inside = codes[called].graph
+        new = dict(zip(inside.find_nodes(op="placeholder"), operands, strict=True))
+        with graph.inserting_before(node):
+            for inner in inside.nodes:
+                if inner.op in ("call_function", "get_attr"):
+                    new[inner] = copied = graph.node_copy(inner, new.__getitem__)
+                    copied.meta["regions"] = (*node.meta.get("regions", ()), region)
+                    if inner.op == "get_attr":
+                        copied.target = f"{called.target}.{inner.target}"
+                    nodes.append(copied)
+        for result in list(node.users):
+            result.replace_all_uses_with(new[inside.output_node().args[0][result.args[1]]])
+            graph.erase_node(result)
+        graph.erase_node(node)
+        if not called.users:
+            graph.erase_node(called)
 
 
 def _check_nodes(graph: fx.Graph) -> None:
-    """Refuse what stages cannot have: numbers and shapes that depend on data, and reads of memory by strides."""
+    """Take out asserted types, and refuse numbers and shapes that depend on data, and reads of memory by strides."""
+    for node in graph.find_nodes(op="call_function", target=ASSERT_TYPE):
+        graph.erase_node(node)
     for node in graph.nodes:
         value, why = node.meta.get("val"), ""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -130,15 +157,6 @@ def _check_nodes(graph: fx.Graph) -> None:
             why = "as_strided depends on strides, which may differ in a stage; use view, unfold or narrow"
         if why:
             raise UsageError(f"{line_of_node(node)}: {why}")
-
-
-def _set_region_lines(part: fx.GraphModule) -> None:
-    """Give each node that runs a subgraph the source line of the subgraph's first operation."""
-    state = attributes(part)
-    for node in part.graph.nodes:
-        for code, _ in subgraphs(node, state):
-            traces = (inner.meta.get("stack_trace") for inner in code.graph.nodes if inner.op == "call_function")
-            node.meta["stack_trace"] = next(filter(None, traces), None)
 
 
 def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
@@ -236,7 +254,6 @@ def _refusing_assigned_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Inside, torch does not print the errors that it raises."""
     levels = [(logger, logger.level) for logger in map(logging.getLogger, LOGS)]
     for logger, _ in levels:
         logger.setLevel(logging.CRITICAL)

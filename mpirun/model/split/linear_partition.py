@@ -15,9 +15,7 @@ def even_starts(count: int, runs: int) -> list[int]:
     return [shorter * k + min(k, longer) for k in range(runs)]
 
 
-def balanced_starts(
-    costs: Sequence[float], runs: int, prices: Sequence[float] | None = None, slack: float = 0.0
-) -> list[int] | None:
+def balanced_starts(costs: Sequence[float], runs: int, prices: Sequence[float], slack: float) -> list[int] | None:
     """Where each of `runs` runs of items with these costs begins, so that the largest sum is least; None: impossible.
 
     `prices`, whole numbers, by item: what it costs to begin a run there, or NEVER. Of all divisions whose largest sum
@@ -25,7 +23,7 @@ def balanced_starts(
     """
     count = len(costs)
     ends = np.concatenate([[0.0], np.cumsum(costs if any(costs) else np.ones(count))])
-    price = np.zeros(count) if prices is None else np.asarray(prices, float)
+    price = np.asarray(prices, float)
     closed = np.where(np.isinf(price), NEVER, 0.0)
     least = np.full(count + 1, NEVER)  # by number of items, the least largest sum of the runs so far
     least[0] = 0.0

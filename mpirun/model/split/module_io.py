@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpirun.data.microbatches import input_and_target
 from schedgen.util.errors import UsageError
@@ -80,22 +80,6 @@ class ModuleOutput(NamedTuple):
             for index, constant in zip(self.leaves, self.constants, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.spec)
-
-
-class WholeModule(nn.Module):
-    """A module, from the leaves of its input to what the last stage returns."""
-
-    def __init__(self, module: nn.Module, example: Example, output: ModuleOutput) -> None:
-        """`example`, `output`: as in its `Cut`."""
-        super().__init__()
-        self.module, self.output = module, output
-        self.structure = pytree.tree_structure((example.args, example.kwargs))
-
-    def forward(self, *leaves: Any) -> list[Tensor]:
-        """The last stage's outputs."""
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        of_output = dict(zip(self.output.leaves, pytree.tree_leaves(self.module(*args, **kwargs)), strict=True))
-        return [of_output[index] for index in range(len({*of_output} - {None}))]
 
 
 def _traced_part(leaf: Any) -> str:

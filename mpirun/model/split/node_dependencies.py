@@ -7,7 +7,7 @@ are the *body* of the graph: each is computed once, in one stage, and sent to ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from operator import getitem
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpirun.model.split.errors import line_of_node
 from mpirun.model.split.export_graph import ExportedGraph
-from mpirun.model.split.subgraphs import any_inside, result_inside, subgraphs
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten
@@ -45,11 +44,13 @@ class Dependencies:
         """`exported`: the graph, which stays as it is."""
         self.exported, self.graph = exported, exported.graph
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
-        self.views = views_of(self.graph, exported.state)
+        self.views: dict[fx.Node, fx.Node] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}
         self.needs: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            written = [self.root(argument) for argument in written_arguments(node, exported.state)]
+            for argument in _viewed(node):
+                self.views[node] = self.root(argument)
+            written = [self.root(argument) for argument in _written(node)]
             last = [self.writes[root][-1] for root in map(self.root, node.all_input_nodes) if root in self.writes]
             self.needs[node] = list(dict.fromkeys([*node.all_input_nodes, *last]))
             for root in written:
@@ -89,11 +90,7 @@ class Dependencies:
 
     def draws(self, node: fx.Node) -> bool:
         """Whether a node draws random numbers."""
-
-        def is_random(inner: fx.Node) -> bool:
-            return torch.Tag.nondeterministic_seeded in getattr(inner.target, "tags", ())
-
-        return any_inside(is_random, node, self.exported.state)
+        return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
     def _replicated(self) -> set[fx.Node]:
         """Cheap nodes that need only one another, and whose memory only they write to."""
@@ -131,21 +128,6 @@ def value_bytes(node: fx.Node) -> int:
     return sum(x.numel() * x.element_size() for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor))
 
 
-def written_roots(graph: fx.Graph, state: Mapping[str, Any]) -> set[fx.Node]:
-    """The nodes of a graph to whose memory it writes; `state`: what its get_attr nodes refer to."""
-    views = views_of(graph, state)
-    return {views.get(argument, argument) for node in graph.nodes for argument in written_arguments(node, state)}
-
-
-def views_of(graph: fx.Graph, state: Mapping[str, Any]) -> dict[fx.Node, fx.Node]:
-    """By node of a graph that shares memory with an earlier one, the node whose memory it is."""
-    views: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        for argument in _viewed(node, state):
-            views[node] = views.get(argument, argument)
-    return views
-
-
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """All arguments of an aten operation by name, in their order."""
     parameters = node.target._schema.arguments  # type: ignore[union-attr]
@@ -154,12 +136,9 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return defaults | given | dict(node.kwargs)
 
 
-def written_arguments(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
+def _written(node: fx.Node) -> list[fx.Node]:
     """The arguments to whose memory a node writes."""
     written = []
-    for inside in subgraphs(node, state):
-        roots = written_roots(inside.code.graph, inside.state)
-        written += [operand for inner, operand in inside.operand_of.items() if inner in roots]
     if isinstance(node.target, OpOverload):
         hidden = STATISTICS.get(node.target, ()) if len(node.args) > 5 and node.args[5] else ()
         for index, argument in enumerate(arguments_of(node).values()):
@@ -170,12 +149,8 @@ def written_arguments(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
     return written
 
 
-def _viewed(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
-    """The arguments, or operands of the subgraph that computes it, whose memory a node may share."""
-    if (inside := result_inside(node, state)) is not None:
-        result, operand_of, code_state = inside
-        root = views_of(result.graph, code_state).get(result, result)
-        return [operand_of.get(root, node.all_input_nodes[0])]
+def _viewed(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory a node may share."""
     if node.target is getitem:
         return [node.all_input_nodes[0]]
     if not isinstance(node.target, OpOverload) or all(r.alias_info is None for r in node.target._schema.returns):
@@ -185,7 +160,6 @@ def _viewed(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
 
 
 def _count_flops(exported: ExportedGraph) -> dict[fx.Node, int]:
-    """The flops of the nodes that have any, as torch counts them."""
     flops: dict[fx.Node, int] = {}
     by_call: dict[str, int] = {}  # flops of an operator on these shapes
     values = [node.meta.get("val") for node in exported.graph.nodes]

@@ -30,7 +30,7 @@ from mpirun.model.split.cut_points import (
 )
 from mpirun.model.split.errors import warn_user
 from mpirun.model.split.export_graph import ExportedGraph, export_graph
-from mpirun.model.split.module_io import Call, WholeModule
+from mpirun.model.split.module_io import Call
 from mpirun.model.split.node_dependencies import Dependencies
 from mpirun.model.split.split_result import Cut
 from mpirun.model.split.stage_modules import StageBuilder
@@ -61,7 +61,7 @@ def split(
     UsageError, with the line of the model that is the reason, if the module cannot be split.
     """
     args, kwargs = _call(example, example_kwargs)
-    _check_options(module, points, shared)
+    _check_options(module, shared)
     _warn_of_what_is_lost(module)
     meta = meta_module(module, init)
     check_eval = _eval_check(module, args, kwargs)
@@ -78,9 +78,8 @@ def split(
         cut = _build_stages(dependencies, starts, shared)
         if in_eval_mode:
             keep_eval_mode(cut.stages)
-        whole = WholeModule(module, dependencies.exported.example, dependencies.exported.output()[1])
         unused = _unused(module, cut.stages, aliases)
-        origin = Origin(named=True, aliases=aliases, check_eval=check_eval, whole=whole, unused=unused)
+        origin = Origin(named=True, aliases=aliases, check_eval=check_eval, unused=unused)
         return cut._replace(meta=meta, join=join, origin=origin)
 
     def join(numbers: Sequence[int]) -> Cut:
@@ -143,17 +142,14 @@ def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return check
 
 
-def _check_options(module: object, points: object, shared: object) -> None:
+def _check_options(module: object, shared: object) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
-    if isinstance(points, str) or not isinstance(points, Collection):
-        raise UsageError(f"points should be names of submodules, not {points!r}")
     if shared not in SHARED:
         raise UsageError(f"shared should be 'transmit' or 'replicate', not {shared!r}")
 
 
 def _warn_of_what_is_lost(module: nn.Module) -> None:
-    """Warn of what stages lack: dropout if the module is in eval mode, and the effect of torch.compile."""
     if not module.training:
         warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
     if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules()):

@@ -111,7 +111,6 @@ class Cut(NamedTuple):
         return [_entry(stage, self.meta) for stage in self.stages]
 
     def _batch_of_leaves(self, batch: MakeBatch) -> MakeBatch:
-        """The same batch, with the input as leaves in the order that stages count."""
 
         def make_leaves(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
             data, target = batch(text, rng)
@@ -151,6 +150,6 @@ def _entry(stage: nn.Module, meta: MetaModule | None) -> StageEntry:
     if type(stage) is not nn.Sequential or len({*map(id, stage)}) < len(stage):
         return stage if meta is None else MetaStage(stage, meta)
     return {
-        name: child if meta is None else MetaStage(child, MetaModule(child, meta.init, f"{name}."))
+        name: child if meta is None else MetaStage(child, MetaModule(child, meta.init))
         for name, child in stage.named_children()
     }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from torch import nn
 
@@ -16,25 +14,21 @@ from mpirun.model.meta_values import Init, meta_module
 from mpirun.model.module_tensors import shared_parameters, tensor_aliases
 from mpirun.model.split.batch_coupling import warn_of_batch_statistics
 from mpirun.model.split.errors import check_hooks, line_of_forward, unknown_name, warn_user
-from mpirun.model.split.linear_partition import balanced_starts, even_starts
+from mpirun.model.split.linear_partition import even_starts
 from mpirun.model.split.split_result import Cut
-from schedgen.util.errors import UsageError, raised
-from schedgen.util.parse_json import parse_json
+from schedgen.util.errors import UsageError
 
 
 def split_sequential(
     module: nn.Sequential,
     stages: int | Sequence[str | int],
-    costs: Sequence[float] | str | Path | None = None,
     init: Init | None = None,
 ) -> Cut:
     """The children of `module` as stages, in a chain.
 
-    `stages`: how many, or the names (or indices) of the children that begin the second stage, the third and so
-    on; the first child's may be among them. `costs`: of each child, in any unit, or the profile that `python -m
-    mpirun profile` wrote of a model with one stage per child; the slowest stage is then as fast as possible.
-    Without costs, stages have children as equal in number as possible. Parameters that several children share are
-    tied. `init`: as for `split`.
+    `stages`: how many, then they have children as equal in number as possible; or the names (or indices) of the
+    children that begin the second stage, the third and so on; the first child's may be among them. Parameters that
+    several children share are tied. `init`: as for `split`.
     """
     if not isinstance(module, nn.Sequential):
         raise UsageError(
@@ -49,15 +43,8 @@ def split_sequential(
     check_hooks(module)
     if module._compiled_call_impl is not None:
         warn_user("Module.compile of the Sequential is lost: compile its children")
-    if not isinstance(stages, int | Sequence) or isinstance(stages, str):
-        raise UsageError(f"stages should be a whole number, or a list of children, not {stages!r}")
     names = list(module._modules)
-    if isinstance(stages, int):
-        starts = _counted_starts(names, stages, None if costs is None else _costs(costs, len(names)))
-    elif costs is not None:
-        raise UsageError("costs choose where stages begin, but the stages are named")
-    else:
-        starts = _named_starts(names, stages)
+    starts = _counted_starts(names, stages) if isinstance(stages, int) else _named_starts(names, stages)
     runs = [names[a:b] for a, b in zip(starts, [*starts[1:], len(names)], strict=True)]
     parts: list[nn.Module] = [nn.Sequential(OrderedDict((name, module._modules[name]) for name in run)) for run in runs]
     for part in parts:
@@ -82,12 +69,12 @@ def split_layers(layers: Layers, stages: int) -> list[Layers]:
     return [{name: layers[name] for name in names[start:end]} for start, end in pairwise(starts)]
 
 
-def _counted_starts(names: Sequence[str], stages: int, costs: Sequence[float] | None) -> list[int]:
+def _counted_starts(names: Sequence[str], stages: int) -> list[int]:
     if stages < 1:
         raise UsageError(f"{stages} stages: there should be one at least")
     if stages > len(names):
         raise UsageError(f"the Sequential has {len(names)} children, too few for {stages} stages")
-    return even_starts(len(names), stages) if costs is None else balanced_starts(costs, stages) or []
+    return even_starts(len(names), stages)
 
 
 def _named_starts(names: Sequence[str], points: Sequence[str | int]) -> list[int]:
@@ -99,21 +86,3 @@ def _named_starts(names: Sequence[str], points: Sequence[str | int]) -> list[int
     if any(start >= following for start, following in pairwise(starts)):
         raise UsageError(f"stages begin at children in their order, not at {chosen}")
     return starts
-
-
-def _costs(costs: Sequence[float] | str | Path, children: int) -> list[float]:
-    if isinstance(costs, str | Path):
-        try:
-            profile = parse_json(Path(costs).read_text())
-            jobs = "FB" if "B" in profile else "FIW"  # I and W are the halves of B
-            numbers = [sum(times) for times in zip(*(profile[job] for job in jobs if job in profile), strict=True)]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{costs} is no profile of mpirun profile: {raised(error)}") from None
-        where = str(costs)
-    else:
-        numbers, where = [float(cost) for cost in costs], "costs"
-    if len(numbers) != children:
-        raise UsageError(f"{where} has {len(numbers)} numbers, but the Sequential {children} children")
-    if not all(math.isfinite(cost) and cost >= 0 for cost in numbers):
-        raise UsageError(f"{where} should be numbers that are not negative")
-    return numbers

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.meta_values import like
 from mpirun.model.rng import RandomOp
-from mpirun.model.split.node_dependencies import (
-    Dependencies,
-    is_buffer,
-    value_bytes,
-    views_of,
-    written_roots,
-)
-from mpirun.model.split.subgraphs import any_inside, attributes, subgraphs
-from mpirun.model.split.train_eval import MODE_OPS, counters_of, follow_mode_inside, mode_op
+from mpirun.model.split.node_dependencies import Dependencies, is_buffer, value_bytes
+from mpirun.model.split.train_eval import RegionOp, counters_of, mode_op
 
 aten = torch.ops.aten
-RANDOM_OPS = "__draws__"  # the submodule that holds a stage's operations that draw
+LAYERS = "__layers__"  # the submodule that holds a stage's operations that draw, follow the mode or are in a region
+RANDOM_OPS = "__draws__"  # that of those that draw, by whose names they are seeded
 
 
 class StageModules(NamedTuple):
@@ -90,7 +85,6 @@ class StageBuilder:
         return self.owners.get(str(node.target)) if node.op == "get_attr" else self.stage_of.get(node)
 
     def _is_here(self, node: fx.Node, stage: int) -> bool:
-        """Whether a stage has or computes a node's value."""
         return node.op != "placeholder" and self._sender(node) in (None, stage)
 
     def _module(
@@ -100,17 +94,10 @@ class StageBuilder:
         new = {node: graph.placeholder(node.name) for node in received}
         for node in nodes:
             if node not in new:
-                new[node] = self._layer(root, graph, node, new) or graph.node_copy(node, new.__getitem__)
-                if node.op == "get_attr":
-                    self._put(root, str(node.target))
+                new[node] = self._copied(root, graph, node, new)
         for node, copied in new.items():  # the rest of meta holds fake tensors
             copied.meta = {"stack_trace": node.meta.get("stack_trace")}
-        state, counters = attributes(root, graph), counters_of(graph)
-        written = {new[node] for node in new if self.dependencies.root(node) in self.dependencies.writes}
-        _reshape(graph, state, written)
-        for node in graph.nodes:
-            follow_mode_inside(node, state, counters)
-        _insert_device_lookups(graph, state)
+        _insert_device_lookups(graph)
         returned = [
             graph.call_function(aten.clone.default, (new[node],)) if node.op == "get_attr" else new[node]
             for node in outputs
@@ -125,20 +112,27 @@ class StageBuilder:
         }
         return module
 
-    def _layer(self, root: nn.Module, graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
-        """A node that draws random numbers, or follows train and eval mode, as a call of a layer; None for others."""
+    def _copied(self, root: nn.Module, graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """A copy of a node; a call of a layer if it draws, follows train and eval mode, or is in a region."""
         if node.op != "call_function":
-            return None
-        layer, where = mode_op(node, self.counters), MODE_OPS
-        if self.dependencies.draws(node):
-            layer, where = RandomOp(layer or node.target), RANDOM_OPS  # type: ignore[arg-type]
+            self._put(root, str(node.target))
+            return graph.node_copy(node)
+        operation: Any = node.target
+        if operation is aten.view.default and self.dependencies.root(node) not in self.dependencies.writes:
+            operation = aten.reshape.default  # received values may have other strides than were traced
+        layer, draws = mode_op(node, operation, self.counters), self.dependencies.draws(node)
+        if isinstance(operation, OpOverload) and node.meta.get("regions"):
+            layer = RegionOp(layer or operation, node.meta["regions"])
+        if draws:
+            layer = RandomOp(layer or operation)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
         if layer is None:
-            return None
+            return graph.create_node("call_function", operation, args, kwargs, node.name)
+        where, name = (RANDOM_OPS, node.name) if draws else (LAYERS, f"{node.name}_op")  # "to" could be no module
         if not hasattr(root, where):
             root.add_module(where, nn.Module())
-        root.get_submodule(where).add_module(node.name, layer)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
-        return graph.create_node("call_module", f"{where}.{node.name}", args, kwargs, node.name)
+        root.get_submodule(where).add_module(name, layer)
+        return graph.create_node("call_module", f"{where}.{name}", args, kwargs, node.name)
 
     def _put(self, root: nn.Module, name: str) -> None:
         """Give a stage what `name` refers to: a parameter or buffer itself if no stage has it yet, else a copy."""
@@ -159,53 +153,16 @@ class StageBuilder:
             setattr(root, attribute, copy.deepcopy(value))
 
 
-def _reshape(graph: fx.Graph, state: Mapping[str, Any], written: Collection[fx.Node]) -> None:
-    """Turn views into reshapes, at any depth: received values may have other strides than were traced.
+def _insert_device_lookups(graph: fx.Graph) -> None:
+    """Let a stage make new tensors where its values are, not where the example was."""
+    like = next(iter([*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]), None)
+    for node in list(graph.nodes) if like is not None else ():
+        if any(isinstance(argument, torch.device) for argument in [*node.args, *node.kwargs.values()]):
+            with graph.inserting_before(node):
+                device = graph.call_function(getattr, (like, "device"))
 
-    `state`: what get_attr nodes refer to; `written`: the nodes whose memory is changed, which must stay views.
-    """
-    for node in graph.nodes:
-        if node.target is aten.view.default and node not in written:
-            node.target = aten.reshape.default
-        for inside in subgraphs(node, state):
-            inner_graph, inner_state = inside.code.graph, inside.state
-            views, roots = views_of(inner_graph, inner_state), written_roots(inner_graph, inner_state)
-            roots |= {inner for inner, operand in inside.operand_of.items() if operand in written}
-            if any(user in written for user in node.users):  # its results
-                roots |= {views.get(result, result) for result in inner_graph.output_node().all_input_nodes}
-            inner_written = {inner for inner in inner_graph.nodes if views.get(inner, inner) in roots}
-            _reshape(inner_graph, inner_state, inner_written)
+            def replaced(argument: Any, device: fx.Node = device) -> Any:
+                return device if isinstance(argument, torch.device) else argument
 
-
-def _insert_device_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
-    """Let a stage and its subgraphs make new tensors where its values are, not where the example was.
-
-    `state`: what get_attr nodes refer to. A subgraph that has no value of its own gets one more operand.
-    """
-    tensors = [node for node in graph.find_nodes(op="get_attr") if isinstance(state.get(str(node.target)), Tensor)]
-    like = next(iter([*graph.find_nodes(op="placeholder"), *tensors]), None)
-    for node in list(graph.nodes):
-        for inside in subgraphs(node, state):
-            code = inside.code
-            names_device = any(any_inside(_names_device, inner, inside.state) for inner in code.graph.nodes)
-            if like is not None and names_device and not code.graph.find_nodes(op="placeholder"):
-                with code.graph.inserting_before():
-                    code.graph.placeholder("like")
-                node.args = (*node.args, like)
-            _insert_device_lookups(code.graph, inside.state)
-            for inner in code.graph.nodes:  # the rest of meta holds fake tensors
-                inner.meta = {"stack_trace": inner.meta.get("stack_trace")}
-            code.recompile()
-    for node in [node for node in graph.nodes if like is not None and _names_device(node)]:
-        with graph.inserting_before(node):
-            device = graph.call_function(getattr, (like, "device"))
-
-        def replaced(argument: Any) -> Any:
-            return device if isinstance(argument, torch.device) else argument
-
-        node.args = tuple(map(replaced, node.args))
-        node.kwargs = {name: replaced(argument) for name, argument in node.kwargs.items()}
-
-
-def _names_device(node: fx.Node) -> bool:
-    return any(isinstance(argument, torch.device) for argument in [*node.args, *node.kwargs.values()])
+            node.args = tuple(map(replaced, node.args))
+            node.kwargs = {name: replaced(argument) for name, argument in node.kwargs.items()}

@@ -50,7 +50,7 @@ def main() -> None:
     """Three epochs, of which the second is left after a step and then finished."""
     atexit.register(print, "at exit", flush=True)
     reads = [[0, 3, 2], [3, 1]][WORLD.rank]
-    loader = MapLoader(Noisy(), 2, 4, reads, pair, shuffle=True, workers=2, say=lambda line: None)
+    loader = MapLoader(Noisy(), 2, 4, reads, pair, shuffle=True, workers=2)
     steps = []
     for batch in loader:
         steps.append(numbers(batch))

@@ -100,7 +100,7 @@ def numbers(length: int) -> list[tuple[int, int]]:
 
 def loader(dataset: Any, size: int = 2, count: int = 4, reads: Any = None, **options: Any) -> Loader:
     reads = range(count) if reads is None else reads
-    return loader_class(dataset)(dataset, size, count, reads, pair, **{"say": lambda line: None, **options})
+    return loader_class(dataset)(dataset, size, count, reads, pair, **options)
 
 
 def shown(batch: Batch) -> Any:
@@ -319,25 +319,6 @@ def test_a_broken_sample(workers):
     assert re.search(rf'File "{re.escape(__file__)}", line {line}, in __getitem__', trace)
     assert some.state()["step"] == 2
     assert not left()
-
-
-@pytest.mark.parametrize("dataset", [numbers(21), Stream(21)], ids=["map", "stream"])
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"last": "pad"}, "the last step of an epoch has 5 of 8: padded, weight 0"),
-        ({"last": "drop"}, "the last step of an epoch has 5 of 8: dropped"),
-        ({"last": "pad", "size": 7, "count": 1}, None),
-    ],
-    ids=lambda x: None if isinstance(x, dict) else str(x)[-10:],
-)
-def test_what_becomes_of_the_last_step_is_said(dataset, options, line):
-    said: set[str] = set()
-    some = loader(dataset, **options, say=said.add)
-    for _ in range(2):
-        list(some)
-    name = "the Stream" if isinstance(dataset, Stream) else f"the {type(dataset).__name__} of 21 samples"
-    assert said == ({f"{name}: {line}"} if line else set())
 
 
 TOO_FEW = 'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing'

@@ -133,7 +133,7 @@ def test_microbatches_lie_in_memory_as_tensors_of_their_own():
 
     rows = torch.arange(90.0).view(6, 15)
     pieces = chunk((rows, rows.T.contiguous().T), 3, 6)
-    items = loader_class(rows)(rows, 2, 3, range(3), split, say=print, collate=lambda rows: torch.stack(rows)[:, 1:])
+    items = loader_class(rows)(rows, 2, 3, range(3), split, collate=lambda rows: torch.stack(rows)[:, 1:])
     made = [items.microbatch(0, 0, number) for number in range(3)]
     values = [x for piece in pieces for x in piece] + [x for one in made for x in (*one.leaves, one.target)]
     assert all(x.stride() == x.clone().stride() and x.data_ptr() % 64 == 0 for x in values)

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-import mpirun
 from mpirun.data.microbatches import Microbatch, Microbatches
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Input
 from mpirun.model.loss import loss_and_metrics, why_uncut
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
@@ -189,31 +187,10 @@ def test_a_loss_that_differentiates_an_output_is_refused():
             shapes_of(nn.Linear(6, 6), loss=loss)
 
 
-class Pairs(nn.Module):
-    """Outputs that have the samples in both dimensions, in the first, in none."""
-
-    def __init__(self, asks: bool = False):
-        super().__init__()
-        self.linear, self.asks = nn.Linear(5, 4), asks
-
-    def forward(self, x):
-        y = self.linear(x if not self.asks or x.sum() > 0 else -x)
-        return y @ y.T, y, self.linear.bias * 2
-
-
-@pytest.mark.parametrize("how", ["split", "module", "asks for values"])
-def test_a_sample_more_shows_which_dimensions_of_outputs_are_samples(how):
-    model = Model([Pairs(how == "asks for values")], mse_loss)
-    if how == "split":
-        model = mpirun.split(Pairs(), torch.zeros(4, 5), stages=1).model(mse_loss)
-    found = Trial(model, [[Input(0)]], Microbatch([torch.zeros(4, 5)], None, 1.0, size=4)).outputs_of_one_more()
-    sizes = None if found is None else [tuple(spec.size) for spec in found]
-    assert sizes == (None if how == "asks for values" else [(5, 5), (5, 4), (4,)])
-
-
 def test_an_output_that_cannot_be_cut_is_named():
     words = "the output['one'] of a microbatch of 4 samples has shape (2,), but the last step of an epoch is padded: "
     assert (why_uncut("output", {"all": ROWS, "one": torch.zeros(2)}, 4) or "").startswith(words)
+    assert why_uncut("output", torch.zeros(4, 3, 4), 4) and not why_uncut("target", torch.zeros(4, 3, 4), 4)
     assert (why_uncut("target", {"flat": torch.zeros(9)}, 4) or "").endswith(", as the loss gets all of a mapping")
 
 
@@ -246,10 +223,3 @@ def test_a_metric_is_one_number_of_torch_or_python_or_is_refused_by_its_type():
     for value in ("0.5", 0.5j, None):
         with pytest.raises(UsageError, match=f"the metric half should be one number, not a {type(value).__name__}"):
             shapes_of(nn.Linear(6, 6), loss=lambda *_, value=value: (torch.ones(()), {"half": value}))
-
-
-@pytest.mark.parametrize(("sizes", "known"), [((4, 5), True), ((7, 4), False), ((4, 4), False), ((28,), False)])
-def test_a_sample_more_is_tried_where_dimension_0_alone_is_as_long_as_the_microbatch(sizes, known):
-    batch = Microbatch([torch.zeros(sizes)], None, 1.0, size=4)
-    found = Trial(Model([nn.Identity()], mse_loss), [[Input(0)]], batch).outputs_of_one_more()
-    assert (found is not None) == known

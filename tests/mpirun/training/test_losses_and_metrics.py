@@ -107,15 +107,3 @@ run.close()
 """
     done = execute(2, script, scheme, passes, 4)
     assert len(re.findall("by at most 0$", done.out, re.M)) == 3
-    assert "labels of -100" not in done.err
-
-
-def test_labels_that_are_ignored_are_noted(execute):
-    note = (
-        "mpirun: note: targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, "
-        "not by their other labels, unless loss_weight counts these"
-    )
-    script = (
-        "with engine([nn.Linear(4, 3)], loss=cross_entropy) as run: run.step((x[:4], torch.tensor([1, -100, 2, 0])))"
-    )
-    execute(1, script, err=[note])

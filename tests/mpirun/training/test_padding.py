@@ -112,7 +112,7 @@ print(json.dumps(found))
         "give tensors with the samples in dimension 0 alone (expand over them what is not by sample), or the loader a "
         'microbatch_size that divides them, or last="drop"'
     )
-    shapes = ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2), one of 3 samples (3, 3)")
+    shapes = ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2)")
     output, target, number, pairs = ([has.format(*shape) + give] for shape in shapes)
     numbers = [
         "mpirun: predict: outputs cannot be joined along dimension 0: zero-dimensional tensor (at position 0) cannot "
@@ -133,7 +133,7 @@ model = mpirun.Model([torch.nn.Linear(4, 4)], mse_loss, loss_of="minibatch")
 with engine(model, loss=None, stages=1) as run:
     run.predict(run.loader(data[:8], 1))
     print(refused(run.evaluate, run.loader(data[:8], 1)))
-    for batch in run.loader(data, 4):
+    for batch in run.loader(data, 3):
         run.step(batch)
 """
     done = execute(1, script, code=2, out=["2"])

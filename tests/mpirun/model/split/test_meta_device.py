@@ -146,7 +146,6 @@ def set_mask(module: nn.Module) -> None:
 def set_places(module: nn.Module) -> None:
     set_layers(module)
     if isinstance(module, Masked):
-        module.mask[1:] = True
         module.places.copy_(torch.arange(16))
 
 
