@@ -15,7 +15,7 @@ def contrast(outputs, _):
 
 
 torch.manual_seed(0)
-loader = DataLoader(captioned(64, seed=1), batch_size=16, shuffle=True)
+loader = DataLoader(captioned(64, seed=1), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(3))
 tests = DataLoader(captioned(32, seed=2), batch_size=16)
 net = CLIP()
 cut = mpirun.split(net, (torch.zeros(4, 24), torch.zeros(4, 4, dtype=torch.long)), stages=2)

@@ -12,7 +12,7 @@ def contrast(images, captions):
 
 
 torch.manual_seed(0)
-loader = DataLoader(captioned(64, seed=1), batch_size=16, shuffle=True)
+loader = DataLoader(captioned(64, seed=1), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(3))
 tests = DataLoader(captioned(32, seed=2), batch_size=16)
 net = CLIP()
 optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import mpirun
 
 torch.manual_seed(0)
-loader = DataLoader(pictures(64, seed=1), batch_size=16, shuffle=True)
+loader = DataLoader(pictures(64, seed=1), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(3))
 tests = DataLoader(pictures(32, seed=2), batch_size=16)
 net = CNN()
 run = mpirun.Engine("ddp", net, microbatches=2, loss=cross_entropy, optimizer=torch.optim.AdamW, lr=1e-2)

@@ -14,13 +14,8 @@ torch.manual_seed(0)
 g, d = generator(), discriminator()
 adam = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
 real, fake = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
-run_d = mpirun.Engine(
-    "ddp", d, microbatches=2, loss=judge, optimizer=adam, example=(torch.zeros(16, 2), torch.zeros(16, 1))
-)
-d.requires_grad_(False)
-run_g = mpirun.Engine(
-    "ddp", nn.Sequential(g, d), microbatches=2, loss=judge, optimizer=adam, example=(torch.zeros(8, 4), real[:8])
-)
+run_d = mpirun.Engine("ddp", d, microbatches=2, loss=judge, optimizer=adam)
+run_g = mpirun.Engine("ddp", nn.Sequential(g, d), microbatches=2, loss=judge, optimizer=adam)
 for step in range(20):
     with torch.no_grad():
         points = torch.cat([circle(BATCH), g(torch.randn(BATCH, NOISE))])

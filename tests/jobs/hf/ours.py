@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 import mpirun
 
 torch.manual_seed(0)
-loader = DataLoader(sequences(64, seed=1), batch_size=16, shuffle=True)
+loader = DataLoader(sequences(64, seed=1), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(3))
 tests = DataLoader(sequences(32, seed=2), batch_size=16)
 net = gpt2()
 run = mpirun.Engine(

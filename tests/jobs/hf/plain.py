@@ -6,7 +6,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 torch.manual_seed(0)
-loader = DataLoader(sequences(64, seed=1), batch_size=16, shuffle=True)
+loader = DataLoader(sequences(64, seed=1), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(3))
 tests = DataLoader(sequences(32, seed=2), batch_size=16)
 net = gpt2()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
