@@ -20,7 +20,7 @@ tests = DataLoader(captioned(32, seed=2), batch_size=16)
 net = CLIP()
 cut = mpirun.split(net, (torch.zeros(4, 24), torch.zeros(4, 4, dtype=torch.long)), stages=2)
 run = mpirun.Engine(
-    "gpipe", cut, stages=2, microbatches=4, loss=contrast, loss_of="minibatch", optimizer=torch.optim.AdamW, lr=3e-3
+    "gpipe", cut, microbatches=4, loss=contrast, loss_of="minibatch", optimizer=torch.optim.AdamW, lr=3e-3
 )
 for epoch in range(4):
     for images, captions in loader:

@@ -15,7 +15,7 @@ loader = DataLoader(pictures(64, seed=1), batch_size=16, shuffle=True, generator
 tests = DataLoader(pictures(32, seed=2), batch_size=16)
 net = CNN()
 cut = mpirun.split(net, torch.zeros(4, 1, 8, 8), stages=2)
-run = mpirun.Engine("1f1b", cut, stages=2, microbatches=4, loss=cross_entropy, optimizer=torch.optim.AdamW, lr=1e-2)
+run = mpirun.Engine("1f1b", cut, microbatches=4, loss=cross_entropy, optimizer=torch.optim.AdamW, lr=1e-2)
 best, best_weights, worse = float("inf"), {}, 0
 for epoch in range(20):
     for images, labels in loader:

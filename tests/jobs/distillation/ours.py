@@ -21,7 +21,7 @@ loader = DataLoader(points(64, seed=1), batch_size=16, shuffle=True, generator=t
 tests = DataLoader(points(32, seed=2), batch_size=16)
 teacher, student = perceptron(64).eval(), perceptron(16)
 cut = mpirun.split(student, torch.zeros(4, 16), stages=2)
-run = mpirun.Engine("1f1b", cut, stages=2, microbatches=4, loss=distil, optimizer=torch.optim.AdamW, lr=1e-2)
+run = mpirun.Engine("1f1b", cut, microbatches=4, loss=distil, optimizer=torch.optim.AdamW, lr=1e-2)
 for epoch in range(4):
     for batch, labels in loader:
         loss = run.step((batch, (batch, labels))).loss

@@ -22,7 +22,7 @@ net = Decoder()
 add_adapters(net)
 cut = mpirun.split(net, torch.zeros(4, LENGTH, dtype=torch.long), stages=2)
 run = mpirun.Engine(
-    "1f1b", cut, stages=2, microbatches=4, loss=loss_of, loss_weight=lambda target: (target != -100).sum(),
+    "1f1b", cut, microbatches=4, loss=loss_of, loss_weight=lambda target: (target != -100).sum(),
     optimizer=torch.optim.AdamW, lr=1e-2,
 )  # fmt: skip
 for epoch in range(4):

@@ -20,4 +20,9 @@ for epoch in range(4):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"epoch {epoch}: loss {loss:.7g}")
+    h, c, test = *torch.zeros(2, 1, STREAMS, WIDTH), 0.0
+    with torch.no_grad():
+        for letters, target in pieces(3, seed=2):
+            scores, (h, c) = net(letters, (h, c))
+            test += loss_of(scores, target).item() / 3
+    print(f"epoch {epoch}: loss {loss:.7g}, test {test:.7g}")

@@ -3,7 +3,6 @@
 import torch
 from model import EXPERTS, Model, sequences
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
 import mpirun
 
@@ -15,11 +14,11 @@ def loss_of(output, target):
 
 
 torch.manual_seed(0)
-loader = DataLoader(sequences(64, seed=1), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(3))
 net = Model()
 run = mpirun.Engine("ddp", net, microbatches=2, loss=loss_of, optimizer=torch.optim.SGD, lr=0.5)
+loader = run.loader(sequences(64, seed=1), microbatch_size=8)
 for _ in range(4):
-    for tokens, target in loader:
-        result = run.step((tokens, target))
+    for batch in loader:
+        result = run.step(batch)
         if run.rank == 0:
             print(f"loss {result.loss:.7g}, balance {result.metrics['balance']:.7g}")
