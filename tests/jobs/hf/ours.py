@@ -12,10 +12,11 @@ loader = DataLoader(sequences(64, seed=1), batch_size=16, shuffle=True, generato
 tests = DataLoader(sequences(32, seed=2), batch_size=16)
 net = gpt2()
 run = mpirun.Engine(
-    "ddp", net, microbatches=2, loss=lambda output, batch: output.loss,
+    "ddp", net, microbatches=2, clip=1.0,
+    loss=lambda output, batch: output.loss,
     loss_weight=lambda batch: (batch["labels"][:, 1:] != -100).sum(),
     optimizer=lambda named: torch.optim.AdamW([p.parameter for p in named], lr=1e-2),
-    scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / len(loader))), clip=1.0,
+    scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / len(loader))),
 )  # fmt: skip
 for epoch in range(3):
     for batch in loader:
