@@ -191,6 +191,19 @@ def test_the_page_on_one_microbatch_shows_what_the_passes_make(place: Place, ran
     assert len(shown) == 2 and all(text in written for text in shown)
 
 
+def test_the_changed_lines_that_pages_show_are_those_of_the_jobs() -> None:
+    jobs = ROOT / "tests" / "jobs"
+    before, after = "", ""
+    for file in jobs.glob("*/*.py"):
+        if file.name == "plain.py":
+            before += file.read_text()
+        else:
+            after += file.read_text()
+    shown = [line for kind, text in BLOCKS if kind == "diff" for line in text.splitlines()]
+    assert shown and [line for line in shown if line[0] in "- " and f"{line[1:]}\n" not in before] == []
+    assert [line for line in shown if line[0] in "+ " and f"{line[1:]}\n" not in after] == []
+
+
 def test_every_scheme_is_in_the_table() -> None:
     from schedgen.schemes import SCHEMES
 
