@@ -22,7 +22,7 @@ from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.grad_norm import GradNorms
 from mpirun.engine.job_graphs import Job, JobGraphs
-from mpirun.engine.loss import MinibatchLoss, check_forwards_first, score
+from mpirun.engine.loss import MinibatchLoss, check_forwards_first, exchange_among, minibatch_ranks, score
 from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.other_sums import SliceSums, tied_sum
@@ -60,7 +60,7 @@ def build_interpreter(
     """
     header, whole = program.header, setup.model.loss_of == "minibatch"
     if whole:
-        together(comm, lambda: check_forwards_first(header, instructions))
+        check_forwards_first(comm, header, instructions)
     slots = MemorySlots(comm, program, instructions, setup, () if other is None else other.slots.blocks)
     if other is None:
         stages, of_values = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
@@ -80,7 +80,7 @@ def build_interpreter(
         setup.device.seed(derived_seed(setup.seed, position.step, LOSS))
 
     slice_sums = SliceSums()
-    count, kind, dtype = header.microbatches, setup.device.kind, setup.autocast_dtype
+    count, exchange = header.microbatches, exchange_among(comm, minibatch_ranks(header))
     context = Context(
         header=header, instructions=instructions, shapes=setup.shapes, dataflow=setup.dataflow, seed=setup.seed,
         device=setup.device, position=position, stages=stages, slots=slots, transport=transport,
@@ -90,7 +90,8 @@ def build_interpreter(
         ),
         microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position, count),
         score=partial(score, setup.model.loss),
-        minibatch_loss=MinibatchLoss(setup.model, count, kind, dtype, seed_loss) if whole else None,
+        minibatch_loss=MinibatchLoss(setup.model, setup.device.torch, setup.autocast_dtype, seed_loss, exchange)
+        if whole else None,
         around=_around(instructions, graphs), versions=StageVersions(instructions, stages, slots), optimizer=optimizer,
         norms=GradNorms(header, setup.shapes, comm.rank, setup.canonical),
         other_sums={Kind.T: partial(tied_sum, setup.model), Kind.X: slice_sums.prepare, Kind.G: slice_sums.prepare},

@@ -69,13 +69,10 @@ class Evaluator:
 def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh: LossWeight | None) -> Evaluation:
     """The loss and the metrics of all samples; `weigh`: an Engine's `loss_weight`.
 
-    Stop if the loss is of the whole minibatch or returns different metrics by microbatch, or if no samples count.
+    A loss of the whole minibatch is one of a batch. Stop if the loss returns different metrics by microbatch, or if no
+    samples count.
     """
-    model = session.setup.model
-    if model.loss_of == "minibatch":
-        raise Stop(
-            "evaluate: the model's loss is of the whole minibatch: take predict(each=) and compute it from the outputs"
-        )
+    model, minibatch = session.setup.model, session.interpreter.context.minibatch_loss
     own: dict[int, tuple[float, dict[str, float], float, int]] = {}  # by microbatch: loss, metrics, weight, samples
 
     def add(number: int, output: Any, batch: Microbatch) -> None:
@@ -84,11 +81,21 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh
         samples = batch.size - batch.padding
         weight = samples if weigh is None else loss_weight(weigh, batch)
         own[number] = 0.0, {}, weight, samples
-        if weight:
-            loss, metrics = loss_and_metrics(model.loss, output, batch)
-            own[number] = float(loss), {name: float(value) for name, value in metrics.items()}, weight, samples
+        if minibatch is not None:
+            minibatch.add_outputs(number, [output] if isinstance(output, Tensor) else output, batch)
+        elif weight:
+            score(loss_and_metrics(model.loss, output, batch), [number])
 
-    _run(session, batches, add)
+    def score(made: tuple[Tensor, dict[str, Tensor]], numbers: Iterable[int]) -> None:
+        loss, metrics = float(made[0]), {name: float(value) for name, value in made[1].items()}
+        own.update((number, (loss, metrics, *own[number][2:])) for number in numbers)
+
+    def end_step() -> None:
+        if minibatch is not None and minibatch.collected:
+            score(minibatch.loss(), minibatch.collected)
+            minibatch.forget()
+
+    _run(session, batches, add, end_step)
     by_microbatch = {number: one for of_rank in session.comm.allgather(own) for number, one in of_rank.items()}
     losses, metrics, weights, samples = map(
         list, zip(*(by_microbatch[key] for key in sorted(by_microbatch)), strict=True)
@@ -146,12 +153,18 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
     return pytree.tree_unflatten(joined, pytree.tree_structure(ordered[0]))
 
 
-def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], outcome: Outcome) -> None:
+def _run(
+    session: Session,
+    batches: Iterable[tuple[Evaluator, Batch]],
+    outcome: Outcome,
+    end_step: Callable[[], None] = lambda: None,
+) -> None:
     """Run all batches; `outcome` takes a microbatch's number among those of all batches."""
     with session.model_values(), torch.no_grad():
         for step, (evaluator, batch) in enumerate(batches):
             first = step * evaluator.batches.count
             evaluator.run(step, batch, lambda number, *scored, first=first: outcome(first + number, *scored))
+            end_step()
             session.beat()
 
 

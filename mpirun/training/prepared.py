@@ -95,7 +95,7 @@ class Prepared:
         if isinstance(batch.loader, FunctionLoader):
             batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
         if min(batch.samples) < of_shape.example.size:
-            check_padding(self.model, session.header)
+            check_padding(session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
         source.give(session.steps, batch, session.verifies, weights)
         return shares(batch.samples if weights is None else weights), sum(batch.samples) * of_shape.tokens

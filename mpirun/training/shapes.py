@@ -80,12 +80,10 @@ class Shapes:
         return shape
 
 
-def check_padding(model: Model, header: Header) -> None:
+def check_padding(header: Header) -> None:
     """Stop if a microbatch with padding would count as much as the others."""
     if not header.has_flush:
         raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"')
-    if model.loss_of == "minibatch":
-        raise Stop('the loss is of the whole minibatch, so no microbatch may be padded: last="drop"')
 
 
 def check_loss_weight(given: object, model: Model, header: Header) -> None:

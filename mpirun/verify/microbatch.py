@@ -109,14 +109,16 @@ def forward_backward(
 
 def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[ForwardPass], step: int) -> list[float]:
     """The backwards of all microbatches, from their common loss; returns that loss once for each microbatch."""
-    loss, last = MinibatchLoss(setup.model, len(forwards), setup.device.kind, setup.autocast_dtype), header.stages - 1
+    minibatch, last = MinibatchLoss(setup.model, setup.device.torch, setup.autocast_dtype), header.stages - 1
     setup.device.seed(derived_seed(setup.seed, step, LOSS))
-    losses: dict[int, Tensor] = {}
+    losses: list[float] = []
     for number, done in enumerate(forwards):
-        losses |= loss.add_outputs(number, done.outputs_of(last), done.batch)
+        minibatch.add_outputs(number, done.outputs_of(last), done.batch)
     for number, done in enumerate(forwards):
-        _backward(header, done, {Value(last, index): x for index, x in enumerate(loss.take_gradients(number))})
-    return [value.item() for value in losses.values()]
+        gradients, loss, _ = minibatch.take(number)
+        _backward(header, done, {Value(last, index): x for index, x in enumerate(gradients)})
+        losses.append(loss.item())
+    return losses
 
 
 def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tensor | None]) -> None:

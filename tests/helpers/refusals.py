@@ -117,7 +117,7 @@ COMMANDS: Table = {
         f"{{tensor8}} {TESTS}gpt_tiny": "...compiled with --tensor 4, but no stage of this model defines slices...",
         f"{{tensor8}} {TESTS}gpt_tensor": "the model is replicated in stages 0,7, the schedule in 7: compile it...",
         f"{{1f1b}} {TESTS}contrastive": "the model's loss is of the whole minibatch...as in gpipe...",
-        f"{{ddp}} {TESTS}contrastive": "the model's loss is of the whole minibatch...computed by one worker...",
+        f"{{ddp}} {TESTS}contrastive": "the model's loss is of the whole minibatch...as in gpipe...",
         f"{{pipedream}} {MODEL} --clip 1": f"clip {WHOLE}",
         f"{{pipedream}} {MODEL} --accumulate 2": f"accumulate {WHOLE}",
         f"{{pipedream}} {MODEL} --on-nan skip": "on_nan skip: this schedule updates stages before all losses are kn...",

@@ -82,7 +82,14 @@ def _output_gradients(context: Context, i: Instruction) -> Callable[[], list[Ten
     """A function that returns the gradients of a stage's outputs: its consumers' g, added in the consumers' order."""
     if context.is_last(i.stage):
         loss, pending = context.minibatch_loss, context.pending_of(i)
-        return lambda: [pending.loss_gradient] if loss is None else loss.take_gradients(i.mb)
+        if loss is None:
+            return lambda: [pending.loss_gradient]
+
+        def of_minibatch() -> list[Tensor | None]:
+            gradients, context.losses[i.mb], context.metrics[i.mb] = loss.take(i.mb)
+            return gradients
+
+        return of_minibatch
     graph, buffers, count = context.header.graph, context.buffers, len(context.shapes[i.stage].outputs)
     consumers = graph.consumers[i.stage]
     messages = [buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]

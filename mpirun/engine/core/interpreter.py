@@ -84,7 +84,7 @@ class Interpreter:
         self.context.losses.clear()
         self.context.metrics.clear()
         if self.context.minibatch_loss is not None:
-            self.context.minibatch_loss.collected.clear()
+            self.context.minibatch_loss.forget()
 
     def execute(self) -> None:
         """Call the acts in their order, and show the watchdog which one runs."""

@@ -18,6 +18,7 @@ from mpirun.model.loss import without_padding
 from mpirun.training.batches import whole_batch
 from schedgen.util.errors import UsageError
 
+CPU = torch.device("cpu")
 ROWS = torch.arange(20).view(10, 2)
 TREE = {"a": (ROWS, [ROWS + 1]), "name": "x", "none": None}
 
@@ -80,18 +81,33 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
 
     rows = torch.arange(8.0).view(4, 2)
     target = {"rows": rows, "names": [*"abcd"], "classes": ["cat", "dog", "cow"], "weights": [0.5, 0.5]}
-    minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss, loss_of="minibatch"), 2, "cpu", None)
+    minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss, loss_of="minibatch"), CPU, None)
     for number, piece in whole_batch((rows, target), 2, input_and_target).microbatches.items():
         swapped = dict(sorted(piece.target.items())) if number else piece.target  # the same in another order
-        losses = minibatch_loss.add_outputs(number, [piece.leaves[0] + 1], piece._replace(target=swapped))
+        minibatch_loss.add_outputs(number, [piece.leaves[0] + 1], piece._replace(target=swapped))
+    (gradient,), found, _ = minibatch_loss.take(0)
     assert len(seen) == 1 and torch.equal(seen[0]["rows"], rows)
     assert [seen[0][name] for name in ("names", "classes", "weights")] == [[*"abcd"], ["cat", "dog", "cow"], [0.5, 0.5]]
-    assert losses[0] == 8 and torch.equal(minibatch_loss.take_gradients(0)[0], torch.ones(2, 2))
-    minibatch_loss.collected.clear()
-    minibatch_loss.add_outputs(0, [rows], piece)
+    assert found == 8 and torch.equal(gradient, torch.ones(2, 2))
+    minibatch_loss.forget()
     renamed = {"labels" if name == "rows" else name: x for name, x in target.items()}
+    for number, of_microbatch in enumerate((piece, piece._replace(target=renamed))):
+        minibatch_loss.add_outputs(number, [rows], of_microbatch)
     with pytest.raises(ValueError, match=r"extra key.*labels"):
-        minibatch_loss.add_outputs(1, [rows], piece._replace(target=renamed))
+        minibatch_loss.take(0)
+
+
+def test_a_loss_of_the_whole_minibatch_is_without_padding_and_has_metrics() -> None:
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return (output * target).sum(), {"samples": len(output)}
+
+    minibatch_loss, rows = MinibatchLoss(Model([nn.Identity()], loss), CPU, None), torch.ones(2, 3)
+    for number, padding in enumerate((0, 1, 2)):
+        minibatch_loss.add_outputs(number, [rows], Microbatch([], 2 * rows, 1.0, 2, padding))
+    taken = [minibatch_loss.take(number) for number in range(3)]
+    assert all(found == 18 and metrics["samples"] == 3 for _, found, metrics in taken)
+    whole, part, none = (gradient for (gradient,), *_ in taken)
+    assert whole.tolist() == [[2] * 3] * 2 and part.tolist() == [[2] * 3, [0] * 3] and none is None
 
 
 def test_a_loss_of_the_whole_minibatch_gives_complex_outputs_a_gradient() -> None:
@@ -100,10 +116,10 @@ def test_a_loss_of_the_whole_minibatch_gives_complex_outputs_a_gradient() -> Non
     def loss(output: Any, target: object) -> Tensor:
         return (output[0].abs() ** 2).mean() + (output[0].imag * output[1]).sum()
 
-    minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss, lambda text, rng: (0, 0)), 2, "cpu", None)
+    minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss), CPU, None)
     for number in range(2):
         minibatch_loss.add_outputs(number, [waves[number], rows[number]], Microbatch([], None, 1.0, 3))
-    found = [minibatch_loss.take_gradients(number) for number in range(2)]
+    found = [minibatch_loss.take(number)[0] for number in range(2)]
     leaves = [x.flatten(0, 1).requires_grad_() for x in (waves, rows)]
     for index, expected in enumerate(torch.autograd.grad(loss(leaves, None), leaves)):
         torch.testing.assert_close(torch.cat([gradients[index] for gradients in found]), expected)
@@ -115,14 +131,14 @@ def test_a_loss_of_the_whole_minibatch_gives_complex_outputs_a_gradient() -> Non
         (lambda output, target: output, "the loss should be one number"),
         (lambda output, target: 5.0, "the loss should be one number"),
         (lambda output, target: output.sum() * 1j, "the loss should be a real number, not torch.complex64"),
-        (lambda output, target: (output.sum(), {}), "a loss of the whole minibatch has no metrics beside it"),
         (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
     ],
 )
 def test_a_loss_of_the_whole_minibatch_is_one_real_number_with_a_gradient(loss: Any, sentence: str) -> None:
-    minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss, lambda text, rng: (0, 0)), 1, "cpu", None)
+    minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss), CPU, None)
+    minibatch_loss.add_outputs(0, [torch.zeros(4)], Microbatch([], torch.zeros(4), 1.0, 4))
     with pytest.raises(UsageError, match=sentence):
-        minibatch_loss.add_outputs(0, [torch.zeros(4)], Microbatch([], torch.zeros(4), 1.0, 4))
+        minibatch_loss.take(0)
 
 
 def test_microbatches_lie_in_memory_as_tensors_of_their_own():
