@@ -94,7 +94,7 @@ class Recipe:
         if not (self.elementwise or type(made) in ELEMENTWISE):
             raise UsageError(
                 f"several ranks divide {piece}, and {type(made).__name__} is none of torch.optim's classes that step "
-                "element by element: say Engine(elementwise=True) if it does, or compile without --shards and --tensor"
+                "element by element: say Engine(elementwise=True) if it does, or divide no weights (shards 1, tensor 1)"
             )
         wholes = [
             entry._replace(parameter=like_parameter(x, x.new_zeros(()).expand(entry.shape)), whole=True)

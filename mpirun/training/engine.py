@@ -49,7 +49,7 @@ from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.open_run import OpenRun, collective
 from mpirun.training.prepared import Prepared, first_microbatch, shared
 from mpirun.training.saving import Checkpoints
-from mpirun.training.schedule_and_model import Given, Models, load
+from mpirun.training.schedule_and_model import ORDER, SIZES, Given, Models, load
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_loss_weight
 from mpirun.training.tensorboard_log import Log, make_log
@@ -67,9 +67,11 @@ class Engine(OpenRun):
     that it makes, or the first batch that it is given. A Model may make its microbatches itself.
 
     schedule      a file written by schedgen, or a schedgen.Program. Or a scheme whose sizes `stages` and `microbatches`
-                  give: its name, or a FILE.py with w and n
+                  (None: as many as ranks) give: its name, or a FILE.py with w and n
     model         what `split` returns, a Model, a list of modules, one per stage, or a function: stages -> such a model
     loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
+    loss_of       "microbatch", or "minibatch": the loss takes the outputs and targets of all microbatches of a step,
+                  joined along dimension 0; None: as the Model says
     loss_weight   target -> what a microbatch's loss is a mean over, if not over samples: say, the number of tokens
                   that count. The loss and the metrics of a step are then means over that
     example       one microbatch, a pair (input, target) or a mapping: its shapes and types matter, not its values
@@ -87,6 +89,9 @@ class Engine(OpenRun):
     export        the directory that `export` will write; it is refused at once if it is not empty
     comm          the ranks; None: all
 
+    With a scheme's name it takes these options of `schedgen compile`: groups, chunks, group, replicas, shards, n, mode,
+    weight_slots, prefetch, recompute, memory_limit, updates. One number of `replicas` or `shards` is for each stage.
+
     These it shares with the command line (`mpirun.engine.options.RunOptions`):
 
     """
@@ -99,6 +104,7 @@ class Engine(OpenRun):
         model: Models,
         *,
         loss: Callable[[Any, Any], Any] | None = None,
+        loss_of: str | None = None,
         loss_weight: LossWeight | None = None,
         example: Any = None,
         stages: int | None = None,
@@ -115,6 +121,8 @@ class Engine(OpenRun):
         **options: Any,
     ) -> None:
         given = dict(locals())
+        names = (*SIZES, *ORDER)
+        compiled = {name: value for name in names if (value := options.pop(name, None)) is not None}
         for unknown in options.keys() - {each.name for each in fields(RunOptions)}:
             raise TypeError(f"Engine has no argument {unknown}: help(mpirun.Engine) lists them")
         super().__init__(comm := RunComm(MPI.COMM_WORLD if comm is None else comm))
@@ -122,7 +130,7 @@ class Engine(OpenRun):
         self._loaders: WeakSet[Loader] = WeakSet()  # loaders known to read what this run's ranks read
         with self._beginning():
             self._options = together(comm, lambda: checked(RunOptions(**options)))
-            check_same_options(comm, options_to_compare({**given, **vars(self._options)}))
+            check_same_options(comm, options_to_compare({**given, **compiled, **vars(self._options)}))
             folder, self._recipe = together(comm, lambda: (
                 None if weights is None else directory_of("weights, if the module does not have them itself", weights),
                 make_recipe(optimizer, lr, scheduler, self._options.clip, elementwise),
@@ -132,7 +140,8 @@ class Engine(OpenRun):
             self._keep_threads()
             use = self._options
             self.host = use_host(comm, use)
-            file, self._model = load(comm, schedule, microbatches, Given(model, loss, stages, folder, use.seed))
+            taken = Given(model, loss, stages, folder, use.seed, loss_of)
+            file, self._model = load(comm, schedule, microbatches, taken, compiled)
             self._weights_directory = folder
             self._schedule: str | None = None  # the file, which no trace may overwrite
             if isinstance(schedule, str | os.PathLike) and Path(schedule).is_file():

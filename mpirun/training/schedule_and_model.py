@@ -7,8 +7,9 @@ rank 0 for the graph of the model's stages.
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +32,14 @@ from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
 from schedgen.schemes import load as load_scheme
 from schedgen.schemes.scheme import Sizes
-from schedgen.util.errors import NeedsOption, SlowScheme, UsageError
+from schedgen.util.errors import SlowScheme, UsageError
 
 Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
+DATA_PARALLEL = ("ddp", "fsdp")
+
+# The options of `schedgen compile` that an Engine takes with a scheme's name.
+SIZES = ("groups", "chunks", "group", "replicas", "shards")
+ORDER = ("n", "mode", "weight_slots", "prefetch", "recompute", "memory_limit", "updates")
 
 
 class Given(NamedTuple):
@@ -44,6 +50,7 @@ class Given(NamedTuple):
     stages: int | None  # how many there should be; None: as many as there are
     weights: Path | None  # a directory that parameters and buffers are read from
     seed: int  # for the modules that a function makes
+    loss_of: str | None = None  # in place of the model's
 
     def take(self, stages: int | None, layers: Sequence[int] | None = None) -> Model:
         """The Model; `layers`: how many of its own stages each stage joins; None: one. UsageError if there is none."""
@@ -61,8 +68,8 @@ class Given(NamedTuple):
             if loss is None:
                 raise UsageError("loss: say what it is, modules have none")
             modules = list(model) if isinstance(model, Iterable) else [model]
-            wanted = sum(layers) if layers else stages
-            if isinstance(model, nn.Module) and wanted and wanted != len(modules):
+            wanted = sum(layers) if layers else stages or len(modules)
+            if isinstance(model, nn.Module) and wanted != len(modules):
                 split = f"split it first, mpirun.split(model, example, stages={wanted})"
                 raise UsageError(f"the model, a {type(model).__name__}, is not in {wanted} stages: {split}")
             model = Model(modules, loss)
@@ -70,24 +77,37 @@ class Given(NamedTuple):
             model = model._replace(loss=of_last_stage(loss, model.origin.rebuild))
         if layers is not None:
             model = join_stages(model, layers)
+        if self.loss_of is not None:
+            model = model._replace(loss_of=self.loss_of)
         model = check_model(model, len(model.stages) if stages is None else stages)
         return model if self.weights is None else model._replace(weights=Pretrained(self.weights))
 
 
 def load(
-    comm: RunComm, schedule: str | os.PathLike[str] | Program | Schedule, microbatches: int | None, given: Given
+    comm: RunComm,
+    schedule: str | os.PathLike[str] | Program | Schedule,
+    microbatches: int | None,
+    given: Given,
+    options: Mapping[str, Any],
 ) -> tuple[Schedule, Model]:
-    """The schedule, read or compiled, and the model for it. Collective; Stop if one is refused, or they do not fit."""
+    """The schedule, read or compiled, and the model for it. Collective; Stop if one is refused, or they do not fit.
+
+    `options`: of SIZES and ORDER, for a scheme's name.
+    """
     name = "the schedule" if isinstance(schedule, Program | Schedule) else os.fspath(schedule)
+    scheme = name if isinstance(schedule, str | os.PathLike) and is_scheme(name) else None
+    if options and scheme is None:
+        given_to = "to schedgen compile, or with a scheme's name"
+        raise Stop(f"{name} is compiled already: give {', '.join(options)} {given_to}")
     if isinstance(schedule, Schedule):
         file = schedule
     elif isinstance(schedule, Program):
         on_rank_0(comm, lambda: check_for_run(schedule, name, comm.size))
         file = share_program(comm, schedule if comm.rank == 0 else None)
-    elif is_scheme(name):
+    elif scheme is not None:
         with print_notes(comm):
             model = together(comm, lambda: given.take(given.stages))
-            program = on_rank_0(comm, lambda: _compile(model, name, microbatches, comm.size))
+            program = on_rank_0(comm, lambda: _compile(model, scheme, microbatches, comm.size, options))
         return share_program(comm, program), model
     else:
         file = read_schedule(comm, name)
@@ -106,23 +126,42 @@ def is_scheme(name: str) -> bool:
     return Path(name).suffix == ".py" or (Path(name).suffix != ".json" and not Path(name).is_file())
 
 
-def _compile(model: Model, scheme: str, microbatches: int | None, workers: int) -> Program:
-    if type(microbatches) is not int or microbatches < 1:
-        raise UsageError(f"microbatches: say how many a step of {scheme} has, 1 at least")
-    graph, sizes = model.graph(), Sizes(len(model.stages), microbatches, workers)
+def _compile(
+    model: Model, scheme: str, microbatches: int | None, workers: int, options: Mapping[str, Any] = {}
+) -> Program:
+    """The program of a scheme for a model; None: as many microbatches as workers."""
+    graph, stages = model.graph(), len(model.stages)
+    if scheme == "fsdp" and stages == 1:  # of which each worker should own a part
+        options = {"shards": workers, **options}
+    if scheme in DATA_PARALLEL and model.loss_of == "minibatch":
+        options = {"n": "breadth-first", **options}
+    given = {name: options[name] for name in SIZES if name in options}
+    for name, count in (("replicas", stages), ("shards", 1)):
+        if isinstance(given.get(name), int):
+            given[name] = (given[name],) * count
+    of_order = {name: options[name] for name in ORDER if name in options}
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
         try:
-            loaded = load_scheme(scheme, sizes)
+            sizes = Sizes(stages, workers if microbatches is None else microbatches, workers, **given).checked()
+            loaded = load_scheme("1f1b-rr" if scheme == "1f1b" and sizes.replicas else scheme, sizes)
             if model.reads is not None or loaded.edges is None:  # else the scheme's own edges say what stages read
                 loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
-            program = compile(loaded, sizes, Options(tied=graph.tied))
-        except NeedsOption as error:
-            raise UsageError(
-                f"{error}: an Engine has no such options, so give it a file that `schedgen compile {scheme}` has made "
-                "with them"
-            ) from None
+            program = compile(loaded, sizes, Options(tied=graph.tied, **of_order))
+        except UsageError as error:
+            words = re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
+            raise UsageError(words + (_remedy(sizes) if "workers do not fit" in words else "")) from None
     for warning in slow:
         warn_user(str(warning.message))
     check(program, f"the schedule {scheme}")
     return program
+
+
+def _remedy(sizes: Sizes) -> str:
+    """What to do with more workers than stages, if they make several pipelines."""
+    pipelines, rest = divmod(sizes.workers or 0, sizes.stages)
+    if pipelines < 2 or rest or sizes.replicas or sizes.microbatches < pipelines:
+        return ""
+    if sizes.stages == 1:
+        return ': split the model into stages, mpirun.split(model, example, stages=...), or take "ddp"'
+    return f': "1f1b" with replicas={pipelines} makes {pipelines} pipelines of them'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -107,3 +108,46 @@ run.close()
 """
     done = execute(2, script, scheme, passes, 4)
     assert len(re.findall("by at most 0$", done.out, re.M)) == 3
+
+
+SCHEMES = [
+    ("ddp", 2, {}), ("fsdp", 2, {}), ("fsdp", 2, {"microbatches": 3, "shards": 1}), ("gpipe", 2, {}),
+    ("1f1b", 4, {"replicas": 2, "n": "breadth-first", "microbatches": 4}),
+    *further(("fslpp", 4, {"groups": 2, "n": "breadth-first", "microbatches": 4})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "ranks", "options"), SCHEMES)
+def test_a_loss_of_the_minibatch_takes_all_outputs_on_every_schedule(execute, scheme, ranks, options):
+    """Its gradients are those of one process, also where ranks have different microbatches, or padding."""
+    script = """
+def contrast(output, target):
+    scores = nn.functional.normalize(output) @ nn.functional.normalize(target).T
+    return cross_entropy(2 * scores, torch.arange(len(scores))), {"samples": len(scores)}
+scheme, options = sys.argv[1], json.loads(sys.argv[2])
+draw = torch.Generator().manual_seed(1)
+rows = [(torch.randn(4, generator=draw), torch.randn(4, generator=draw)) for _ in range(17)]
+stages, plain = layers(4 if scheme == "fslpp" else 2), nn.Sequential(*layers(4 if scheme == "fslpp" else 2))
+optimizer = SGD(plain.parameters(), lr=0.5)
+with engine(stages, scheme, loss=contrast, loss_of="minibatch", optimizer=SGD, lr=0.5, verify=True,
+            **{"microbatches": 2, **options}) as run:
+    loader = run.loader(rows, 3)
+    size = 3 * options.get("microbatches", 2)
+    for epoch in range(2):
+        for number, batch in enumerate(loader):
+            inputs, targets = (torch.stack(each) for each in zip(*rows[size * number : size * (number + 1)]))
+            expected, _ = contrast(plain(inputs), targets)
+            optimizer.zero_grad()
+            expected.backward()
+            optimizer.step()
+            found = run.step(batch)
+            assert math.isclose(found.loss, expected.item(), rel_tol=1e-5), (epoch, number, found.loss, expected)
+            assert found.metrics == {"samples": len(inputs)}
+    found, wanted = run.evaluate(loader), 0.0
+    for begin in range(0, 17, size):
+        inputs, targets = (torch.stack(each) for each in zip(*rows[begin : begin + size]))
+        wanted += contrast(plain(inputs), targets)[0].item() * len(inputs) / 17
+    assert math.isclose(found.loss, wanted, rel_tol=1e-5) and found.samples == 17
+    assert run.verify()
+"""
+    execute(ranks, script, scheme, json.dumps(options))
