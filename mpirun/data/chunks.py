@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -15,19 +16,26 @@ TEXT = str | bytes | None  # numbers, one for each sample, are in tensors; a lis
 
 
 def chunk(tree: Any, count: int, samples: int) -> list[Any]:
-    """Cut a batch of `samples` samples, a multiple of `count`, into `count` microbatches, nested like it.
+    """Cut a batch of `samples` samples into `count` microbatches, nested like it: the `spans`, or else one sample.
 
     A list or tuple of strings, one for each sample, is cut as a tensor is. Other values go to every microbatch uncut.
     """
     leaves, spec = pytree.tree_flatten(tree, is_leaf=one_per_sample(samples))
-    pieces = [_pieces(leaf, count, samples // count) for leaf in leaves]
+    cuts = [span if span.stop > span.start else slice(0, 1) for span in spans(samples, count)]
+    pieces = [_pieces(leaf, cuts) for leaf in leaves]
     return [pytree.tree_unflatten([piece[number] for piece in pieces], spec) for number in range(count)]
 
 
-def _pieces(leaf: Any, count: int, size: int) -> list[Any]:
+def spans(samples: int, count: int) -> list[slice]:
+    """The samples of each microbatch, whose numbers differ by one at most."""
+    ends = [-(-samples * number // count) for number in range(count + 1)]
+    return [slice(*pair) for pair in pairwise(ends)]
+
+
+def _pieces(leaf: Any, cuts: list[slice]) -> list[Any]:
     if not isinstance(leaf, Tensor | list | tuple):
-        return [leaf] * count
-    return [in_own_memory(leaf[number * size : (number + 1) * size]) for number in range(count)]
+        return [leaf] * len(cuts)
+    return [in_own_memory(leaf[cut]) for cut in cuts]
 
 
 def one_per_sample(samples: int) -> Callable[[Any], bool]:

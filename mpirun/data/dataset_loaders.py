@@ -62,7 +62,7 @@ class MapLoader(Loader):
     def made(self, epoch: int, step: int, numbers: Sequence[int]) -> Step:
         """These microbatches of a step; seeds the global generators."""
         indices = self._indices(epoch, step)
-        dealt, collated = deal(indices, self.microbatch_size, self.microbatches), {}
+        dealt, collated = deal(indices, self.microbatch_size, self.microbatches, self.fills), {}
         for number in numbers:
             seed(self.seed, epoch, step, number)
             collated[number] = self._collated(step, number, dealt[number])
@@ -157,7 +157,7 @@ class _StepsInOrder(IterableDataset[Step]):
                 return
             following = list(islice(stream, size))  # tells whether this step is the last
             of_stream = states()
-            dealt, collated = deal(here, loader.microbatch_size, loader.microbatches), {}
+            dealt, collated = deal(here, loader.microbatch_size, loader.microbatches, loader.fills), {}
             for number in loader.reads:
                 seed(loader.seed, self.epoch, step, number)
                 collated[number] = (loader.collate or default_collate)(dealt[number])

@@ -46,7 +46,8 @@ class Batch(NamedTuple):
     @property
     def is_padded_in_part(self) -> bool:
         """Whether a microbatch has both samples and padding."""
-        return self.loader is not None and any(0 < real < self.loader.microbatch_size for real in self.samples)
+        loader = self.loader
+        return loader is not None and loader.fills and any(0 < real < loader.microbatch_size for real in self.samples)
 
 
 class Step(NamedTuple):
@@ -57,13 +58,16 @@ class Step(NamedTuple):
     collated: dict[int, Any]  # by microbatch that this rank reads, its collated samples
 
 
-def deal(samples: Sequence[T], size: int, microbatches: int) -> list[list[T]]:
+def deal(samples: Sequence[T], size: int, microbatches: int, fill: bool = True) -> list[list[T]]:
     """The samples of each microbatch of a step that has from 1 to `size * microbatches` samples.
 
-    All have `size`: the samples fill the first microbatches, then they are repeated from the first one on.
+    All have `size`: the samples fill the first microbatches, then they are repeated from the first one on. Unless
+    `fill`, a microbatch that has some samples is not filled up.
     """
-    places = range(size * microbatches)
-    return [[samples[place % len(samples)] for place in places[begin : begin + size]] for begin in places[::size]]
+    dealt = [range(begin, begin + size) for begin in range(0, size * microbatches, size)]
+    if not fill:
+        dealt = [places[: max(0, len(samples) - places.start)] or places for places in dealt]
+    return [[samples[place % len(samples)] for place in places] for places in dealt]
 
 
 @dataclass(eq=False)
@@ -83,6 +87,7 @@ class Loader(ABC):
     last          if the last step of an epoch has too few samples: "pad" repeats some, which do not count, "drop"
                   leaves the step out
     collate       a list of samples -> a microbatch, instead of torch's default_collate
+    fills         a microbatch that an epoch's last samples fill in part is padded; False: it has these alone
     """
 
     dataset: Any
@@ -96,6 +101,7 @@ class Loader(ABC):
     workers: int = 0
     last: str = "pad"
     collate: Callable[[list[Any]], Any] | None = None
+    fills: bool = True
     sample_count: int | None = field(init=False, default=None)  # samples of an epoch; None: not known
     epoch: int = field(init=False, default=0)  # of the batch after the last one that was trained on
     step: int = field(init=False, default=0)  # of this batch, in its epoch
@@ -127,7 +133,8 @@ class Loader(ABC):
     @property
     def pads_in_part(self) -> bool:
         """Whether it is known that a microbatch of each epoch has both samples and padding."""
-        return self.last == "pad" and self.sample_count is not None and self.sample_count % self.microbatch_size > 0
+        rest = 0 if self.sample_count is None else self.sample_count % self.microbatch_size
+        return self.fills and self.last == "pad" and rest > 0
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches; an exception of the dataset is raised from here, with its own message and traceback."""
@@ -233,7 +240,8 @@ class Loader(ABC):
         leaves, names = named_leaves(data)
         real = self._real(samples)[number]
         divisor = samples / real if real else math.inf
-        return Microbatch(leaves, target, divisor, self.microbatch_size, self.microbatch_size - real, names)
+        size = self.microbatch_size if self.fills or not real else real
+        return Microbatch(leaves, target, divisor, size, size - real, names)
 
     def _made(self, steps: Dataset[Step], numbers: Iterable[int] | None) -> Generator[Step, None, None]:
         """The steps that torch's DataLoader makes, ahead if there are workers."""

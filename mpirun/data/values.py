@@ -47,13 +47,15 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 def named_leaves(tree: Any) -> tuple[list[Any], tuple[str, ...]]:
     """The leaves of a pytree and their names, as in `by_path`; those of a dict in sorted order of its keys."""
-    found = by_path(_in_order(tree))
+    found = by_path(in_key_order(tree))
     return list(found.values()), tuple(found)
 
 
-def _in_order(tree: Any) -> Any:
+def in_key_order(tree: Any) -> Any:
+    """A pytree with the entries of its dicts in sorted order of their keys."""
+
     def of_dict(x: Any) -> Any:
-        return {key: _in_order(x[key]) for key in sorted(x)} if isinstance(x, dict) else x
+        return {key: in_key_order(x[key]) for key in sorted(x)} if isinstance(x, dict) else x
 
     return pytree.tree_map(of_dict, tree, is_leaf=lambda x: isinstance(x, dict))
 

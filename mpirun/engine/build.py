@@ -149,6 +149,7 @@ def _local_stages(
             owned_shards.get(index, []),
             stages.values(),
             is_given=_has_values(setup.model.stages[index]),
+            call=setup.model.origin.call,
         )
         stages[index].tied_to_earlier = setup.model.tied_to_earlier(index, stages[index].names)
     return dict(sorted(stages.items())), digests

@@ -65,7 +65,7 @@ class StageBuilder:
         """The stage's module, with its ties."""
         model, stage = self.model, self.stage
         module = self.untied()
-        if model.reads is None:
+        if model.reads is None and model.origin.call is None:
             _take_as_given(module)
         for tie in model.tied:
             if any(place == stage for place, _ in tie) and not model.ties_slices(tie):  # slices of one stage are equal

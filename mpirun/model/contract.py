@@ -23,7 +23,7 @@ Weights = Callable[[Collection[str]], Mapping[str, Tensor]]  # names -> values o
 
 
 class Origin(NamedTuple):
-    """What is known of a model that was cut from one module: `split` and `split_sequential` set it.
+    """What is known of a model that is, or was cut from, one module: `bare_model`, `split`, `split_sequential` set it.
 
     named       whether the model was cut from a module. Parameters and buffers then have their names there, for every
                 cut. A buffer, or a frozen parameter, has the same value in all stages that have it.
@@ -37,6 +37,8 @@ class Origin(NamedTuple):
     rebuild     the last stage's output -> the module's own; None: they are the same.
     unused      by name, the module's parameters and saved buffers that are in no stage, since its forward does not use
                 them.
+    call        (module, *leaves of the input) -> the tensors of its output, where a bare module is the one stage: it
+                takes microbatches of any shapes. None: stages are called with what they read.
     """
 
     named: bool = False
@@ -47,6 +49,7 @@ class Origin(NamedTuple):
     join: Callable[[Sequence[StageEntry], Sequence[int]], Mapping[str, Any]] | None = None
     rebuild: Callable[[Any], Any] | None = None
     unused: Mapping[str, Tensor] = {}
+    call: Callable[..., list[Tensor]] | None = None
 
 
 class Model(NamedTuple):

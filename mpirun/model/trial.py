@@ -152,7 +152,7 @@ class Trial:
             module.to(device)
         watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
         with autocast(device.type, self.autocast_dtype), watch:
-            made = _outputs(module, inputs, stage)
+            made = _outputs(partial(model.origin.call, module) if model.origin.call else module, inputs, stage)
         _check_references(stage, made, [*leaves, *module.parameters()])
         changed = tuple(watch.changed_buffers())
         is_whole, last = model.slice_of(stage).count == 1, model.model_stage(len(model.stages) - 1)
@@ -198,7 +198,7 @@ def _input(x: Any, fake: FakeTensorMode | None, device: torch.device, needs_grad
     return x.detach().to(device).clone().requires_grad_(needs_grad)
 
 
-def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[Tensor]:
+def _outputs(module: Callable[..., Any], inputs: Sequence[Any], stage: int) -> Sequence[Tensor]:
     try:
         returned = module(*inputs)
     except (Exception, SystemExit) as error:

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
-from mpirun.data.chunks import chunk, sample_count
+from mpirun.data.chunks import chunk, sample_count, spans
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, input_and_target, plain
 from mpirun.data.values import copy_of, named_leaves
@@ -127,17 +128,21 @@ def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, pass
     return [number * header.microbatches + mb for number in range(passes) for mb in numbers]
 
 
-def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
-    """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError if it cannot be cut."""
-    data = plain(data)
+def whole_batch(data: Any, count: int, pair: Pair, uneven: bool = False) -> Batch:
+    """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError if it cannot be cut.
+
+    `uneven`: they may differ by a sample; one without samples is padding.
+    """
+    data = plain((data,) if isinstance(data, torch.Tensor) else data)
     input_and_target(data, "the batch should be a pair (input, target), (input,) or a mapping, not")
     samples = sample_count(data)
-    if samples < 1 or samples % count:
+    if samples < 1 or (samples % count and not uneven):
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size: {SMALLER}")
-    size = samples // count
+    sizes = [span.stop - span.start for span in spans(samples, count)]
     microbatches = {}
-    for number, part in enumerate(chunk(data, count, samples)):
+    for number, (part, size) in enumerate(zip(chunk(data, count, samples), sizes, strict=True)):
         inputs, target = pair(part)
         leaves, names = named_leaves(inputs)
-        microbatches[number] = Microbatch(leaves, target, float(count), size, 0, names)
-    return Batch(0, 0, [size] * count, microbatches)
+        divisor = samples / size if size else math.inf
+        microbatches[number] = Microbatch(leaves, target, divisor, max(size, 1), int(not size), names)
+    return Batch(0, 0, sizes, microbatches)

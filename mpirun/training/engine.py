@@ -68,7 +68,8 @@ class Engine(OpenRun):
 
     schedule      a file written by schedgen, or a schedgen.Program. Or a scheme whose sizes `stages` and `microbatches`
                   (None: as many as ranks) give: its name, or a FILE.py with w and n
-    model         what `split` returns, a Model, a list of modules, one per stage, or a function: stages -> such a model
+    model         what `split` returns, a Model, a list of modules, one per stage, or a function: stages -> these.
+                  For "ddp" and "fsdp" any module: it is called with its own input, in microbatches of any shapes
     loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
     loss_of       "microbatch", or "minibatch": the loss takes the outputs and targets of all microbatches of a step,
                   joined along dimension 0; None: as the Model says
@@ -83,7 +84,7 @@ class Engine(OpenRun):
     scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
     buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
-                  microbatches of a step; empty: microbatches have one shape
+                  microbatches of a step; empty: microbatches have one shape, those of a bare module any
     log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
                   to which they are written for TensorBoard
     export        the directory that `export` will write; it is refused at once if it is not empty
@@ -195,7 +196,7 @@ class Engine(OpenRun):
             lambda: loader_class(dataset)(
                 dataset, microbatch_size, self._count, self._reads, self._model.origin.pair,
                 shuffle=shuffle, seed=self._options.seed if seed is None else seed,
-                workers=workers, last=last, collate=collate,
+                workers=workers, last=last, collate=collate, fills=not self._shapes.any,
             ),
         )  # fmt: skip
         options = {"shuffle": shuffle, "seed": loader.seed, "last": last, "collate": collate}
@@ -210,7 +211,9 @@ class Engine(OpenRun):
 
     @collective
     def step(self, batch: Any = None, *, leave: bool = True) -> Result:
-        """Train on a batch: one of a loader, or a pair (input, target) or mapping of all samples, the same everywhere.
+        """Train on a batch: one of a loader, or a pair (input, target), a tensor without target, or a mapping.
+
+        A script's own batch has all samples of the step, the same everywhere.
 
         batch   None: the Model makes its microbatches itself
         leave   after SIGTERM, save and end the run; False: the result says that some rank is asked to leave
@@ -367,7 +370,8 @@ class Engine(OpenRun):
     def _batch(self, batch: Any) -> Batch:
         """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step."""
         if not isinstance(batch, Batch):
-            batch = together(self.comm, lambda: whole_batch(batch, self._count, self._model.origin.pair))
+            pair, uneven = self._model.origin.pair, self._shapes.any
+            batch = together(self.comm, lambda: whole_batch(batch, self._count, pair, uneven))
         if len(batch.samples) != self._count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}")
         if batch.loader is not None and batch.loader not in self._loaders:

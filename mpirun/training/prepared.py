@@ -32,7 +32,7 @@ from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
 from mpirun.training.shapes import Shapes, check_padding
 from mpirun.watchdog import SETTING_UP
-from schedgen.util.errors import MpirunWarning, clip
+from schedgen.util.errors import MpirunWarning, UsageError, clip
 
 
 class OfShape(NamedTuple):
@@ -73,7 +73,7 @@ class Prepared:
         self.names = example.names  # of every microbatch's input
         self.of_shape: dict[Shape, OfShape] = {}
         if isinstance(source, StepBatches):
-            self.of_shape[example.shape] = _of_shape(session.interpreter, setup, example)
+            self.of_shape[() if shapes.any else example.shape] = _of_shape(session.interpreter, setup, example)
         self.evaluators: dict[Shape, Evaluator] = {}
         self.checkpoints = Checkpoints(session)
 
@@ -92,13 +92,20 @@ class Prepared:
         if session.verifies and isinstance(batch.loader, StreamLoader):
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
         of_shape = self.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
+        size, own = of_shape.example.size, batch.microbatches.values()
         if isinstance(batch.loader, FunctionLoader):
-            batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
-        if min(batch.samples) < of_shape.example.size:
+            if any(microbatch.size != size for microbatch in own):
+                raise UsageError(f"a function that makes microbatches should give {size} samples each, as at first")
+            batch = batch._replace(samples=[size] * len(batch.samples))
+        if min(batch.samples) < (max(batch.samples) if self.shapes.any else size):
             check_padding(session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
         source.give(session.steps, batch, session.verifies, weights)
-        return shares(batch.samples if weights is None else weights), sum(batch.samples) * of_shape.tokens
+        count = sum(batch.samples) * of_shape.tokens
+        if self.shapes.any:
+            count = sum(tokens(microbatch) for microbatch in own if microbatch.padding < microbatch.size)
+            count = count if batch.loader is None else session.comm.allreduce(count)
+        return shares(batch.samples if weights is None else weights), count
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.

@@ -21,6 +21,7 @@ from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import print_notes
 from mpirun.comm.run_comm import RunComm
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
+from mpirun.model.bare_module import bare_model
 from mpirun.model.contract import Model
 from mpirun.model.load_model import check_model, join_stages
 from mpirun.model.loss import of_last_stage
@@ -34,7 +35,7 @@ from schedgen.schemes import load as load_scheme
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import SlowScheme, UsageError
 
-Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
+Models = Model | Cut | nn.Module | Sequence[nn.Module] | Callable[[int], Model | Cut]
 DATA_PARALLEL = ("ddp", "fsdp")
 
 # The options of `schedgen compile` that an Engine takes with a scheme's name.
@@ -69,10 +70,13 @@ class Given(NamedTuple):
                 raise UsageError("loss: say what it is, modules have none")
             modules = list(model) if isinstance(model, Iterable) else [model]
             wanted = sum(layers) if layers else stages or len(modules)
-            if isinstance(model, nn.Module) and wanted != len(modules):
+            if isinstance(model, nn.Module) and is_bare(model) and wanted == 1:
+                model = bare_model(model, loss)
+            elif isinstance(model, nn.Module) and wanted != len(modules):
                 split = f"split it first, mpirun.split(model, example, stages={wanted})"
                 raise UsageError(f"the model, a {type(model).__name__}, is not in {wanted} stages: {split}")
-            model = Model(modules, loss)
+            else:
+                model = Model(modules, loss)
         elif loss is not None:
             model = model._replace(loss=of_last_stage(loss, model.origin.rebuild))
         if layers is not None:
@@ -105,8 +109,9 @@ def load(
         on_rank_0(comm, lambda: check_for_run(schedule, name, comm.size))
         file = share_program(comm, schedule if comm.rank == 0 else None)
     elif scheme is not None:
+        stages = given.stages or (1 if scheme in DATA_PARALLEL and is_bare(given.model) else None)
         with print_notes(comm):
-            model = together(comm, lambda: given.take(given.stages))
+            model = together(comm, lambda: given.take(stages))
             program = on_rank_0(comm, lambda: _compile(model, scheme, microbatches, comm.size, options))
         return share_program(comm, program), model
     else:
@@ -121,6 +126,11 @@ def load(
         return file, together(comm, lambda: given.take(header.model_stages, header.scheme.get("layers")))
 
 
+def is_bare(model: object) -> bool:
+    """Whether a model is one module, which has a forward."""
+    return isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
+
+
 def is_scheme(name: str) -> bool:
     """Whether a script names a scheme, built in or a file with w and n, and not a schedule."""
     return Path(name).suffix == ".py" or (Path(name).suffix != ".json" and not Path(name).is_file())
@@ -131,7 +141,7 @@ def _compile(
 ) -> Program:
     """The program of a scheme for a model; None: as many microbatches as workers."""
     graph, stages = model.graph(), len(model.stages)
-    if scheme == "fsdp" and stages == 1:  # of which each worker should own a part
+    if scheme == "fsdp" and stages == 1:  # a bare module, of which each worker should own a part
         options = {"shards": workers, **options}
     if scheme in DATA_PARALLEL and model.loss_of == "minibatch":
         options = {"n": "breadth-first", **options}

@@ -39,6 +39,7 @@ class Shapes:
         for why in [why for why, applies in one_shape.items() if applies and buckets]:
             raise UsageError(f"buckets: {why}")
         self.comm, self.buckets = comm, tuple(buckets)
+        self.any = model.origin.call is not None and not self.buckets  # no shape is checked
         self.by_size: dict[int | None, Shape] = {}
 
     def anew(self) -> Shapes:
@@ -48,11 +49,13 @@ class Shapes:
         return copied
 
     def of(self, batch: Batch, name: str) -> Shape:
-        """The shape of a batch's microbatches, the same on all ranks; collective, unless the one shape is known.
+        """The shape of a batch's microbatches, the same on all ranks; collective, unless it is known, or may be any.
 
         Stop, or UsageError on a rank that reads such a microbatch, if shapes differ or one is not allowed.
         `name`: of the batch, for the message.
         """
+        if self.any:
+            return ()
         own = {microbatch.shape for microbatch in batch.microbatches.values()}
         if not self.buckets and self.by_size:
             expected = self.by_size[None]

@@ -42,6 +42,7 @@ class ReferenceStage:
     def __init__(self, setup: Setup, index: int, earlier: Iterable[ReferenceStage], start: Start) -> None:
         """`setup`: the run's, or that of the model without slices; `earlier`: stages that were built before."""
         self.index, shape, model = index, setup.shapes[index], setup.model
+        self.call = model.origin.call
         if (values := start.get(model.model_stage(index))) is None:
             self.module = build_stage(model, index, setup.seed)
         else:
@@ -57,7 +58,7 @@ class ReferenceStage:
     def __call__(self, *arguments: Any) -> Any:
         """The forward."""
         self.local.bind()
-        return self.module(*arguments)
+        return self.module(*arguments) if self.call is None else self.call(self.module, *arguments)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Remove and return the parameters' gradients; zeros where there is none."""

@@ -181,7 +181,13 @@ SCRIPTS: Table = {
     (1, 2): {
         "engine(device='tpu')": "device 'tpu' is none of auto, cpu, cuda...",
         "engine(loss=None)": "loss: say what it is, modules have none...",
-        "engine(microbatches=None)": "microbatches: say how many a step of gpipe has, 1 at least",
+        "engine(microbatches=0)": "microbatches 0 is not a whole number of at least 1",
+        "engine(loss_of='step')": "loss_of should be microbatch or minibatch, not 'step'",
+        "engine(recompute='none')": "recompute 'none' is not 'all', 'except-last', stages, or pairs of a stage...",
+        "engine(chunks=2)": "gpipe takes no chunks",
+        "engine(scheme='a.json', shards=2)": (
+            "a.json is compiled already: give shards to schedgen compile, or with a scheme's name"
+        ),
         "engine(scheme='2f2b')": "...2f2b...",
         "engine(threads=0)": "threads 0 is not a whole number of at least 1",
         "engine(stages=3)": "the model has 1 stages, not the 3 that it is asked for",
@@ -216,7 +222,14 @@ SCRIPTS: Table = {
         "with engine() as run, run.trace('outer'), run.trace('inner'):\n    pass": "trace: steps are traced already...",
     },
     (2, 2): {
-        "engine(scheme='fslpp')": "fslpp needs --workers W and --groups G: an Engine has no such options...",
+        "engine(scheme='fslpp')": "fslpp needs workers W and groups G",
+        "engine(nn.Linear(4, 4), '1f1b')": (
+            "1f1b gives every worker at least one stage: 2 workers do not fit 1 stage: split the model into stages, "
+            'mpirun.split(model, example, stages=...), or take "ddp"'
+        ),
+        "step(((x, x), x), (x, x), model=nn.Bilinear(4, 4, 4), scheme='ddp')": (
+            "the batch's input is nested as ..., but that of the first was ..."
+        ),
         # Optimizers and losses
         "step(optimizer=lambda named: SGD([p.parameter for p in named[1:]]))": (
             "the optimizer leaves out stage0.weight: freeze what is not to be trained (requires_grad)"
@@ -266,6 +279,13 @@ SCRIPTS: Table = {
         "call('resume', 'none', after=1)": "resume: this run has done steps already: make a new Engine",
         "call('save', folder / 'x', rows, after=1)": "data: give what loader(...) returns, not a list",
         "call('resume', folder / 'x', rows)": "data: give what loader(...) returns, not a list",
+    },
+    (4, 2): {
+        "engine(2, '1f1b', microbatches=4)": (
+            "1f1b gives every worker at least one stage: 4 workers do not fit 2 stages: "
+            '"1f1b" with replicas=2 makes 2 pipelines of them'
+        ),
+        "engine(2, '1f1b', microbatches=1)": "...4 workers do not fit 2 stages",
     },
     (2, 1): {
         "step(data=lambda step, mb, rng: (torch.ones(2, 4) * rank, torch.ones(2, 4)))": (

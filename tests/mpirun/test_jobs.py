@@ -15,9 +15,6 @@ JOBS = Path(__file__).parents[1] / "jobs"
 SCRIPTS = sorted(str(file.relative_to(JOBS)) for file in JOBS.glob("*/*.py") if file.name in ("ours.py", "pipeline.py"))
 # Scripts that are written for what an Engine cannot do yet, and what that is.
 WAITING = {
-    "clip/ours.py": "Engine(loss_of=) under ddp, with evaluation",
-    "clip/pipeline.py": "Engine(loss_of=), with evaluation",
-    "hf/ours.py": "a bare module that is called with the names of a dict, and whose output has the loss",
     "seq2seq/pipeline.py": "split(buckets=)",
 }
 # Of the changed lines; a pipeline has to be told where to cut, so it may have more than data parallelism.

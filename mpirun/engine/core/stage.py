@@ -62,6 +62,7 @@ class LocalStage:
         owned_shards: Collection[int] = (),
         earlier: Iterable[LocalStage] = (),
         is_given: bool = False,
+        call: Callable[..., list[Tensor]] | None = None,
     ) -> None:
         """Move the memory of a module's parameters into flat weights; they stay the objects that they are.
 
@@ -71,8 +72,9 @@ class LocalStage:
         owned_shards     the shards that the rank owns; if it does not own all, they lie outside of `weights`
         earlier         stages of this rank, whose parameters may be some of the module's: it gets others for these
         is_given        the module is a script's, which has its own values of what the rank fetches between two calls
+        call            calls the module, whose outputs then may have any shapes; None: it takes the arguments
         """
-        self.module, self.index, self.shape, self.device = module, index, shape, device
+        self.module, self.index, self.shape, self.device, self.call = module, index, shape, device, call
         self.autocast_dtype = autocast_dtype
         owns_all = len(owned_shards) == len(shards)
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -205,10 +207,11 @@ class LocalStage:
         inputs = [x.detach().requires_grad_(differentiable and x.is_floating_point()) for x in values]
         given = arguments(inputs, leaves)
         with autocast(self.device.kind, self.autocast_dtype):
-            output = self.module(*self._taken(given))
+            taken = self._taken(given)
+            output = self.module(*taken) if self.call is None else self.call(self.module, *taken)
             outputs = [output] if isinstance(output, Tensor) else list(output)
             for tensor, spec in zip(outputs, specs, strict=True):
-                if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
+                if self.call is None and (tensor.shape != spec.shape or tensor.dtype is not spec.dtype):
                     raise RuntimeError(
                         f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
                         f"but on the first microbatch {spec.dtype} of shape {spec.shape}"

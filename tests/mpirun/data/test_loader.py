@@ -409,7 +409,8 @@ def test_input_and_target():
     assert input_and_target([1, 2]) == input_and_target((1, 2)) == (1, 2)
     assert input_and_target((1,)) == (1, None)
     assert input_and_target(mapping) == (mapping, mapping)
-    for batch, found in ((torch.zeros(4, 2), "a Tensor"), ((torch.zeros(4, 2),) * 3, "3 values"), (None, "a NoneType")):
+    assert whole_batch(torch.zeros(4, 2), 2, pair).microbatches[0].target is None
+    for batch, found in ((torch.zeros(4, 2),) * 3, "3 values"), (None, "a NoneType"):
         words = f"the batch should be a pair (input, target), (input,) or a mapping, not {found}"
         with pytest.raises(UsageError, match=re.escape(words)):
             whole_batch(batch, 2, pair)

@@ -62,3 +62,27 @@ def test_events_whose_directory_cannot_be_made_are_refused(tmp_path):
     (tmp_path / "events").touch()
     with ExitStack() as ending, pytest.raises(UsageError, match="events'\\): File exists"):
         make_log(tmp_path / "events", ending)
+
+
+def test_a_schemes_name_takes_the_options_of_compile(execute):
+    """And has as many microbatches as ranks, unless it is said."""
+    script = """
+plain = nn.Sequential(*layers(2))
+expected = mse_loss(plain(x), x).item()
+for scheme, options, scheme_of_file in (
+    ("1f1b", {"replicas": 2}, {"replicas": [2, 2], "microbatches": 4}),
+    ("1f1b-rr", {"replicas": [1, 3], "microbatches": 8, "updates": "flush"}, {"replicas": [1, 3], "microbatches": 8}),
+    ("fslpp", {"groups": 2, "n": "breadth-first", "prefetch": 2}, {"groups": 2}),
+    ("fsdp", {"shards": 2, "recompute": [0], "weight_slots": 1}, {"shards": [2, 2]}),
+    ("ddp", {"recompute": "all", "seed": 3}, {}),
+):
+    with engine(layers(2), scheme, **{"microbatches": None, "example": (x[:1], x[:1]), **options}) as run:
+        assert math.isclose(run.step((x, x)).loss, expected, rel_tol=1e-5)
+        header = run.session.header
+        found = {**header.scheme, "shards": [len(header.shards_of(s)) for s in range(2)]}
+        assert all(found[name] == value for name, value in scheme_of_file.items()), found
+with engine(nn.Linear(4, 4), "fsdp", microbatches=None) as run:
+    run.step((x, x))
+    assert len(run.session.header.shards_of(0)) == 4
+"""
+    execute(4, script)
