@@ -29,7 +29,7 @@ from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
-from schedgen.planner.order_search.whole_or_split import search_whole_or_split
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.partition import link_bandwidth, partition, prefixes
 from schedgen.planner.plan import pipedream, plan
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
@@ -223,7 +223,7 @@ def run_search(options: SearchOptions) -> int:
     question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()
     with _slow_schemes_noted():
-        search = search_with_recompute if options.recompute else search_whole_or_split
+        search = search_with_recompute if options.recompute else search_order
         best = search(question, options.budget)
         seconds = time.perf_counter() - begin
     check_compiled(best.program)

@@ -13,7 +13,7 @@ from schedgen.planner.candidates import Candidate, with_layers
 from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
-from schedgen.planner.order_search.whole_or_split import search_whole_or_split
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.stage_costs import StageCosts
 from schedgen.util.errors import UsageError
 
@@ -33,7 +33,7 @@ def placed_candidates(
     """The placements that may be faster than `fastest`, those with the least lower bound first.
 
     Each has its own cuts or those of `moved`; a placement that several schemes share is listed once. Where the halves
-    of backwards are measured, too, one search decides which backwards are split, whatever the scheme does.
+    of backwards are measured, too, one search tries whole and split backwards, whatever the scheme does.
     """
     distinct: dict[tuple[bool, tuple[int, ...], bytes], PlacedCandidate] = {}
     for candidate in candidates:
@@ -63,7 +63,7 @@ def searched_program(placed: PlacedCandidate, memory: float, budget: int, redo: 
     """
     question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None))
     try:
-        found = (search_with_recompute if redo else search_whole_or_split)(question, budget)
+        found = (search_with_recompute if redo else search_order)(question, budget)
     except UsageError:
         return None
     return found.program if found.source == "search" else None

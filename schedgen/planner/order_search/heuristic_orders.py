@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.planner.order_search.annealing import HOT, NO_CHOICE, anneal, temperatures
+from schedgen.planner.order_search.annealing import HOT, anneal, temperatures
 from schedgen.planner.order_search.budget import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.priority_rules import find_rules
@@ -87,7 +87,7 @@ class _Search:
         moves = max(FEWEST_MOVES, int(share * self.left / self.jobs))
         _, better, judged = anneal.sized(self.jobs)(
             self.problem, order.copy(), seed, moves, *temperatures(hot, float(self.problem.length.mean())), self.bound,
-            self.run, self.trial, NO_CHOICE,
+            self.run, self.trial,
         )  # fmt: skip
         self.left -= judged * self.jobs
         self.add(better)

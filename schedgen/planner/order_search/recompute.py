@@ -1,6 +1,6 @@
 """`search_with_recompute`: an order, and the forwards that are redone so that it keeps to the memory limit.
 
-keep    the best order that redoes nothing, by `search_whole_or_split`
+keep    the best order that redoes nothing, by `search_order`
 loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`redone`); if none can
         fit, each again with every W directly behind its I
 redo    the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
@@ -21,17 +21,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
+from schedgen.ir.cost import by_stage, has_both, own_costs, redo_duration, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.budget import BUDGET
-from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of, with_own_costs
+from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
 from schedgen.planner.order_search.question import FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.search_order import search_order
-from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
@@ -45,21 +44,21 @@ TIGHTER = 4  # times that a limit in bytes is tightened, if a schedule holds mor
 def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrder:
     """The best order within the limits and the forwards it redoes; UsageError if none keeps to them.
 
-    With costs of all of F, B, I and W, the search chooses which backwards are whole if nothing is redone; otherwise
-    they are as in the scheme. R is the time of a RECOMPUTE. `budget`: as for `search_order`, and as much again for
-    orders that redo forwards.
+    With costs of all of F, B, I and W, backwards are as in the scheme if forwards are redone. R is the time of a
+    RECOMPUTE. `budget`: as for `search_order`, and as much again for orders that redo forwards.
     """
     kept, limits = question._replace(cost=without_redo(question.cost)), question.limits
     best, refusal = None, None
     try:
-        best = search_whole_or_split(kept, budget)
+        best = search_order(kept, budget)
     except NoOrder as error:
         refusal = error
     if limits.saved is None and limits.bytes is None:
         if best is None:
             raise refusal or AssertionError
         return best
-    question = with_own_costs(question)
+    if has_both(kept.cost):
+        question = question._replace(cost=own_costs(question.cost, 3 if question.scheme.split else 2))
     tries, work = _Tries(question), 0 if best is None else best.work
     least = tries.bound
     if has_both(kept.cost):
@@ -102,7 +101,7 @@ class _Tries:
         loosened: list[Numbers] = []
         for part in LOOSER:
             try:
-                found = search_order(self.plain._replace(limits=self._loosened(part), tied=()), share, only_halves=True)
+                found = search_order(self.plain._replace(limits=self._loosened(part), tied=()), share)
             except NoOrder:
                 continue
             self.work += found.work
