@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from schedgen.report.draw import figure_axes
-from schedgen.report.draw.figure_legend import LINE, draw_legend, legend_lines
+from schedgen.report.draw.figure_legend import draw_legend, legend_entries, legend_height
 from schedgen.report.draw.figure_style import LABEL, LARGE, SMALL, matplotlib_style, save, text_width
 from schedgen.report.draw.scene import Scene, colour_count, heading, key_figures
 
@@ -32,9 +32,9 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
         inner = width - LEFT - RIGHT
         wide = inner * 72 / span  # points of a unit of time
         labels = [figure_axes.fitting_labels(scene, row, wide) for scene, row in zip(scenes, rows, strict=True)]
-        above, below = legend_lines(scenes, by, transfers, any(labels), width - LEFT)
+        above, below = legend_entries(scenes, by, transfers, any(labels))
         heights = [row * scene.program.header.workers for row, scene in zip(rows, scenes, strict=True)]
-        top, bottom = 0.45 + LINE * len(above), 0.39 + LINE * len(below)
+        top, bottom = 0.45 + legend_height(above), 0.39 + legend_height(below)
         total = sum(heights) + top + bottom + BETWEEN * (len(scenes) - 1)
         drawing = Figure(figsize=(width, total))
         y = total - top
@@ -49,8 +49,8 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
             box = ((width - SHARES_LEFT) / width, bottom_edge, SHARES_WIDTH / width, relative_height)
             figure_axes.draw_shares(drawing.add_axes(box), scene)
             y -= height + BETWEEN
-        draw_legend(drawing, above, LEFT, total - 0.16)
-        draw_legend(drawing, below, LEFT, LINE * len(below) - 0.04)
+        draw_legend(drawing, above, LEFT, total - 0.08)
+        draw_legend(drawing, below, LEFT, legend_height(below) + 0.04)
         save(drawing, out, form)
 
 
