@@ -34,7 +34,7 @@ SEARCHED = (*PIPELINES, *GROUPED, *GROUPED.values(), "1f1b-rr")
 
 
 class Candidate(NamedTuple):
-    """A schedule to try, with one or two ways to gather the layers into its stages."""
+    """A schedule to try, with the ways to gather the layers into its stages."""
 
     name: str
     replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
@@ -42,7 +42,6 @@ class Candidate(NamedTuple):
     scheme: Scheme
     sizes: Sizes
     costs: Sequence[StageCosts]
-    small: StageCosts | None = None  # with a memory limit, another way whose largest stage needs few bytes
 
 
 def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
@@ -61,11 +60,10 @@ def candidates(
     """
     count, most = len(layers.names), workers * CHUNKS[-1]
     by_stages = balanced(layers, bandwidth, count if count <= max(most, STAGES[-1]) else most)
-    small: list[StageCosts | None] = [None] * len(by_stages)
     if math.isfinite(memory):
-        for k, costs in enumerate(smallest(layers, bandwidth, len(by_stages))):
-            if all(costs.layer_counts != other.layer_counts for other in by_stages[k]):
-                small[k] = costs
+        for ways, costs in zip(by_stages, smallest(layers, bandwidth, len(by_stages)), strict=False):
+            if all(costs.layer_counts != other.layer_counts for other in ways):
+                ways.append(costs)
     tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
     for name, pipeline, replicas in _pipelines(workers, microbatches, *tried):
         try:
@@ -77,8 +75,7 @@ def candidates(
         scheme = scheme._replace(workers=workers)  # some workers may have no stage
         sizes = pipeline._replace(microbatches=microbatches, workers=workers)
         for recompute in (False, True):
-            k = sizes.stages - 1
-            yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[k], small[k])
+            yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[sizes.stages - 1])
     best = partition(prefixes(layers), workers, bandwidth)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)

@@ -41,8 +41,7 @@ def placed_candidates(
         if candidate.recompute:
             continue
         _, compute, *_ = place_jobs(scheme, sizes.stages, sizes.microbatches, 2)
-        own = [*candidate.costs] if candidate.small is None else [*candidate.costs, candidate.small]
-        for costs in (*own, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
+        for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
             mixed = has_both(costs.times)
             key = scheme.split or mixed, costs.layer_counts, compute.tobytes()
             if key in distinct:

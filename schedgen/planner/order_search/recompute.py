@@ -3,8 +3,6 @@
 keep    the best order that redoes nothing, by `search_order`
 loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`redone`); if none can
         fit, each again with every W directly behind its I
-redo    the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
-        forwards for which there is room are kept after all
 
 The simulator has the last word, and the result is never worse than the order that redoes nothing.
 
@@ -17,6 +15,7 @@ k-colourable subgraph of an interval graph, if a worker saves k.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -26,15 +25,12 @@ from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.budget import BUDGET
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
-from schedgen.planner.order_search.heuristic_orders import heuristic_orders
-from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
-from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
+from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs
 from schedgen.planner.order_search.question import FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.search_order import search_order
 from schedgen.simulator.simulate import simulate
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
-from schedgen.util.jit import compiled_always
 
 ROOM = 1 + 1e-12  # sums of bytes are rounded
 LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, as multiples of the real one
@@ -47,23 +43,17 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
     With costs of all of F, B, I and W, backwards are as in the scheme if forwards are redone. R is the time of a
     RECOMPUTE. `budget`: as for `search_order`, and as much again for orders that redo forwards.
     """
-    kept, limits = question._replace(cost=without_redo(question.cost)), question.limits
-    best, refusal = None, None
-    try:
+    kept = question._replace(cost=without_redo(question.cost))
+    if kept.limits.saved is None and kept.limits.bytes is None:
+        return search_order(kept, budget)
+    best: FoundOrder | None = None
+    with suppress(NoOrder):
         best = search_order(kept, budget)
-    except NoOrder as error:
-        refusal = error
-    if limits.saved is None and limits.bytes is None:
-        if best is None:
-            raise refusal or AssertionError
-        return best
+    free = kept._replace(limits=Limits(kept.limits.objective))
     if has_both(kept.cost):
         question = question._replace(cost=own_costs(question.cost, 3 if question.scheme.split else 2))
-    tries, work = _Tries(question), 0 if best is None else best.work
-    least = tries.bound
-    if has_both(kept.cost):
-        shortest = shortest_halves(kept.cost, kept.sizes.stages)
-        least = least_time(kept._replace(cost=shortest, limits=Limits(limits.objective)))
+        free = free._replace(cost=shortest_halves(kept.cost, kept.sizes.stages))
+    tries, work, least = _Tries(question), 0 if best is None else best.work, least_time(free)
     if best is not None and reached(best.value, least):
         return best
     for n in tries.orders(budget):
@@ -82,22 +72,19 @@ class _Tries:
     """Orders that redo forwards, for one placement, costs and limits."""
 
     def __init__(self, question: Question) -> None:
-        self.question, self.limits, self.stages = question, question.limits, question.sizes.stages
+        self.question, self.limits = question, question.limits
         self.plain = question._replace(cost=without_redo(question.cost))  # if nothing is redone
-        self.redo = by_stage(redo_duration(question.cost), self.stages)
         self.placed = placed_jobs(question)
         self.worker = self.placed.compute[F].astype(np.int64)
         inputs, saved, half = kept_by_stage(self.placed, question)
-        self.kept = Kept(inputs, saved, half, self.redo, saved if self.limits.bytes is not None else 0 * saved)
-        free = self.plain._replace(limits=Limits(self.limits.objective))
-        self.bound = lower_bound(problem_of(self.placed, free), self.placed)
+        redo = by_stage(redo_duration(question.cost), question.sizes.stages)
+        self.kept = Kept(inputs, saved, half, redo, saved if self.limits.bytes is not None else 0 * saved)
         self.work = 0.0
-        self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held besides saved forwards
-        self.most: list[Flags] = []  # by order so far, the forwards that it redoes
+        self.some_fit = False  # whether an order could be made to fit
 
     def orders(self, budget: int) -> Iterator[Numbers]:
         """Numbers of every job, (D, S, B), that grow along each worker: one array for each order to try."""
-        share = max(1, budget // (2 * len(LOOSER)))
+        share = max(1, budget // len(LOOSER))
         loosened: list[Numbers] = []
         for part in LOOSER:
             try:
@@ -107,18 +94,9 @@ class _Tries:
             self.work += found.work
             loosened.append(numbers_of(found.program, len(self.plain.cost)))
             yield loosened[-1]
-        if not self.most and self.placed.scheme.split:  # what is held from I to a late W cannot be redone
+        if not self.some_fit and self.placed.scheme.split:  # what is held from I to a late W cannot be redone
             for n in loosened:
                 yield np.stack([2 * n[F], 2 * n[B], 2 * n[B] + 1])
-        stages = np.mean(self.most, axis=(0, 2)) if self.most else np.zeros(self.stages)
-        sets = {tuple(np.flatnonzero(stages >= least).tolist()) for least in (0.3, 0.6, 0.0)}
-        for named in sorted(sets):
-            problem = self._with_redone(np.isin(np.arange(self.stages), named))
-            with compiled_always():
-                orders, used = heuristic_orders(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
-            self.work += used / 10**6
-            for order in orders:
-                yield places(problem, order).reshape(self.placed.compute.shape)
 
     def fitting(self, n: Numbers) -> Iterator[Program]:
         """Schedules of an order that redo enough for the limit; more if the simulator finds bytes above the limit."""
@@ -128,7 +106,7 @@ class _Tries:
             if flags is None:
                 return
             flags = without_needless(flags, n, self.worker, self.kept, capacity)
-            self.most.append(flags)
+            self.some_fit = True
             program = compile_order(self.question, n, redone=flags)
             yield program
             if self.limits.bytes is None:
@@ -153,22 +131,11 @@ class _Tries:
             return np.full(workers, float(self.limits.saved or 0))
         nothing = np.zeros(self.worker.shape, bool)
         peak = self._peak(compile_order(self.question, n, redone=nothing))
-        self.others = peak - most_held_with_redone(n, self.worker, self.kept, nothing, workers)
-        return self.limits.bytes - self.others
+        others = peak - most_held_with_redone(n, self.worker, self.kept, nothing, workers)
+        return self.limits.bytes - others
 
     def _peak(self, program: Program) -> Numbers:
         return simulate(program, self.question.cost, self.question.machine).footprint.peak
-
-    def _with_redone(self, stages: Flags) -> OrderProblem:
-        """The problem with the forwards of some stages redone; what whole backwards hold while they run is left out."""
-        problem = problem_of(self.placed, self.plain)
-        directions, S, batches = self.placed.compute.shape
-        d, s = np.divmod(class_nodes(problem), S)
-        again = self.kept.saved[s] * stages[s]
-        takes = problem.takes - again * (d == F) + again * (d == B)
-        length = problem.length.reshape(directions, S, batches).copy()
-        length[B] += (self.redo * stages)[:, None]
-        return problem._replace(takes=takes, length=length.ravel(), capacity=problem.capacity - self.others)
 
 
 class Kept(NamedTuple):

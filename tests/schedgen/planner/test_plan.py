@@ -76,7 +76,7 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
     with compiled_always():
         for candidate in every:
             bound = candidate_bound(candidate)
-            for row, _ in _simulated(candidate, candidate.costs):
+            for row, *_ in _simulated(candidate):
                 assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, candidate
                 assert bound.least <= row.peak_bytes, candidate
                 tight += bound.seconds > 0.99 * row.step_time
@@ -97,7 +97,7 @@ def test_a_worker_gets_no_layers_where_that_is_faster():
     on_all = [c for c in every if len(np.unique(c.scheme.w(*np.ix_(range(c.sizes.stages), range(8), (0,)))[1])) == 4]
     assert on_all
     with compiled_always():
-        assert fastest.step_time < min(row.step_time for c in on_all for row, _ in _simulated(c, c.costs))
+        assert fastest.step_time < min(row.step_time for c in on_all for row, *_ in _simulated(c))
 
 
 @pytest.mark.parametrize(
