@@ -9,7 +9,7 @@ searches nothing: it is PipeDream's own schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,15 +17,19 @@ from typing import NamedTuple
 from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
+from schedgen.compiler.place import place_jobs
+from schedgen.ir.cost import has_both, shortest_halves, without_redo
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
-from schedgen.planner.candidate_bound import candidate_bound
-from schedgen.planner.candidates import Candidate, candidates, with_layers
+from schedgen.planner.candidates import Candidate, candidate_bound, candidates, with_layers
 from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.layer_profile import Layers
+from schedgen.planner.order_search.placed_problem import least_time
+from schedgen.planner.order_search.question import Limits, Question
+from schedgen.planner.order_search.recompute import search_with_recompute
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.partition import partition, prefixes
-from schedgen.planner.plan_orders import PlacedCandidate, placed_candidates, searched_program
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -73,6 +77,15 @@ class _Entry(NamedTuple):
 _Front = Sequence[_Entry]
 
 
+class _PlacedCandidate(NamedTuple):
+    """Where stages run, which layers they have, and a lower bound on the time of any order of their jobs."""
+
+    candidate: Candidate  # the first that places its jobs this way
+    costs: StageCosts
+    question: Question  # without a limit
+    least: float  # seconds
+
+
 def plan(
     layers: Layers,
     workers: int,
@@ -108,7 +121,7 @@ def plan(
         front = [entry for entry in every if entry.schedule.peak_bytes <= memory]
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
-            placed = placed_candidates((each for _, each in bounded), [entry.costs for entry in front], fastest)
+            placed = _placed_candidates((each for _, each in bounded), [entry.costs for entry in front], fastest)
             for found in _searched(placed, fastest, memory, budget):
                 front = _with(found, front)
     if not front:
@@ -196,14 +209,55 @@ def _moved(start: _Entry, layers: Layers, bandwidth: float, memory: float) -> li
     return [moved for moved in tried.values() if moved is not None]
 
 
-def _searched(hopeful: Sequence[PlacedCandidate], fastest: float, memory: float, budget: int) -> Iterator[_Entry]:
+def _placed_candidates(
+    candidates: Iterable[Candidate], moved: Sequence[StageCosts], fastest: float
+) -> list[_PlacedCandidate]:
+    """The placements that may be faster than `fastest`, those with the least lower bound first.
+
+    Each has its own cuts or those of `moved`; a placement that several schemes share is listed once. Where the halves
+    of backwards are measured, too, one search tries whole and split backwards, whatever the scheme does.
+    """
+    distinct: dict[tuple[bool, tuple[int, ...], bytes], _PlacedCandidate] = {}
+    for candidate in candidates:
+        sizes, scheme = candidate.sizes, candidate.scheme
+        if candidate.recompute:
+            continue
+        _, compute, *_ = place_jobs(scheme, sizes.stages, sizes.microbatches, 2)
+        for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
+            mixed = has_both(costs.times)
+            key = scheme.split or mixed, costs.layer_counts, compute.tobytes()
+            if key in distinct:
+                continue
+            cost = costs.times if mixed else costs.durations(scheme.split)
+            question = Question(with_layers(scheme, costs), sizes, cost, costs.machine, tied=costs.tied)
+            shortest = shortest_halves(cost, sizes.stages) if mixed else without_redo(cost)
+            distinct[key] = _PlacedCandidate(candidate, costs, question, least_time(question._replace(cost=shortest)))
+    return sorted((each for each in distinct.values() if each.least < fastest), key=lambda each: each.least)
+
+
+def _searched_program(placed: _PlacedCandidate, memory: float, budget: int, redo: bool) -> Program | None:
+    """The program of the best order; None if a built-in order is as good, no order fits, or weights move.
+
+    memory  bytes a worker
+    budget  as for `search_order`
+    redo    whether the search also decides which forwards are redone
+    """
+    question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None))
+    try:
+        found = (search_with_recompute if redo else search_order)(question, budget)
+    except UsageError:
+        return None
+    return found.program if found.source == "search" else None
+
+
+def _searched(hopeful: Sequence[_PlacedCandidate], fastest: float, memory: float, budget: int) -> Iterator[_Entry]:
     """The best order found for each placement that may be faster than `fastest`; with a memory limit, the placements
     of least bound may also redo forwards."""
     tries = [(placed, False) for placed in hopeful]
     if math.isfinite(memory):
         tries += [(placed, True) for placed in hopeful[:MOST_REDONE]]
     for placed, redo in over(tries, "search orders", len(tries)):
-        if placed.least < fastest and (program := searched_program(placed, memory, budget, redo)) is not None:
+        if placed.least < fastest and (program := _searched_program(placed, memory, budget, redo)) is not None:
             schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search")
             fastest = min(fastest, schedule.step_time)
             yield _Entry(schedule, placed.candidate, placed.costs, placed.costs, program)

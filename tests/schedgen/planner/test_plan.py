@@ -13,8 +13,7 @@ from examples import further
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.ir.instructions import Op
-from schedgen.planner.candidate_bound import candidate_bound
-from schedgen.planner.candidates import candidates, replicated
+from schedgen.planner.candidates import candidate_bound, candidates, replicated
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.plan import _simulated, plan
