@@ -19,11 +19,6 @@ REACH = 8  # places that a job moves at the most
 HOT = (0.03, 0.3, 2.0)  # temperatures at the first move, in mean durations of a job
 
 
-def temperatures(hot: float, mean: float) -> tuple[float, float]:
-    """The temperatures at the first and at the last move, from the first in mean durations of a job."""
-    return hot * mean, 0.3 * min(hot, 0.1) * mean
-
-
 @kernel
 def anneal(
     problem: OrderProblem, order: Numbers, seed: int, moves: int, hot: float, cold: float, floor: float,
