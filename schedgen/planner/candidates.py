@@ -1,8 +1,7 @@
 """The schedules that a search tries: every scheme that fits, in every number of replicas and stages; and a lower
 bound on the time and memory of each, from its placement and order, before it is compiled.
 
-A pipeline of P workers may run W/P times side by side, each with its share of the microbatches. Or it runs once, on
-more than half of the workers, and the others have no layers.
+A pipeline of P workers may run W/P times side by side, each with its share of the microbatches.
 """
 
 from __future__ import annotations
@@ -80,7 +79,6 @@ def candidates(
             continue
         if replicas > 1 and pipeline.groups is None and name not in GROUPED.values():
             scheme = replicated(scheme, replicas, workers // replicas)
-        scheme = scheme._replace(workers=workers)  # some workers may have no stage
         sizes = pipeline._replace(microbatches=microbatches, workers=workers)
         for recompute in (False, True):
             yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[sizes.stages - 1])
@@ -110,10 +108,6 @@ def _pipelines(workers: int, microbatches: int, numbers: range, single: int) -> 
             else:
                 for stages in sorted({*(S for S in STAGES if S in numbers), single} - {0}):
                     yield ungrouped, Sizes(stages, microbatches, workers), D
-    for P in range(workers - 1, max(1, workers // 2), -1):
-        for name, chunks in PIPELINES.items():
-            for stages in _looped(P, chunks, numbers, single):
-                yield name, Sizes(stages, microbatches, P), 1
 
 
 def _looped(workers: int, chunks: Sequence[int], numbers: range, single: int) -> list[int]:

@@ -118,7 +118,7 @@ def plan(
         for start in over(starts, "move cuts", len(starts)):
             for moved in _moved(start, layers, bandwidth, memory):
                 every = _with(moved, every)
-        front = [entry for entry in every if entry.schedule.peak_bytes <= memory]
+        front: _Front = [entry for entry in every if entry.schedule.peak_bytes <= memory]
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
             placed = _placed_candidates((each for _, each in bounded), [entry.costs for entry in front], fastest)
@@ -199,7 +199,8 @@ def _moved(start: _Entry, layers: Layers, bandwidth: float, memory: float) -> li
         if cuts not in tried:
             costs = stage_costs(layers, cuts, bandwidth)
             moved = program(costs)
-            tried[cuts] = moved and _Entry(_timed(moved, candidate, costs), candidate, costs, start.costs)
+            entry = None if moved is None else _Entry(_timed(moved, candidate, costs), candidate, costs, start.costs)
+            tried[cuts] = entry
         entry = tried[cuts]
         return math.inf if entry is None or entry.schedule.peak_bytes > limit else entry.schedule.step_time
 

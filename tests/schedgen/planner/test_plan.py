@@ -82,23 +82,6 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
     assert tight > 5  # else it would prune nothing
 
 
-def test_a_worker_gets_no_layers_where_that_is_faster():
-    """Three layers of 0.1 s whose weights take 2 s to be summed: replicas cost more than the fourth worker is worth."""
-    machine = Machine(alpha=1e-5, activation=1e3, weight=1e9, saved=1e6)
-    layers = Layers(("a", "b", "c"), ((0, 1), (1, 2)), {"F": np.full(3, 0.1), "B": np.full(3, 0.2)}, machine)
-    best = plan(layers, 4, 1e9, 8)
-    fastest = best.front[0]
-    assert (fastest.stages, fastest.replicas, best.program.header.workers) == (3, 1, 4)
-    assert set(np.unique(best.program.header.compute)) == {0, 1, 2}
-    check(best.program)
-    # Those that use all four workers: two pipelines of two stages, or four copies of the model.
-    every = candidates(layers, 4, 1e9, 8)
-    on_all = [c for c in every if len(np.unique(c.scheme.w(*np.ix_(range(c.sizes.stages), range(8), (0,)))[1])) == 4]
-    assert on_all
-    with compiled_always():
-        assert fastest.step_time < min(row.step_time for c in on_all for row, *_ in _simulated(c))
-
-
 @pytest.mark.parametrize(
     ("split", "limit", "sizes"),
     [
