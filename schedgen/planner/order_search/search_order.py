@@ -139,6 +139,8 @@ class _Rounds:
 
     def add_scheme(self, scheme: Scheme) -> None:
         """Judge a scheme, unless it does not compile or saves more forwards than allowed."""
+        if scheme.split and self.directions == 2:  # what its halves save is no matter of this problem
+            return
         with suppress(UsageError):  # such as one that needs another number of microbatches
             program = compile_own(self.question._replace(scheme=scheme))
             order = order_of(self.problem, numbers_of(program, self.directions).ravel())
