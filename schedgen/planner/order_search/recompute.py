@@ -3,6 +3,8 @@
 keep    the best order that redoes nothing, by `search_order`
 loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`redone`); if none can
         fit, each again with every W directly behind its I
+redo    the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
+        forwards for which there is room are kept after all
 
 The simulator has the last word, and the result is never worse than the order that redoes nothing.
 
@@ -25,12 +27,15 @@ from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.budget import BUDGET
 from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
-from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs
+from schedgen.planner.order_search.heuristic_orders import heuristic_orders
+from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs, problem_of
+from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
 from schedgen.planner.order_search.question import FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.search_order import search_order
 from schedgen.simulator.simulate import simulate
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
+from schedgen.util.jit import compiled_always
 
 ROOM = 1 + 1e-12  # sums of bytes are rounded
 LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, as multiples of the real one
@@ -53,7 +58,8 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
     if has_both(kept.cost):
         question = question._replace(cost=own_costs(question.cost, 3 if question.scheme.split else 2))
         free = free._replace(cost=shortest_halves(kept.cost, kept.sizes.stages))
-    tries, work, least = _Tries(question), 0 if best is None else best.work, least_time(free)
+    work, least = 0 if best is None else best.work, least_time(free)
+    tries = _Tries(question, least)
     if best is not None and reached(best.value, least):
         return best
     for n in tries.orders(budget):
@@ -71,8 +77,8 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
 class _Tries:
     """Orders that redo forwards, for one placement, costs and limits."""
 
-    def __init__(self, question: Question) -> None:
-        self.question, self.limits = question, question.limits
+    def __init__(self, question: Question, bound: float) -> None:
+        self.question, self.limits, self.bound = question, question.limits, bound
         self.plain = question._replace(cost=without_redo(question.cost))  # if nothing is redone
         self.placed = placed_jobs(question)
         self.worker = self.placed.compute[F].astype(np.int64)
@@ -80,11 +86,12 @@ class _Tries:
         redo = by_stage(redo_duration(question.cost), question.sizes.stages)
         self.kept = Kept(inputs, saved, half, redo, saved if self.limits.bytes is not None else 0 * saved)
         self.work = 0.0
-        self.some_fit = False  # whether an order could be made to fit
+        self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held besides saved forwards
+        self.most: list[Flags] = []  # by order so far, the forwards that it redoes
 
     def orders(self, budget: int) -> Iterator[Numbers]:
         """Numbers of every job, (D, S, B), that grow along each worker: one array for each order to try."""
-        share = max(1, budget // len(LOOSER))
+        share = max(1, budget // (2 * len(LOOSER)))
         loosened: list[Numbers] = []
         for part in LOOSER:
             try:
@@ -94,9 +101,19 @@ class _Tries:
             self.work += found.work
             loosened.append(numbers_of(found.program, len(self.plain.cost)))
             yield loosened[-1]
-        if not self.some_fit and self.placed.scheme.split:  # what is held from I to a late W cannot be redone
+        if not self.most and self.placed.scheme.split:  # what is held from I to a late W cannot be redone
             for n in loosened:
                 yield np.stack([2 * n[F], 2 * n[B], 2 * n[B] + 1])
+        _, stages, _ = self.placed.compute.shape
+        share_redone = np.mean(self.most, axis=(0, 2)) if self.most else np.zeros(stages)
+        sets = {tuple(np.flatnonzero(share_redone >= least).tolist()) for least in (0.3, 0.6, 0.0)}
+        for named in sorted(sets):
+            problem = self._with_redone(np.isin(np.arange(stages), named))
+            with compiled_always():
+                orders, used = heuristic_orders(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
+            self.work += used / 10**6
+            for order in orders:
+                yield places(problem, order).reshape(self.placed.compute.shape)
 
     def fitting(self, n: Numbers) -> Iterator[Program]:
         """Schedules of an order that redo enough for the limit; more if the simulator finds bytes above the limit."""
@@ -106,7 +123,7 @@ class _Tries:
             if flags is None:
                 return
             flags = without_needless(flags, n, self.worker, self.kept, capacity)
-            self.some_fit = True
+            self.most.append(flags)
             program = compile_order(self.question, n, redone=flags)
             yield program
             if self.limits.bytes is None:
@@ -131,11 +148,22 @@ class _Tries:
             return np.full(workers, float(self.limits.saved or 0))
         nothing = np.zeros(self.worker.shape, bool)
         peak = self._peak(compile_order(self.question, n, redone=nothing))
-        others = peak - most_held_with_redone(n, self.worker, self.kept, nothing, workers)
-        return self.limits.bytes - others
+        self.others = peak - most_held_with_redone(n, self.worker, self.kept, nothing, workers)
+        return self.limits.bytes - self.others
 
     def _peak(self, program: Program) -> Numbers:
         return simulate(program, self.question.cost, self.question.machine).footprint.peak
+
+    def _with_redone(self, stages: Flags) -> OrderProblem:
+        """The problem with the forwards of some stages redone; what whole backwards hold while they run is left out."""
+        problem = problem_of(self.placed, self.plain)
+        directions, S, batches = self.placed.compute.shape
+        d, s = np.divmod(class_nodes(problem), S)
+        again = self.kept.saved[s] * stages[s]
+        takes = problem.takes - again * (d == F) + again * (d == B)
+        length = problem.length.reshape(directions, S, batches).copy()
+        length[B] += (self.kept.redo * stages)[:, None]
+        return problem._replace(takes=takes, length=length.ravel(), capacity=problem.capacity - self.others)
 
 
 class Kept(NamedTuple):
