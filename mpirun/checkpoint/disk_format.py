@@ -57,7 +57,7 @@ class Manifest(NamedTuple):
     folder: Path
     step: int  # steps done
     seed: int
-    settings: dict[str, Any]  # of the run, as `run_settings` returns them, and where it is in its data
+    settings: dict[str, Any]  # of the run, and where it is in its data
     files: list[CheckpointFile]
     directory: Path | None = None  # where a run that resumes looked for it: `folder`, or the directory that it lies in
 
@@ -179,7 +179,6 @@ def step_folders(directory: Path) -> list[Path]:
 
 
 def _has_other(folder: Path) -> bool:
-    """Whether another checkpoint has replaced this one."""
     name = folder.name.removeprefix(_REPLACED)
     return name != folder.name and folder.with_name(name).exists()
 

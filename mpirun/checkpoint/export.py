@@ -149,7 +149,6 @@ def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
 
 
 def _publish(directory: Path, draft: Path, source: str | Path | None, index: Mapping[str, str], size: int) -> None:
-    """Add the index and the files of `source`; give the draft its name."""
     with refusing(directory):
         if len(set(index.values())) > 1:
             weight_map = dict(sorted(index.items()))

@@ -6,10 +6,8 @@ they divide its weights, this one gathers their shards first. Every tensor slice
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
-import socket
 import sys
 import time
 from collections import Counter
@@ -17,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
 from mpirun.checkpoint.gather import untrained_entries, written_entries
 from mpirun.checkpoint.reader import check_all_read, restore
-from mpirun.checkpoint.run_settings import differing_options, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
 from mpirun.engine.optimizer import Optimizer
@@ -43,10 +41,8 @@ class CheckpointWriter:
         """
         self.part, self.optimizer = part, optimizer
         self.comm = comm = part.comm
-        descriptions = [description for description in comm.allgather(optimizer.description()) if description]
-        name, settings, _ = descriptions[0] if descriptions else ("", {}, [])
-        groups = [options for *_, of_rank in descriptions for options in of_rank]
-        self.settings = run_settings(part.header, part.setup, (name, settings), groups, schedule)
+        names = [name for name in comm.allgather(optimizer.name) if name is not None]
+        self.settings = _settings(part, names[0] if names else "", schedule)
         _, untrained = untrained_entries(part)
         together(comm, lambda: self._check_entries(untrained))
         self.directory: Path | None = None
@@ -75,8 +71,9 @@ class CheckpointWriter:
         self.last = manifest.step
         if comm.rank == 0:
             say(f"resumed after step {manifest.step}: {manifest.folder}", sys.stdout)
-            for words in differing_options(manifest.settings["options"], self.settings["options"]):
-                note(comm, f"the checkpoint was made with {words}")
+            saved, options = manifest.settings["options"], self.settings["options"]
+            for name in [name for name in {**saved, **options} if saved.get(name) != options.get(name)]:
+                note(comm, f"the checkpoint was made with {name} {saved.get(name)}, not {options.get(name)}")
 
     def open(self, directory: str, resumed: str | None) -> None:
         """Save to a directory from now on. Collective.
@@ -131,6 +128,24 @@ class CheckpointWriter:
         return files
 
 
+def _settings(part: RankPart, optimizer: str, schedule: str) -> dict[str, Any]:
+    """The manifest's entries besides step and files; `options` are those that a resumed run should have, too."""
+    header, setup = part.header, part.setup
+    options = {
+        "seed": setup.seed,
+        "microbatches": header.microbatches * setup.passes,
+        **setup.recipe.settings,
+        "autocast": "bf16" if setup.autocast_dtype else None,
+        "weight versions": header.lowering.get("updates"),
+        "threads": torch.get_num_threads() if setup.device.torch.type == "cpu" else None,  # bits of sums depend on it
+    }
+    return {
+        "optimizer": optimizer,
+        "schedule": {"sha256": schedule, "scheme": dict(header.scheme)},
+        "options": {option: value for option, value in options.items() if value is not None},
+    }
+
+
 class FolderLock:
     """A lock on a folder of checkpoints: one run at a time saves there. Its file stays.
 
@@ -139,23 +154,16 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         """UsageError if another run has the lock. If the file system has no locks, a note says so."""
-        place = f"{socket.gethostname()}, process {os.getpid()}"
-        try:
+        with disk_format.refusing(folder):
             self.file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise UsageError(f"saving to {folder}: {error.strerror}") from None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(self.file, 200).decode(errors="replace").strip()
             os.close(self.file)
-            mine = ", which is this script: close its earlier Engine" if holder == place else ""
-            raise UsageError(f"saving to {folder}: another run saves there: on {holder}{mine}") from None
+            why = "another run saves there, or an earlier Engine of this script, which is not closed"
+            raise UsageError(f"saving to {folder}: {why}") from None
         except OSError:
             say(f"mpirun: note: {folder}: its file system has no locks: let one run save there at a time", sys.stderr)
-        with contextlib.suppress(OSError):  # of a full disk: the lock is held, though nobody reads by whom
-            os.ftruncate(self.file, 0)
-            os.write(self.file, f"{place}\n".encode())
 
     def release(self) -> None:
         """Let another run save there."""
@@ -164,11 +172,9 @@ class FolderLock:
 
 def _locked(directory: Path, resumed: str | None) -> FolderLock:
     """Make the folder and lock it; UsageError if that fails, or if it has checkpoints and is not the `resumed` one."""
-    try:
+    with disk_format.refusing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         is_checkpoint = (directory / disk_format.MANIFEST).exists()
-    except OSError as error:
-        raise UsageError(f"saving to {directory}: {error.strerror}") from None
     if is_checkpoint:
         raise UsageError(f"saving to {directory}: it is a checkpoint itself: save to another folder")
     lock = FolderLock(directory)

@@ -113,7 +113,7 @@ class Profile:
 
     def _set_up(self) -> Setup:
         comm, options, header = self.comm, self.options, self.program.header
-        host = use_host(comm, options.device, options.threads, options.gpu_messages, options.stream_words)
+        host = use_host(comm, options)
         with print_notes(comm):
             model = together(comm, lambda: load_model(options.model, header.model_stages, options.seed))
         source = text_microbatches(comm, model, options, header)

@@ -13,7 +13,7 @@ from mpirun.cli.optimizer import recipe
 from mpirun.cli.options import TrainOptions
 from mpirun.cli.progress_bar import Progress
 from mpirun.comm.fail_together import on_rank_0
-from mpirun.comm.output import all_said, note, say
+from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_any
 from mpirun.engine.options import RunOptions, values_of
@@ -73,7 +73,7 @@ class Run:
                 self.session.leave(self.saved)
             verified = not options.verify or run.verify(options.tolerance)
             unsaved = options.save and begun < options.steps and not self.saved
-            unwritten = not all_said() or (self.progress is not None and self.progress.failed)
+            unwritten = self.progress is not None and self.progress.failed
             return int(not verified or sleeping_any(self.comm, bool(unsaved or unwritten)))
 
     def _steps(self, steps: int) -> None:

@@ -20,8 +20,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.gpu_trial import messages_arrive
 from mpirun.comm.local_gpu import local_rank
+from mpirun.comm.message import messages_arrive
 from mpirun.comm.output import note
 from mpirun.comm.stream_words import CudaStreamOperations, Number, StreamWords
 from schedgen.util.errors import UsageError

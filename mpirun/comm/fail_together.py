@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from mpirun.comm.waiting import sleeping_any
 from schedgen.util.errors import RefusedFile, UsageError
@@ -80,16 +78,6 @@ def first_difference(comm: MPI.Comm, own: Mapping[T, str]) -> tuple[T, int, int,
             if value != expected:
                 return key, before, rank, expected, value
     return None
-
-
-def bytes_from_rank_0(comm: MPI.Comm, function: Callable[[], bytes]) -> NDArray[np.uint8]:
-    """As `from_rank_0`, for bytes of any length, shape (length,): they are not pickled."""
-    data = on_rank_0(comm, function)
-    size = comm.bcast(None if data is None else len(data))
-    received = np.empty(size, np.uint8) if data is None else np.frombuffer(data, np.uint8).copy()
-    for start in range(0, size, 2**30):  # counts that every MPI takes
-        comm.Bcast([received[start : start + 2**30], MPI.BYTE])
-    return received
 
 
 def raised_at(error: BaseException) -> str:

@@ -102,7 +102,6 @@ class OrderedAllreduce:
             self.phase += 1
 
     def _gather(self) -> None:
-        """Add this member's slices up, and start the second phase."""
         first, *later = self.in_order
         for piece in later:
             add(first, piece)

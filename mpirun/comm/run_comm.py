@@ -7,11 +7,17 @@ Those of `pkl5` have no such limit. But its `allgather` sends from every rank to
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpi4py import MPI
 from mpi4py.util import pkl5
+
+from schedgen.util.errors import UsageError
+
+# What launchers say of the number of ranks, the one that started this process first.
+RANKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "SLURM_NTASKS")
 
 
 class RunComm(pkl5.Intracomm):
@@ -42,3 +48,13 @@ class RunComm(pkl5.Intracomm):
         """The object of `root` on all ranks."""
         with self.waiting():
             return super().bcast(obj, root)
+
+
+def check_launcher() -> None:
+    """UsageError if a launcher has started several processes, each of which MPI takes for a run of one rank."""
+    said = next((name for name in RANKS if name in os.environ), None)
+    if MPI.COMM_WORLD.size == 1 and said is not None and os.environ[said] not in ("", "0", "1"):
+        raise UsageError(
+            f"{said} says that there are {os.environ[said]} ranks, but MPI has 1: start them with the mpiexec, or the "
+            f"srun --mpi, of the MPI that mpi4py uses; or unset {said} to have one rank"
+        )

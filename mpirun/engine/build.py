@@ -62,10 +62,7 @@ def build_interpreter(
     header, whole = program.header, setup.model.loss_of == "minibatch"
     if whole:
         together(comm, lambda: check_forwards_first(header, instructions))
-    slots = MemorySlots(
-        comm, program, instructions, setup.shapes, setup.dataflow, setup.canonical, setup.device.torch,
-        () if other is None else other.slots.blocks,
-    )  # fmt: skip
+    slots = MemorySlots(comm, program, instructions, setup, () if other is None else other.slots.blocks)
     if other is None:
         stages, of_values = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
         owned = {index: stage for index, stage in stages.items() if stage.owned}
@@ -101,7 +98,7 @@ def build_interpreter(
     )  # fmt: skip
     progress = MessageProgress(comm, setup.device) if other is None else other.progress
     under_way = bytes_under_way(program, slots.bytes).tolist()
-    return RunInterpreter(context, state, optimizer, slots, under_way, progress, graphs)
+    return RunInterpreter(context, state, under_way, progress, graphs)
 
 
 def _around(instructions: Sequence[Instruction], graphs: JobGraphs | None) -> Around:

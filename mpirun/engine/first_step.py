@@ -19,8 +19,6 @@ from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.optimizer_step import StepResult
 from mpirun.engine.job_graphs import JobGraphs
-from mpirun.engine.memory_slots import MemorySlots
-from mpirun.engine.optimizer import Optimizer
 from schedgen.ir.instructions import COMPUTE, Instruction, Op
 
 
@@ -31,8 +29,6 @@ class RunInterpreter(Interpreter):
         self,
         context: Context,
         state: memoryview,
-        optimizer: Optimizer,
-        slots: MemorySlots,
         under_way: Sequence[int],
         progress: MessageProgress,
         graphs: JobGraphs | None,
@@ -40,13 +36,12 @@ class RunInterpreter(Interpreter):
         """Prepare all instructions. Collective.
 
         state      the words that the watchdog reads
-        optimizer  the context's, as all other than the core see it; `slots` too
         under_way  by row, the bytes in flight while the instruction runs
         progress   calls MPI; interpreters with the same modules share it
         graphs     captures and replays jobs; None: no job is captured
         """
         super().__init__(context, state)
-        self.optimizer, self.slots = optimizer, slots
+        self.optimizer, self.slots = context.optimizer, context.slots
         self.under_way, self.progress, self.graphs = under_way, progress, graphs
         self.timed = False  # whether the first step is done
         self.reached: set[tuple[int, str]] = set()  # (stage, parameter) that got a gradient in the first step

@@ -47,7 +47,7 @@ class ForwardList:
         """
         header, instructions = program.header, program.instructions(comm.rank)
         self.header = header
-        slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflow, False, setup.device.torch)
+        slots = MemorySlots(comm, program, instructions, setup)
         memory = {index: slots.weights(index) for index in run.stages}
         self.stages: dict[int, LocalStage] = {}
         self.moved: list[tuple[LocalStage, LocalStage]] = []  # for each fetched stage: the run's, and this list's
@@ -78,7 +78,6 @@ class ForwardList:
         self.sent_weights = {self.buffers.named_by(i) for i in weights}  # no STEP waits for their sends
 
     def _give(self, stage: LocalStage, i: Instruction) -> Score:
-        """In place of a loss: a function that gives the last stage's outputs to `outcome`."""
         zero = torch.zeros((), device=self.device.torch)
         first_slice, position, count = self.header.is_first_slice(i.stage), self.position, self.header.microbatches
 

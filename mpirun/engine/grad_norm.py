@@ -55,11 +55,6 @@ def norms_on_device(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(x, dtype=dtype).double() for x, dtype in wide])
 
 
-def total_norm(norms: Sequence[float]) -> float:
-    """The norm of the whole gradient, from those of the parameters in the order of the model."""
-    return math.hypot(*norms)
-
-
 def line_sums(piece: Tensor) -> Sums:
     """The sum of squares of every line of 64 bytes, float64, shape (lines,), in the host's memory."""
     flat = piece.detach().reshape(-1)
@@ -183,7 +178,6 @@ class GradNorms:
 
 
 def _nodes(piece: Piece) -> list[Node]:
-    """The largest subtrees that a piece covers."""
     width = piece.dtype.itemsize
     count, first = -(-piece.length * width // LINE), piece.begin * width // LINE
     return [node for node, _ in subtrees(np.zeros(count), first)]

@@ -116,17 +116,9 @@ class MinibatchLoss:
         return dict.fromkeys(self.collected, loss.detach())
 
     def _joined_target(self, batches: Sequence[Microbatch]) -> Any:
-        """The target of the whole minibatch; a leaf that is not by sample is taken once.
-
-        UsageError if targets are nested differently, or have other keys.
-        """
+        """The target of the whole minibatch; a leaf that is not by sample is taken once."""
         _, spec = tree_flatten(batches[0].target, is_leaf=one_per_sample(batches[0].size))
-        try:
-            leaves = list(zip(*(spec.flatten_up_to(batch.target) for batch in batches), strict=True))
-        except ValueError as error:
-            raise UsageError(
-                f"the loss is of the whole minibatch, so the targets of a step should have the same keys: {error}"
-            ) from None
+        leaves = zip(*(spec.flatten_up_to(batch.target) for batch in batches), strict=True)
         return tree_unflatten(map(_joined, leaves), spec)
 
     def take_gradients(self, mb: int) -> list[Tensor | None]:

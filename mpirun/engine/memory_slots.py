@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit
-from mpirun.model.dataflow import Dataflow
-from mpirun.model.stage_shape import StageShape
+from mpirun.engine.setup import Setup
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.ir.program import Program
@@ -33,23 +32,19 @@ class MemorySlots:
         comm: MPI.Intracomm,
         program: Program,
         instructions: Sequence[Instruction],
-        shapes: Sequence[StageShape],
-        dataflow: Dataflow,
-        canonical: bool,
-        device: torch.device,
+        setup: Setup,
         others: Sequence[Tensor] = (),
     ) -> None:
         """Plan and allocate the slots. Collective.
 
         program, instructions  this rank's list, as a table and as single instructions
-        shapes, dataflow       by stage, and the messages of a microbatch
-        canonical              grad buffers have a row for every microbatch
         others                 blocks that are never in use at the same time, reused where they are large enough
         """
-        self.device, self.shapes, self.rank = device, shapes, comm.rank
+        self.device, self.shapes, self.rank = setup.device.torch, setup.shapes, comm.rank
+        shapes, dataflow = setup.shapes, setup.dataflow
         self.row_keys: dict[tuple[int, int, int], list[int]] | None = None  # by rank, stage and shard
         rows = np.ones(len(shapes), np.int64)
-        if canonical and program.header.has_flush:  # without a flush a rank contributes one microbatch to an update
+        if setup.canonical and program.header.has_flush:  # else a rank contributes one microbatch to an update
             self.row_keys = _row_keys(comm, instructions, program.header)
             rows = self._most_rows(program.header)
         weight = np.array([shape.weight_bytes for shape in shapes], np.int64)
@@ -74,7 +69,7 @@ class MemorySlots:
             sizes[slot] = max(sizes[slot], int(weight[stage] * rows[stage]))
         self.blocks = [
             others[slot] if slot < len(others) and len(others[slot]) >= size
-            else torch.empty(size, dtype=torch.uint8, device=device)
+            else torch.empty(size, dtype=torch.uint8, device=self.device)
             for slot, size in enumerate(sizes)
         ]  # fmt: skip
 

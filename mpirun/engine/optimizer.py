@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from mpirun.engine.core.grad_buffers import GradBuffer
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit, pieces
-from mpirun.engine.recipe import NO_OPTIONS, NamedParameter, Recipe, SteppedOptimizer, class_name, is_plain
+from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer
 from mpirun.model.contract import Model
 from mpirun.model.meta_values import like_parameter
 from schedgen.util.errors import UsageError, clip
@@ -26,7 +25,7 @@ class Optimizer:
 
         `seed`: of the run.
         """
-        self.recipe, self.model, self.stages = recipe, model, stages
+        self.recipe, self.stages = recipe, stages
         # Parameters, or pieces of them, that only the optimizers hold: a STEP points them to a version's weights.
         # `data` hides the STEP from autograd, because graphs of other versions may be alive.
         self.parameters = {
@@ -48,22 +47,11 @@ class Optimizer:
         self.points_to: dict[Unit, tuple[LocalStage, list[Tensor], list[Tensor]]] = {}
         self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
 
-    def description(self) -> tuple[str, dict[str, Any], list[dict[str, Any]]] | None:
-        """The name of the optimizer, its settings, and the options that its groups have; None if this rank has none.
-
-        As checkpoints record them; without a learning rate that differs from step to step.
-        """
-        if not self.by_unit:
-            return None
-        scheduled = "lr" if self.recipe.rate or self.recipe.scheduler else ""
-        options = [of_group for made in self.by_unit.values() for of_group in made.options]
-        groups = [{key: value for key, value in of_group.items() if key != scheduled} for of_group in options]
-        optimizer = next(iter(self.by_unit.values())).optimizer
-        left_out = (*NO_OPTIONS, scheduled)
-        plain = {key: x for key, x in optimizer.defaults.items() if is_plain(x) and key not in left_out}
-        settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
-        name, distinct = class_name(type(optimizer)), {repr(group): group for group in groups}
-        return name, {**settings, **self.recipe.settings}, list(distinct.values())
+    @property
+    def name(self) -> str | None:
+        """The name of the torch optimizer's class, as checkpoints record it; None if this rank has none."""
+        kinds = [type(made.optimizer) for made in self.by_unit.values()]
+        return f"{kinds[0].__module__}.{kinds[0].__qualname__}" if kinds else None
 
     def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
         """Add a pass's gradients to those of earlier passes; in the last pass the sums replace the buffers' totals."""
@@ -89,22 +77,10 @@ class Optimizer:
 
     def check_saved(self) -> None:
         """UsageError if an optimizer's state_dict has something that checkpoints lack."""
-        for unit, made in self.by_unit.items():
+        for made in self.by_unit.values():
             if names := made.kept_elsewhere():
                 what = f"the optimizer {type(made.optimizer).__name__} keeps {clip(', '.join(names))}"
                 raise UsageError(f"{what}: checkpoints have only what it keeps in `state` by parameter")
-            named = _named(self.model, self.stages[unit[0]], unit[1], self.parameters[unit])
-            for (entry, parameter, _, whole), state in zip(named, self.state(unit), strict=True):
-                for key, value in state.items():
-                    shape = value.shape if isinstance(value, Tensor) else ()
-                    is_named = isinstance(key, str) and key != "" and not {".", "@"} & {*key}
-                    is_kept = isinstance(value, Tensor | bool | int | float)
-                    if not (is_named and is_kept and (whole or not shape or shape == parameter.shape)):
-                        what = f"of shape {tuple(shape)}" if shape else f"a {type(value).__name__}"
-                        raise UsageError(
-                            f"the optimizer keeps {key!r} for {entry}, {what}: checkpoints have numbers and tensors "
-                            "(for a shard of a parameter, of its shape), under names without . and @"
-                        )
 
     def restore(self, unit: Unit, state: Sequence[dict[str, Any]]) -> None:
         """Set the state of a unit to what `state` returned."""
@@ -124,42 +100,17 @@ class Optimizer:
                     loaded[key] = value.to(cast.device)
 
     def take_assigned(self) -> None:
-        """Copy what a script has assigned to `data` of its parameters into the weights, which `data` is from now on."""
-        for parameter, view, value in self._assigned():
-            view.copy_(value)
-            parameter.data = view
-        self._copy_to_twins()
+        """Copy what another Engine has assigned to `data` of a module's parameters into the weights.
 
-    @contextlib.contextmanager
-    def assigned(self) -> Iterator[None]:
-        """Inside, the weights are what a script has assigned to `data` of its parameters.
-
-        It may have kept the `data` before, to assign them again: these are the weights, so they get their values back.
+        And what a script has written to parameters that two stages have, which are those of the first, to the second.
         """
-        found = self._assigned()
-        before = [view.clone() for _, view, _ in found]
-        try:
-            for _, view, value in found:
-                view.copy_(value)
-            self._copy_to_twins()
-            yield
-        finally:
-            for (_, view, _), value in zip(found, before, strict=True):
-                view.copy_(value)
-
-    def _copy_to_twins(self) -> None:
-        """Copy parameters that two stages have to the weights of the second: a script writes to those of the first."""
+        for parameter, view in self.views:
+            if not parameter.is_set_to(view):
+                view.copy_(parameter.data)
+                parameter.data = view
         for stage in self.stages.values():
             for view, parameter in stage.twins:
                 view.copy_(parameter.data)
-
-    def _assigned(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
-        """The parameters whose `data` a script has assigned, their weights, and copies of `data`.
-
-        `data` may be the memory of weights, too: two parameters may have exchanged theirs.
-        """
-        found = [pair for pair in self.views if not pair[0].is_set_to(pair[1])]
-        return [(parameter, view, parameter.data.clone()) for parameter, view in found]
 
     def rate(self, step: int) -> float:
         """The learning rate of `step` on this rank: that of its first unit's first parameter group."""
@@ -218,7 +169,6 @@ def _new_parameters(stage: LocalStage, shard: int) -> list[nn.Parameter]:
 
 
 def _named(model: Model, stage: LocalStage, shard: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:
-    """A unit's parameters, or pieces of them, as a factory is given them."""
     names = [model.entry_name(stage.index, name) for name in stage.names]
     slice = model.slice_of(stage.index)
     dims = [stage.shape.sliced_dims.get(name) if slice.count > 1 else None for name in stage.names]

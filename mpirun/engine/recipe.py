@@ -6,7 +6,6 @@ A factory makes one torch optimizer for the parameters that it is given: on a ra
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +55,7 @@ class Recipe:
     rate         of a step, counted from 0, for all parameter groups; None: the rate that the factory sets
     scheduler    makes a torch scheduler for an optimizer, stepped once per step; None: there is none
     clip         the largest norm of the whole gradient; None: no limit
-    settings     what checkpoints record, by option, besides the optimizer's defaults
+    settings     what checkpoints record, by option
     elementwise  the user says that the optimizer steps element by element
     """
 
@@ -73,15 +72,6 @@ class Recipe:
         `seed`: the run's, for optimizers that draw numbers; `shard`: of the stage's weights; -1: they are not divided.
         """
         made = self.factory(named)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise UsageError(
-                f"the optimizer's factory should return a torch.optim.Optimizer, not {type(made).__name__}"
-            )
-        closure = inspect.signature(made.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise UsageError(
-                f"{type(made).__name__} computes gradients inside step(), which no schedule allows: use another one"
-            )
         held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
         missing = [entry.name for entry in named if id(entry.parameter) not in held]
         if missing:
@@ -126,7 +116,7 @@ class SteppedOptimizer:
         """`optimizer`: what the recipe's factory made; `seed`: equal on ranks that step copies of its parameters."""
         self.recipe, self.optimizer, self.seed = recipe, optimizer, seed
         self.options = group_options(optimizer)  # before the scheduler, which may change them from step to step
-        self.scheduler = None if recipe.scheduler is None else _scheduler(recipe.scheduler, optimizer)
+        self.scheduler = None if recipe.scheduler is None else recipe.scheduler(optimizer)
         self.scheduled = 0  # steps that the scheduler has taken
 
     def step(self, step: int, seed: Callable[[int], None] = seed_generators, update: int = 0) -> None:
@@ -156,10 +146,7 @@ class SteppedOptimizer:
 
         A scheduler changes options, too, again after a restart: with one they are not looked at.
         """
-        options = group_options(self.optimizer)
-        if len(options) != len(self.options):
-            return ["parameter groups that were added later"]
-        groups = [] if self.scheduler is not None else zip(self.options, options, strict=True)
+        groups = [] if self.scheduler is not None else zip(self.options, group_options(self.optimizer), strict=True)
         changed = {key for was, now in groups for key in now if key != "lr" and now[key] != was.get(key)}
         return [*sorted(changed), *(f"state of {key}" for key in self.optimizer.state if not isinstance(key, Tensor))]
 
@@ -170,22 +157,6 @@ class SteppedOptimizer:
         return 0.0 if rate is None else float(rate)
 
 
-def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The scheduler; UsageError unless its learning rate depends on the step alone."""
-    scheduler = make(optimizer)
-    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise UsageError(
-            f"a {type(scheduler).__name__} does not tell the learning rate by the step: scheduler should make a torch "
-            "LRScheduler other than ReduceLROnPlateau"
-        )
-    return scheduler
-
-
-def class_name(optimizer: type[torch.optim.Optimizer]) -> str:
-    """The name of an optimizer's class in checkpoints."""
-    return f"{optimizer.__module__}.{optimizer.__qualname__}"
-
-
 def is_plain(value: object) -> bool:
     """Whether a checkpoint's manifest can record a value."""
     if isinstance(value, tuple | list):
@@ -194,15 +165,16 @@ def is_plain(value: object) -> bool:
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group that has parameters; tensors of one element as numbers, tuples as lists."""
-    found: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        if group["params"]:
-            values = {key: value for key, value in group.items() if key not in NO_OPTIONS}
-            values |= {key: x.item() for key, x in values.items() if isinstance(x, Tensor) and x.numel() == 1}
-            values |= {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
-            found.append({key: value for key, value in values.items() if is_plain(value)})
-    return found
+    """The options of each parameter group that has parameters; tensors of one element as numbers."""
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    return [
+        {
+            key: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
+            for key, x in group.items()
+            if key not in NO_OPTIONS
+        }
+        for group in groups
+    ]
 
 
 def _options_by_name(optimizer: torch.optim.Optimizer, named: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,8 @@ from mpi4py import MPI
 from torch import nn
 
 from mpirun.comm.device import Device, choose_device, ranks_on_host
-from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, raised_at, together
+from mpirun.comm.fail_together import from_rank_0, together
+from mpirun.comm.run_comm import check_launcher
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.data.microbatches import Microbatches, MicrobatchSource, training_text
 from mpirun.engine.core.stage import LocalStage
@@ -28,7 +29,7 @@ from mpirun.model.module_tensors import shared_buffers
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
 from schedgen.ir.header import Header
-from schedgen.util.errors import UsageError, raised
+from schedgen.util.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,28 +70,27 @@ class RankPart:
     beat: Callable[[], None]  # is called after each piece of work
 
 
-def use_host(comm: MPI.Intracomm, device: str, threads: int | None, gpu_messages: str, stream_words: bool) -> Host:
-    """Choose this rank's device, by name, and torch's threads; None: the rank's share of the cores. Collective.
-
-    `gpu_messages`: auto, direct or host; `stream_words`: words in pinned memory replace events.
-    """
+def use_host(comm: MPI.Intracomm, options: SetupOptions) -> Host:
+    """Choose this rank's device, and torch's threads; by default the rank's share of the cores. Collective."""
+    together(comm, check_launcher)
     sleeping_barrier(comm)  # some ranks may still be importing
     own = os.sched_getaffinity(0)  # launchers may bind a rank to some of the host's cores
     of_ranks = comm.allgather(own)
     ranks = Counter(core for rank in ranks_on_host(comm) for core in of_ranks[rank])
     cores = sum(Fraction(1, ranks[core]) for core in own)
-    torch.set_num_threads(threads or max(1, int(cores)))
-    chosen = together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words))
-    return Host(device=chosen, crowded=cores < 1)
+    torch.set_num_threads(options.threads or max(1, int(cores)))
+    device = together(comm, lambda: choose_device(comm, options.device, options.gpu_messages, options.stream_words))
+    return Host(device=device, crowded=cores < 1)
 
 
 def text_microbatches(
     comm: MPI.Intracomm, model: Model, options: SetupOptions, header: Header, passes: int = 1
 ) -> Microbatches:
     """The microbatches that a model makes itself, from the text that rank 0 reads. Collective."""
-    text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
+    text = bytearray(from_rank_0(comm, lambda: training_text(options.text, model.length)))
     assert model.batch is not None
-    return Microbatches(model.batch, text, options.seed, header.microbatches * passes)
+    tokens = torch.frombuffer(text, dtype=torch.uint8)
+    return Microbatches(model.batch, tokens, options.seed, header.microbatches * passes)
 
 
 def set_up(
@@ -144,14 +144,7 @@ def _check_options(model: Model, options: RunOptions, recipe: Recipe, header: He
 
 
 def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Reads:
-    """What each stage reads, checked against the schedule."""
-    try:
-        leaves = len(microbatches.example.leaves)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"the model's batch fails: {raised(error)}{raised_at(error)}") from None
-    reads = model.resolved_reads(header.graph.producers, leaves)
+    reads = model.resolved_reads(header.graph.producers, len(microbatches.example.leaves))
     check_graph(reads, header)
     return reads
 

@@ -85,7 +85,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
             generators_kept(),
             torch.inference_mode(False),  # a script's loop may stand in torch.no_grad()
             exit_by(self.comm, self._position, self._failing),
-            self._running.watchdog.calling(method.__name__.lstrip("_")),
+            self._running.watchdog.in_call(),
         ):
             return method(self, *args, **kwargs)
 
@@ -174,7 +174,7 @@ class Engine:
             _threads_before.append(torch.get_num_threads())
             self._ending.callback(_give_threads_back)
             use = self._options
-            self.host = use_host(comm, use.device, use.threads, use.gpu_messages, use.stream_words)
+            self.host = use_host(comm, use)
             file, self._model = load(comm, schedule, microbatches, Given(model, loss, stages, folder, use.seed))
             self._weights_directory = folder
             self._schedule: str | None = None  # the file, which no trace may overwrite

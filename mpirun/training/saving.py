@@ -71,7 +71,8 @@ class Checkpoints:
         if saving.data is not None:
             self.writer.settings["loader"] = saving.data.state()
         share_buffers(run.part)
-        with run.watchdog.phase(SAVING), run.interpreter.optimizer.assigned():
+        run.interpreter.optimizer.take_assigned()
+        with run.watchdog.phase(SAVING):
             return self.writer.save(run.steps, saving.keep)
 
     def leave(self) -> None:

@@ -179,8 +179,9 @@ class Session:
 
     @contextlib.contextmanager
     def model_values(self) -> Iterator[None]:
-        """Inside, for exports, ranks have the model's running statistics, and weights that a script assigned count."""
-        with self.watchdog.phase(EXPORTING), self.interpreter.optimizer.assigned(), buffers_shared(self.part):
+        """Inside, for exports, ranks have the model's running statistics."""
+        self.interpreter.optimizer.take_assigned()
+        with self.watchdog.phase(EXPORTING), buffers_shared(self.part):
             yield
 
     def step(self, weights: list[float], tokens: int) -> Result:
@@ -259,7 +260,7 @@ class Session:
 
     def wait_for_others(self) -> None:
         """Block until all ranks have called this; the watchdog reports ranks that do not."""
-        with self.watchdog.calling("close"):
+        with self.watchdog.in_call():
             self.watchdog.state[PHASE] = ENDING
             sleeping_barrier(self.at_end)
             self.at_end.Free()

@@ -14,9 +14,7 @@ from mpirun.data.values import raw_bytes
 from mpirun.engine.setup import Setup
 from mpirun.verify.record import Parameters, Record
 
-ROUNDING = 8  # times float32's epsilon: what sums in another order may differ by
-EPSILON = torch.finfo(torch.float32).eps
-UPDATES = 0.1  # of a parameter's change since the start: one missing step out of a few exceeds it
+ROUNDING = 8 * torch.finfo(torch.float32).eps  # what sums in another order may differ by
 Tensors = Mapping[tuple[int, str], Tensor]  # by stage and name
 NARROW, MIXED, PLAIN = 5e-2, 1e-2, 1e-5  # defaults of --tolerance: 100 times float32's rounding, 6 times bf16's
 
@@ -27,22 +25,17 @@ class Difference(NamedTuple):
     what: str
     size: float
     where: str
-    limit: float
 
 
-def compare(
-    ours: Record, theirs: Record, limit: float = 0.0, left_out: Mapping[tuple[int, str], Tensor] | None = None
-) -> list[Difference]:
-    """Differences of losses, gradients, parameters and buffers, |ours - theirs| / |theirs| in the 2-norm.
+def compare(ours: Record, theirs: Record, left_out: Tensors | None = None) -> list[Difference]:
+    """Differences of losses, gradients, parameters and buffers, relative to theirs.
 
-    limit     the allowed difference. Unless it is 0, the rounding error that a larger difference may contain is
-              subtracted: a gradient that should be zero, such as that of a bias before a normalisation, is nothing but
-              rounding of its stage's gradient. Unless it is 0, the updates of parameters (their changes since the
-              start) are compared, too, and listed if they differ by more than UPDATES: a small step that is missing
-              hardly shows in the parameters themselves.
+    Those of a tensor are relative to the 2-norm of all of its stage: a gradient that should be zero, such as that of a
+    bias before a normalisation, is nothing but rounding of its stage's gradient.
+
     left_out  a mask by parameter; elements that are True are not compared
     """
-    losses = Difference("losses", 0.0, "", limit)
+    losses = Difference("losses", 0.0, "")
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
         same = np.equal(a, b) | (np.isnan(a) & np.isnan(b))
         with np.errstate(invalid="ignore"):  # inf - inf
@@ -55,15 +48,10 @@ def compare(
         key: torch.where(left_out[key], theirs.parameters[key], value) if left_out else value
         for key, value in ours.parameters.items()
     }
-    differences = [
-        losses,
-        _worst("gradients", gradients, limit),
-        _worst("parameters", [("", parameters, theirs.parameters)], limit),
-    ]
-    if theirs.buffers:
-        differences.append(_worst("buffers", [("", ours.buffers, theirs.buffers)], limit))
-    updates = _updates(parameters, theirs)
-    return differences + [updates] * (limit > 0 and not updates.size <= updates.limit)
+    differences = [losses, _worst("gradients", gradients), _worst("parameters", [("", parameters, theirs.parameters)])]
+    if ours.buffers:
+        differences.append(_worst("buffers", [("", ours.buffers, {key: theirs.buffers[key] for key in ours.buffers})]))
+    return differences
 
 
 def same_bits(ours: Record, theirs: Record) -> bool:
@@ -85,19 +73,15 @@ def default_tolerance(setup: Setup) -> float:
 
 
 def directionless(theirs: Record) -> dict[tuple[int, str], Tensor]:
-    """Masks of the elements of parameters whose gradients up to some step, not all zero, may be rounding alone.
+    """Masks of the elements of parameters whose gradient in some step, if not zero, may be rounding alone.
 
-    From such a gradient an optimizer that divides by the size of earlier gradients makes a full step, in a meaningless
-    direction.
+    From such a gradient an optimizer that divides by the size of gradients makes a full step in any direction.
     """
     masks = {key: torch.zeros_like(value, dtype=torch.bool) for key, value in theirs.parameters.items()}
-    largest: Parameters = {}
     for step in theirs.gradients:
-        rounding = _rounding(step)
+        norms = _norms(step)
         for key, gradient in step.items():
-            size = gradient.abs()
-            largest[key] = torch.maximum(largest[key], size) if key in largest else size
-            masks[key] |= (largest[key] > 0) & (largest[key] <= rounding[key[0]])
+            masks[key] |= (gradient != 0) & (gradient.abs() <= ROUNDING * norms[key[0]])
     return masks
 
 
@@ -112,21 +96,16 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
     return _norm(torch.where(differs, ours.to(wide) - theirs.to(wide), 0))
 
 
-def _relative(distance: float, norm: float) -> float:
-    """Infinite where nothing should be there."""
-    return 0.0 if distance == 0 else distance / norm if norm else math.inf
-
-
 def _is_exact(value: Tensor) -> bool:
     return not (value.is_floating_point() or value.is_complex())
 
 
-def _rounding(values: Tensors) -> dict[int, float]:
-    """By stage, the error that rounding may make in an element of a parameter."""
+def _norms(values: Tensors) -> dict[int, float]:
+    """By stage, the norm of all numbers that may be rounded; those that are not finite do not count."""
     norms: dict[int, list[float]] = {}
     for (stage, _), value in values.items():
         norms.setdefault(stage, []).append(0.0 if _is_exact(value) else _norm(value.nan_to_num(0, 0, 0)))
-    return {stage: ROUNDING * float(np.linalg.norm(each)) * EPSILON for stage, each in norms.items()}
+    return {stage: float(np.linalg.norm(each)) for stage, each in norms.items()}
 
 
 def _worse(worst: Difference, size: float, where: str) -> Difference:
@@ -134,27 +113,13 @@ def _worse(worst: Difference, size: float, where: str) -> Difference:
     return worst if size <= worst.size or np.isnan(worst.size) else worst._replace(size=size, where=where)
 
 
-def _worst(what: str, pairs: Sequence[tuple[str, Tensors, Tensors]], limit: float) -> Difference:
+def _worst(what: str, pairs: Sequence[tuple[str, Tensors, Tensors]]) -> Difference:
     """The largest difference of tensors, whose values may be NaN or infinite; integers may not differ at all."""
-    worst = Difference(what, 0.0, "", limit)
+    worst = Difference(what, 0.0, "")
     for suffix, ours, theirs in pairs:
-        rounding = _rounding(theirs)
+        norms = _norms(theirs)
         for key, value in theirs.items():
-            distance, norm = _distance(ours[key], value), _norm(value.nan_to_num(0, 0, 0))
-            size = _relative(distance, norm)
-            if _is_exact(value) and distance:
-                size = max(size, 1.0)
-            elif size > limit > 0:
-                size = _relative(max(0.0, distance - rounding[key[0]]), norm)
-            worst = _worse(worst, size, f"{key[1]} of stage {key[0]}{suffix}")
-    return worst
-
-
-def _updates(ours: Parameters, theirs: Record) -> Difference:
-    worst = Difference("updates", 0.0, "", UPDATES)
-    for key, start in (theirs.start or {}).items():
-        value = theirs.parameters[key]
-        distance = max(0.0, _norm(ours[key] - value) - ROUNDING * EPSILON * _norm(value))
-        size = _relative(distance, _norm(value - start))
-        worst = _worse(worst, size, f"{key[1]} of stage {key[0]}")
+            distance, norm = _distance(ours[key], value), norms[key[0]]
+            size = distance / norm if norm and not _is_exact(value) else math.inf
+            worst = _worse(worst, size if distance else 0.0, f"{key[1]} of stage {key[0]}{suffix}")
     return worst

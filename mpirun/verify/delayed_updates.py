@@ -14,8 +14,7 @@ from torch import Tensor
 from mpirun.engine.setup import Setup
 from mpirun.verify.microbatch import forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
-from mpirun.verify.reference_stage import ReferenceStage, Start, optimizer_of
-from mpirun.verify.statistics import Statistics
+from mpirun.verify.reference_stage import ReferenceStage, Start, changed_buffers, optimizer_of
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
 from schedgen.ir.program import Program
@@ -33,14 +32,12 @@ def used_versions(comm: MPI.Intracomm, program: Program) -> UsedVersions | None:
 
 
 def run_with_delayed_updates(
-    setup: Setup, header: Header, used: UsedVersions, start: Start, statistics: Statistics, steps: int,
-    beat: Callable[[], None],
-) -> Record:  # fmt: skip
+    setup: Setup, header: Header, used: UsedVersions, start: Start, steps: int, beat: Callable[[], None]
+) -> Record:
     """The record of `steps` steps; gradients are those of each stage's last update."""
     stages: list[_Versions] = []
     for index in range(header.stages):
         stages.append(_Versions(setup, index, stages, start))
-    begin = _by_key({stage.index: stage.kept[0] for stage in stages})
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
@@ -48,9 +45,7 @@ def run_with_delayed_updates(
         for mb in range(header.microbatches):
             for stage in stages:
                 stage.use(used[stage.index, mb])
-                stage.layer_rng.at = (setup.seed, step, mb)
-            modules = statistics.of_microbatch(stages, mb)
-            losses[-1].append(forward_backward(setup, header, modules, step, mb, divisor=1))
+            losses[-1].append(forward_backward(setup, header, stages, step, mb, divisor=1))
             for stage in stages:
                 stage.gradients.append((int(header.compute[F, stage.index, mb]), stage.take_gradients()))
                 complete = len(stage.gradients) == header.weight_versions.round(stage.index)
@@ -61,12 +56,10 @@ def run_with_delayed_updates(
         for stage in stages:
             stage.kept = stage.kept[-1:]
     parameters = _by_key({stage.index: stage.kept[-1] for stage in stages})
-    return Record(losses, gradients, parameters, begin, on_host(statistics.of(stages)))
+    return Record(losses, gradients, parameters, changed_buffers(stages))
 
 
 class _Versions(ReferenceStage):
-    """A stage with every version of its weights that a step makes."""
-
     def __init__(self, setup: Setup, index: int, earlier: Iterable[ReferenceStage], start: Start) -> None:
         super().__init__(setup, index, earlier, start)
         self.setup, self.optimizer = setup, optimizer_of(setup, [self])

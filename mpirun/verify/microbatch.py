@@ -7,8 +7,9 @@ of a stage's tensor slices are added in the order of the slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,16 @@ from torch import Tensor
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.values import to_device
 from mpirun.engine.loss import MinibatchLoss
+from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import Value
 from mpirun.model.loss import loss_and_metrics, loss_input
+from mpirun.model.module_tensors import frozen_statistics
 from mpirun.model.rng import LOSS, derived_seed
+from mpirun.verify.reference_stage import ReferenceStage, gradient_of
 from schedgen.ir.header import Header
+from schedgen.ir.instructions import F
 
 
 class ForwardPass(NamedTuple):
@@ -36,14 +41,18 @@ class ForwardPass(NamedTuple):
         return [x for value, x in self.outputs.items() if value.stage == stage]
 
 
-def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]], step: int, number: int) -> ForwardPass:
-    """Compute all stages on microbatch `number` of a step; `modules`: by stage."""
+def forward(setup: Setup, header: Header, stages: Sequence[ReferenceStage], step: int, number: int) -> ForwardPass:
+    """Compute all stages on microbatch `number` of a step.
+
+    It changes the buffers of a stage if the rank whose buffers are the model's computes the stage on this microbatch.
+    """
     batch = to_device(setup.microbatches(step, number), setup.device.torch)
     outputs: dict[Value, Tensor] = {}
     read: dict[Value, Tensor] = {}  # what consumers read: the sum over slices if a stage is sliced
     leaves: list[dict[Value, Tensor]] = []
     dataflow = setup.dataflow
-    for stage, (module, sources) in enumerate(zip(modules, dataflow.reads, strict=True)):
+    for stage, (reference, sources) in enumerate(zip(stages, dataflow.reads, strict=True)):
+        reference.layer_rng.at = (setup.seed, step, number)
         values = dict.fromkeys(source for source in sources if isinstance(source, Value))
         leaves.append({value: read[value].detach().requires_grad_(read[value].is_floating_point()) for value in values})
         arguments = [
@@ -52,8 +61,11 @@ def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]],
             else batch.leaves[source.leaf]
             for source in sources
         ]
-        with autocast(setup.device.kind, setup.autocast_dtype):
-            output = module(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
+        computed_by = header.compute[F, stage, number % header.microbatches]
+        frozen = setup.shapes[stage].overwrites_buffers and computed_by != statistics_rank(header, stage)
+        kept = frozen_statistics(reference.module) if frozen else contextlib.nullcontext()
+        with autocast(setup.device.kind, setup.autocast_dtype), kept:
+            output = reference(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
         tensors = [output] if isinstance(output, Tensor) else list(output)
         for index in setup.shapes[stage].aliased_outputs:
             tensors[index] = tensors[index].clone()
@@ -71,7 +83,7 @@ def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]],
 def forward_backward(
     setup: Setup,
     header: Header,
-    modules: Sequence[Callable[..., Any]],
+    stages: Sequence[ReferenceStage],
     step: int,
     number: int,
     divisor: float | None = None,
@@ -80,11 +92,11 @@ def forward_backward(
 
     The gradients are those of the loss divided by `divisor`; None: by the microbatch's own `loss_divisor`.
     """
-    done = forward(setup, header, modules, step, number)
+    done = forward(setup, header, stages, step, number)
     end = header.first_slices[-1]  # slices of the last stage have the same loss
     losses = []
     with autocast(setup.device.kind, setup.autocast_dtype):
-        for s in range(end, len(modules)):
+        for s in range(end, len(stages)):
             setup.device.seed(derived_seed(setup.seed, step, number, LOSS))
             losses.append(loss_and_metrics(setup.model.loss, loss_input(done.outputs_of(s)), done.batch)[0])
     divisor = done.batch.loss_divisor if divisor is None else divisor
@@ -105,11 +117,6 @@ def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[Forwa
     for number, done in enumerate(forwards):
         _backward(header, done, {Value(last, index): x for index, x in enumerate(loss.take_gradients(number))})
     return [value.item() for value in losses.values()]
-
-
-def gradient_of(leaf: Tensor) -> Tensor:
-    """A leaf's gradient; zeros if there is none."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tensor | None]) -> None:

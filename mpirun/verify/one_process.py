@@ -6,50 +6,45 @@ and step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
 
-from mpirun.engine.grad_norm import tensor_norms, total_norm
+from mpirun.engine.grad_norm import tensor_norms
 from mpirun.engine.optimizer import clip_factor
 from mpirun.engine.setup import Setup
 from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
-from mpirun.verify.reference_stage import ReferenceStage, Start, optimizer_of
-from mpirun.verify.statistics import Statistics
+from mpirun.verify.reference_stage import ReferenceStage, Start, changed_buffers, optimizer_of
 from schedgen.ir.header import Header
 
 
-def run_in_one_process(
-    setup: Setup, header: Header, start: Start, statistics: Statistics, steps: int, beat: Callable[[], None]
-) -> Record:
+def run_in_one_process(setup: Setup, header: Header, start: Start, steps: int, beat: Callable[[], None]) -> Record:
     """The record of `steps` steps. `beat` is called after each microbatch."""
-    model = _Model(setup, header, start, statistics, beat)
-    begin = on_host(model.parameters)
+    model = _Model(setup, header, start, beat)
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
-        before = {stage: buffer_copies(model.stages[stage].module) for stage in statistics.seen}
+        before = [(stage.module, buffer_copies(stage.module)) for stage in model.stages]
         of_step, total = model.forward_backward(step)
         losses.append(of_step)
         sizes = zip(total, tensor_norms(list(total.values()), setup.canonical), strict=True)
         once = [0.0 if name in setup.model.tied_to_earlier(stage, [name]) else size for (stage, name), size in sizes]
         if not np.isfinite([*of_step, *once]).all():
-            for stage, buffers in before.items():
-                set_buffers(model.stages[stage].module, buffers)
+            for module, buffers in before:
+                set_buffers(module, buffers)
             continue
         gradients.append(on_host(total))
-        model.update(step, total, total_norm(once))
-    return Record(losses, gradients, on_host(model.parameters), begin, on_host(statistics.of(model.stages)))
+        model.update(step, total, math.hypot(*once))
+    return Record(losses, gradients, on_host(model.parameters), changed_buffers(model.stages))
 
 
 class _Model:
-    def __init__(
-        self, setup: Setup, header: Header, start: Start, statistics: Statistics, beat: Callable[[], None]
-    ) -> None:
-        self.setup, self.header, self.statistics, self.beat = setup, header, statistics, beat
+    def __init__(self, setup: Setup, header: Header, start: Start, beat: Callable[[], None]) -> None:
+        self.setup, self.header, self.beat = setup, header, beat
         self.stages: list[ReferenceStage] = []
         for stage in range(header.stages):
             self.stages.append(ReferenceStage(setup, stage, self.stages, start))
@@ -71,13 +66,10 @@ class _Model:
         losses: list[float] = []
         forwards: list[ForwardPass] = []
         for mb in range(self.header.microbatches):
-            for stage in self.stages:
-                stage.layer_rng.at = (self.setup.seed, step, begin + mb)
-            modules = self.statistics.of_microbatch(self.stages, mb)
             if self.setup.model.loss_of == "minibatch":
-                forwards.append(forward(self.setup, self.header, modules, step, begin + mb))
+                forwards.append(forward(self.setup, self.header, self.stages, step, begin + mb))
             else:
-                losses.append(forward_backward(self.setup, self.header, modules, step, begin + mb))
+                losses.append(forward_backward(self.setup, self.header, self.stages, step, begin + mb))
             self.beat()
         return backward_of_minibatch(self.setup, self.header, forwards, step) if forwards else losses
 

@@ -27,7 +27,6 @@ class Record(NamedTuple):
     losses: list[list[float]]  # by step and microbatch
     gradients: list[Parameters]  # by step, before clipping; without skipped steps
     parameters: Parameters  # after the last step
-    start: Parameters | None = None  # a reference's parameters before the first step
     buffers: Mapping[tuple[int, str], Tensor] = {}  # after the last step: those that forwards change
 
 
@@ -92,7 +91,7 @@ def gather_record(
         for merged, of_step in zip(gradients, of_steps, strict=True):
             merged |= of_step
     joined = [_joined(shapes, step) for step in gradients]
-    return Record(record.losses, joined, _joined(shapes, parameters), buffers=buffers)
+    return Record(record.losses, joined, _joined(shapes, parameters), buffers)
 
 
 def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:

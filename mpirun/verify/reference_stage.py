@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpirun.engine.core.stage import LocalStage
@@ -12,10 +13,10 @@ from mpirun.engine.recipe import NamedParameter, SteppedOptimizer
 from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
-from mpirun.model.module_tensors import given_modules, own_tensors
+from mpirun.model.module_tensors import buffer_copies, given_modules, own_tensors
 from mpirun.model.rng import layers_of
 from mpirun.model.stage_copies import stage_apart, stage_with
-from mpirun.verify.microbatch import gradient_of
+from mpirun.verify.record import Parameters, on_host
 
 Start = Mapping[int, Mapping[str, Tensor]]  # by stage of the model, the values that a run's first step begins with
 
@@ -28,6 +29,11 @@ def first_values(model: Model, seed: int) -> Start:
             with stage_apart(model, stage, seed) as (module, _):
                 start[stage] = own_tensors(module)
     return start
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """A leaf's gradient; zeros if there is none."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 class ReferenceStage:
@@ -59,6 +65,12 @@ class ReferenceStage:
         for parameter in self.parameters.values():
             parameter.grad = None
         return gradients
+
+
+def changed_buffers(stages: Iterable[ReferenceStage]) -> Parameters:
+    """Copies, in host memory, of the buffers of stages whose forwards change some."""
+    changing = [stage for stage in stages if stage.local.shape.overwrites_buffers]
+    return on_host({(s.index, name): x for s in changing for name, x in buffer_copies(s.module).items()})
 
 
 def optimizer_of(setup: Setup, stages: Sequence[ReferenceStage]) -> SteppedOptimizer | None:

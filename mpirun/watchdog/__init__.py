@@ -10,16 +10,13 @@ All but `rank_side` import only Python's standard library, so that a watchdog st
 A rank shows `WORDS` 64-bit words. These are their indices:
 """
 
-WORDS = 7
+WORDS = 6
 PHASE = 0
 STEP = 1
 ROW = 2  # the instruction that the rank executes, or NOTHING
 WAIT = 3  # the row of the transfer that it waits for, or NOTHING, or OTHERS: for other ranks, as in a sum or a barrier
 BEAT = 4  # counts up during work in which the row does not change for long
-# The number of the calls of a script so far, times len(METHODS), and the last one's place in METHODS: one word, because
-# two could be read between their changes.
-CALL = 5
-IN_SCRIPT = 6  # whether the script runs code of its own, between two calls
+IN_SCRIPT = 5  # whether the script runs code of its own, between two calls
 # Values of PHASE, and how messages call them.
 SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, TRYING, ENDING, EXPORTING = range(10)
 PHASES = (
@@ -27,18 +24,3 @@ PHASES = (
     "trying messages between GPUs", "at the end of its run", "exporting",
 )  # fmt: skip
 NOTHING, OTHERS = -1, -2
-METHODS = (
-    "",
-    "loader",
-    "step",
-    "evaluate",
-    "predict",
-    "save",
-    "resume",
-    "export",
-    "state_dict",
-    "verify",
-    "close",
-    "begin_trace",
-    "end_trace",
-)

@@ -1,16 +1,11 @@
-"""What a rank does, as text: from its words in shared memory and from what the kernel says of its process.
-
-And why a job cannot continue: which rank the others wait for, or which scripts call different methods of the Engine.
-"""
+"""What a rank does, as text: from its words in shared memory and from what the kernel says of its process."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import time
 from typing import TypedDict
 
-from mpirun.watchdog import BEAT, CALL, IN_SCRIPT, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
+from mpirun.watchdog import BEAT, IN_SCRIPT, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
 
 ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
 
@@ -22,12 +17,9 @@ class State(TypedDict):
     host: str
     at: str  # what it executes
     waits: str | None  # for what; None: for nothing
-    peer: int | None  # the rank that it waits for; None: for none, -1: for all that have not come yet
     process: str  # what its process does
     moved: float  # seconds since it last moved
-    calls: int  # how many methods of the Engine its script has called
-    call: str  # the last one
-    in_script: bool  # whether that has returned
+    in_script: bool  # whether its script runs code of its own, between two calls
 
 
 def kernel_state(pid: int) -> str | None:
@@ -63,22 +55,19 @@ class Rank:
     def state(self, host: str) -> State:
         """What the rank does now; `host`: the name of this host."""
         phase, row, wait = self.words[PHASE], self.words[ROW], self.words[WAIT]
-        at, waits, peer = PHASES[phase], None, None
+        at, waits = PHASES[phase], None
         if phase == TRAINING:
             at = f"step {self.words[STEP] + 1}"
             if 0 <= row < len(self.lines):
                 at = f"{at}: {self._line(row)}"
         if wait == OTHERS or (wait >= 0 and wait == row):
-            waits, peer = "the other ranks", -1
+            waits = "the other ranks"
         elif 0 <= wait < len(self.lines):
-            instruction = json.loads(self.lines[wait])
-            waits, peer = self._line(wait), instruction.get("from", instruction.get("to", -1))
+            waits = self._line(wait)
         letter = None if self.gone else kernel_state(self.pid)
         activity = "gone" if letter is None else ACTIVITIES.get(letter, "alive")
         moved = time.monotonic() - self.moved
-        calls, method = divmod(self.words[CALL], len(METHODS))
-        return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": activity,
-                "moved": moved, "calls": calls, "call": METHODS[method].removeprefix("begin_").removeprefix("end_"),
+        return {"rank": self.number, "host": host, "at": at, "waits": waits, "process": activity, "moved": moved,
                 "in_script": bool(self.words[IN_SCRIPT])}  # fmt: skip
 
 
@@ -90,52 +79,8 @@ def in_a_line(state: State) -> str:
     return f"rank {state['rank']} on {state['host']}: {state['at']}{activity}"
 
 
-def different_calls(states: list[State]) -> str | None:
-    """A sentence about two ranks whose scripts call different methods though all must call the same; None: no such two.
-
-    Ranks that have made the same number of calls must have made the same last call, at any time: one look is enough.
-    """
-    first: dict[int, State] = {}  # by number of calls
-    for state in states:
-        other = first.setdefault(state["calls"], state)
-        if other["call"] != state["call"]:
-            one, two = (
-                f"rank {x['rank']} on {x['host']} " + ("has ended" if x["call"] == "close" else f"calls {x['call']}")
-                for x in (other, state)
-            )
-            return f"{one}, but {two}: all ranks call the methods of an Engine, in the same order"
-    return None
-
-
 def explain_hang(states: list[State]) -> str:
-    """A sentence: which rank all others wait for, directly or not, or the cycle in which ranks wait for each other."""
-    by_rank = {state["rank"]: state for state in states}
-
-    def next_of(rank: int) -> int | None:
-        """The rank that a rank waits for; in a sum, the first rank that has not reached the sum."""
-        peer = by_rank[rank]["peer"]
-        if peer != -1:
-            return peer
-        late = [state["rank"] for state in states if state["peer"] != -1]
-        return min(late, default=None)
-
-    stopped = [state["rank"] for state in states if state["process"] in ("stopped", "gone")]
-    waiting = [rank for rank in by_rank if by_rank[rank]["peer"] is not None]
-    if stopped:  # a rank may wait and be stopped
-        path = stopped[:1]
-    elif not waiting:
-        busy = [f"rank {x['rank']} on {x['host']} is {x['process']}" for x in states if x["process"] != "asleep"]
-        return ", ".join(["no rank shows what it waits for", *busy])
-    else:
-        path = [min(waiting)]
-        while (peer := next_of(path[-1])) is not None:
-            if peer in path:
-                circle = [*path[path.index(peer) :], peer]
-                return ", ".join(f"rank {a} waits for rank {b}" for a, b in itertools.pairwise(circle))
-            if peer not in by_rank:
-                return f"rank {path[-1]} waits for rank {peer}, whose host does not answer"
-            path.append(peer)
-    last = by_rank[path[-1]]
-    if last["peer"] == -1:
-        return "every rank waits for others"
-    return f"rank {last['rank']} on {last['host']} is {last['process']}, and others wait for it"
+    """A sentence: the ranks that wait for no other, for which others may wait."""
+    busy = [x for x in states if x["waits"] is None or x["process"] in ("stopped", "gone")]
+    named = ", ".join(f"rank {x['rank']} on {x['host']} is {x['process']}" for x in busy)
+    return named or "every rank waits for others"

@@ -66,14 +66,14 @@ class Hosts:
         self.selector, self.token = selector, token
         self.links: list[Link] = []
 
-    def connect(self, addresses: list[str], port: int) -> bool:
-        """Connect to the watchdog beside rank 0; return whether one of its addresses answers."""
-        for address in addresses:
-            with contextlib.suppress(OSError):
-                self.add(socket.create_connection((address, port), 3), trusted=True)
-                self.links[-1].send(self.token.encode())
-                return True
-        return False
+    def connect(self, address: str, port: int) -> bool:
+        """Connect to the watchdog beside rank 0; return whether it answers."""
+        try:
+            self.add(socket.create_connection((address, port), 3), trusted=True)
+        except OSError:
+            return False
+        self.links[-1].send(self.token.encode())
+        return True
 
     def add(self, connection: socket.socket, trusted: bool = False) -> None:
         """Register a new connection."""

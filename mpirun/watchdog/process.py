@@ -1,7 +1,7 @@
 """The watchdog's process: looks at the ranks of its host, and ends them if one has died or nothing moves.
 
-1. A rank that ends before it is done, ranks whose scripts call different methods, or a whole job in which nothing has
-   moved for the time limit, is explained in one message, and all ranks are ended.
+1. A rank that ends before it is done, or a whole job in which nothing has moved for the time limit, is explained in one
+   message, and all ranks are ended.
 2. Watchdogs of other hosts report to the one beside rank 0, which speaks for all. If a host is silent for too long, the
    watchdogs on both sides end their ranks.
 3. Neither MPI nor the interpreter of any rank takes part in this.
@@ -23,7 +23,7 @@ import time
 from typing import Any
 
 from mpirun.watchdog import DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
-from mpirun.watchdog.hang_report import Rank, State, different_calls, explain_hang, in_a_line, kernel_state
+from mpirun.watchdog.hang_report import Rank, State, explain_hang, in_a_line, kernel_state
 from mpirun.watchdog.hosts import SILENCE, Hosts, Link
 
 TICK = 0.1  # seconds between two looks
@@ -60,8 +60,8 @@ class WatchdogProcess:
             self.server = socket.socket(fileno=plan["listen"])
             self.server.setblocking(False)
             self.selector.register(self.server, selectors.EVENT_READ, "server")
-        elif plan["addresses"]:
-            if not self.hosts.connect(plan["addresses"], plan["port"]):
+        elif plan["address"]:
+            if not self.hosts.connect(plan["address"], plan["port"]):
                 alone = "cannot reach the one beside rank 0: hangs are explained host by host"
                 _speak(f"the watchdog on {self.host} {alone}")
             self._report()
@@ -104,7 +104,6 @@ class WatchdogProcess:
                 self._end_ranks(0 if message["end"] == "now" else GRACE)
 
     def _look(self) -> None:
-        """Look at the ranks of this host; kill them when their grace period has ended."""
         self._hear_failures()
         for rank in self.ranks:
             rank.look()
@@ -150,7 +149,7 @@ class WatchdogProcess:
         return states
 
     def _compare(self) -> None:
-        """Report to the other hosts; end the job if one is silent, scripts call different methods, or nothing moves."""
+        """Report to the other hosts; end the job if one is silent, or nothing moves."""
         self.compared = time.monotonic()
         here = self._report()
         if self.spoken or self.ending is not None:
@@ -162,9 +161,6 @@ class WatchdogProcess:
         if self.hosts.links and not self.first:
             return  # the first host's watchdog decides
         left = [state for state in here + self.hosts.states() if state["at"] != PHASES[DONE]]
-        if (difference := different_calls(left)) is not None:
-            self._end_job(difference, left)
-            return
         limit = self.limit
         if any(state["at"] == PHASES[SETTING_UP] for state in left):
             limit = max(limit, SET_UP)
@@ -174,7 +170,6 @@ class WatchdogProcess:
             self._end_job(f"nothing has moved for {limit:g} s: {explain_hang(left)}", left)
 
     def _end_job(self, reason: str, states: list[State]) -> None:
-        """Say why, and where each rank is; end all ranks at once."""
         self.spoken = True
         _speak("\n  ".join([reason, *map(in_a_line, sorted(states, key=lambda state: state["rank"]))]))
         self.hosts.send(end="now")

@@ -6,13 +6,11 @@ The first rank of a host starts the process, and writes it a plan: a line of JSO
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
 import secrets
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -22,12 +20,10 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from mpirun.comm.fail_together import Stop, together
-from mpirun.watchdog import CALL, DONE, FAILED, IN_SCRIPT, METHODS, NOTHING, OTHERS, PHASE, ROW, WAIT, WORDS
+from mpirun.comm.fail_together import Stop
+from mpirun.watchdog import DONE, FAILED, IN_SCRIPT, NOTHING, OTHERS, PHASE, ROW, WAIT, WORDS
 from schedgen.ir.instructions import Instruction
-from schedgen.util.errors import RefusedFile
 
-_SIOCGIFADDR = 0x8915
 _BYTES = WORDS * 8
 # Without site-packages, the user's folder and the environment's settings: they take longer than all the rest.
 _PLACE = str(Path(__file__).parents[2])
@@ -54,16 +50,16 @@ class Watchdog:
     def _start(
         self, comm: MPI.Intracomm, here: MPI.Comm, first_line: int, instructions: Sequence[Instruction], limit: float
     ) -> None:
-        """Start the process of this host; `here`: the ranks of this host."""
         hosts = comm.allreduce(int(here.rank == 0))
-        file = together(comm, lambda: _shared_file(here.size) if here.rank == 0 else None)
+        file = _shared_file(here.size) if here.rank == 0 else None
         name = here.bcast(file.name if file is not None else None)
-        words = together(comm, lambda: _mapped(name))
+        with Path(name).open("r+b") as shared:
+            words = memoryview(mmap.mmap(shared.fileno(), 0)).cast("q")
         self.state = words[here.rank * WORDS : (here.rank + 1) * WORDS]
         rank = (comm.rank, os.getpid(), first_line, list(map(str, instructions)))
         ranks = here.gather(rank)  # all have the file open now
         server = socket.create_server(("", 0), backlog=hosts) if comm.rank == 0 and hosts > 1 else None
-        server_at = comm.bcast((_addresses(), server.getsockname()[1], secrets.token_hex()) if server else None)
+        server_at = comm.bcast((socket.gethostname(), server.getsockname()[1], secrets.token_hex()) if server else None)
         if file is None:
             return
         plan = {
@@ -72,7 +68,7 @@ class Watchdog:
             "timeout": limit,
             "memory": file.fileno(),
             "listen": server.fileno() if server else None,
-            **dict(zip(("addresses", "port", "token"), server_at or ([], 0, ""), strict=True)),
+            **dict(zip(("address", "port", "token"), server_at or ("", 0, ""), strict=True)),
             "ranks": ranks,
         }
         self.process = subprocess.Popen(
@@ -90,11 +86,9 @@ class Watchdog:
             server.close()
 
     @contextlib.contextmanager
-    def calling(self, method: str) -> Iterator[None]:
-        """Show that the script calls a method of the Engine, which all ranks have to call."""
-        calls = self.state[CALL] // len(METHODS)
+    def in_call(self) -> Iterator[None]:
+        """Show that the script is in a method of the Engine, which all ranks have to call."""
         self.state[IN_SCRIPT] = False
-        self.state[CALL] = (calls + 1) * len(METHODS) + METHODS.index(method)
         try:
             yield
         finally:
@@ -130,29 +124,6 @@ class Watchdog:
 def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
     """A file for the words of `ranks` ranks, in memory (/dev/shm) if the host has such a folder."""
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
-    try:
-        file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder)  # noqa: SIM115
-        os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
-    except OSError as error:
-        raise RefusedFile(f"the watchdog (timeout): no file can be written in {folder}: {error.strerror}") from None
+    file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder)  # noqa: SIM115
+    os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder would cause a SIGBUS
     return file
-
-
-def _mapped(name: str) -> memoryview:
-    try:
-        with Path(name).open("r+b") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-    except OSError as error:
-        shared = "ranks of one host should have one /dev/shm, or one TMPDIR"
-        raise RefusedFile(f"the watchdog (timeout): {name}: {error.strerror}: {shared}") from None
-
-
-def _addresses() -> list[str]:
-    """The IPv4 addresses of this host, the loopback interface's last."""
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses.append(socket.inet_ntoa(reply[20:24]))
-    return sorted(addresses, key=lambda address: address.startswith("127."))

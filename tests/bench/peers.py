@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
-from mpirun.comm.fail_together import bytes_from_rank_0
+from mpirun.comm.fail_together import from_rank_0
 from mpirun.data.microbatches import Microbatches, training_text
 from mpirun.data.values import to_device
 from mpirun.engine.first_step import run_first
@@ -51,7 +51,9 @@ class Task:
         self.seed: int = options.seed
         self.device = torch.device(device)
         self.model: Model = load_model(options.model, self.stages, self.seed)
-        self.text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(text, self.model.length)))
+        self.text = torch.frombuffer(
+            bytearray(from_rank_0(comm, lambda: training_text(text, self.model.length))), dtype=torch.uint8
+        )
         self.owned = 0  # bytes of weights that the peer's rank owns, where they are sharded
 
     def stage(self, index: int) -> nn.Module:

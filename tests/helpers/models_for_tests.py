@@ -347,12 +347,6 @@ normed = partial(with_stage, index=1, stage=batch_normed)
 spectral = partial(with_stage, index=1, stage=spectrally_normed)
 
 
-def normed_twice(stages: int) -> Model:
-    """As `normed`, with the same in stage 2."""
-    model = normed(stages)
-    return model._replace(stages=[*model.stages[:2], batch_normed, *model.stages[3:]])
-
-
 class Checkpointed(mlp.Layer):
     """A hidden layer of mlp.tiny that is recomputed in its backward, by torch's checkpoint."""
 
@@ -544,15 +538,10 @@ def raises(stages: int) -> Model:
     raise ValueError("no such luck")
 
 
-def no_such_batch(text: Tensor, rng: object) -> tuple[Tensor, Tensor]:
-    raise ValueError("no such batch")
-
-
 not_a_function = 3
 returns_a_list = lambda stages: [stages]  # noqa: E731
 one_stage_more = lambda stages: mlp.tiny(stages + 1)  # noqa: E731
 loss_of_many = partial(changed, loss=partial(nnf.cross_entropy, reduction="none"))
-batch_raises = partial(changed, batch=no_such_batch)
 # mlp.tiny with another last stage: its input is half as wide as its producer's output; it returns a tuple in a tuple;
 # is no module; is built on the meta device.
 narrow = partial(with_stage, index=-1, stage=partial(nn.Linear, WIDTH // 2, 256))

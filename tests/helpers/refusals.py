@@ -30,7 +30,6 @@ STAGES = {
     "loss_of_many": "the loss should be one number, or a pair of it and a dict of metrics",
     "no_module": "stage 1 of the model cannot be built: it should be an nn.Module, not function",
     "without_values": "stage 1 of the model cannot be built: weight is on the meta device, and no weights give it ...",
-    "batch_raises": "...ValueError: no such batch (at ...models_for_tests.py:...)",
 }
 READS = {
     "several": "stage 2 of the model reads stage 0, but in the schedule it does not: compile it with --graph FILE...",
@@ -226,9 +225,6 @@ SCRIPTS: Table = {
         "step(lr=0.1, optimizer=lambda named: SGD([dict(params=[p.parameter], lr=1 / len(p.shape)) for p in named]))": (
             "the optimizer's groups have the rates 0.5, 1.0, but lr sets one for all of them: leave lr out, and ..."
         ),
-        "step(optimizer=lambda named: 3)": "...should return a torch.optim.Optimizer, not int",
-        "step(optimizer=torch.optim.LBFGS)": "LBFGS computes gradients inside step(), which no schedule allows: ...",
-        "step(scheduler=ReduceLROnPlateau)": "a ReduceLROnPlateau does not tell the learning rate by the step...",
         "step(loss=lambda y, t: (mse_loss(y, t), {'shape': y}))": (
             "the metric shape should be one number, not of shape (4, 4)"
         ),

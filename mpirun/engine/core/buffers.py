@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpirun.comm.transport import NO_ROW, Transport
 from mpirun.comm.waiting import Done
-from mpirun.engine.core.stage import LocalStage
 from mpirun.model.dataflow import Bundle
 from schedgen.ir.instructions import Instruction
 
@@ -99,23 +98,3 @@ def in_turn(bundles: Sequence[Bundle]) -> list[list[int]]:
     """The picks where each bundle has the next tensors."""
     ends = accumulate((len(bundle.indices) for bundle in bundles), initial=0)
     return [[*range(*span)] for span in pairwise(ends)]
-
-
-class Slots(Protocol):
-    """The memory that buffers lie in, one slot after the other by the memory plan (`engine.memory_slots`)."""
-
-    device: torch.device
-    fetched: dict[int, int]  # by stage whose weights are fetched: their slot
-    foreign_dw: dict[int, int]  # by stage that the rank does not own: the slot of its dw
-
-    def received(self, i: Instruction, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor that a RECV fills."""
-
-    def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
-        """The keys of the rows of dw.s, ascending, and flat memory for them."""
-
-    def keys(self, rank: int, stage: int, shard: int = -1) -> list[int]:
-        """The keys of a rank's rows of dw.stage, or of a shard, once the rank has added all that it receives."""
-
-    def row_key(self, mb: int) -> int:
-        """The key of the row that a microbatch's backward adds to."""

@@ -9,25 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
 from mpirun.comm.device import Device
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import Transport
 from mpirun.data.microbatches import Microbatch
-from mpirun.engine.core.buffers import LocalBuffers, Slots
-from mpirun.engine.core.grad_buffers import GradBuffer, GradBuffers
+from mpirun.engine.core.buffers import LocalBuffers
+from mpirun.engine.core.grad_buffers import GradBuffers
 from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
 from mpirun.engine.core.split_backward import WeightHalf
 from mpirun.engine.core.stage import LocalStage, SavedForward
-from mpirun.engine.core.weight_layout import Unit
 from mpirun.model.dataflow import Dataflow
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind, Op
+
+if TYPE_CHECKING:  # the core imports no feature: here it names their types
+    from mpirun.engine.grad_norm import GradNorms
+    from mpirun.engine.loss import MinibatchLoss
+    from mpirun.engine.memory_slots import MemorySlots
+    from mpirun.engine.optimizer import Optimizer
+    from mpirun.engine.weight_versions import StageVersions
 
 Act = Callable[[], object]  # knows its operands; its return value is ignored
 # Computes the loss of a microbatch from the last stage's outputs, and puts its metrics into the dict.
@@ -56,66 +61,6 @@ class PendingBackward:
     loss_gradient: Tensor  # last stage only: the gradient that its backward starts from
 
 
-class MinibatchLoss(Protocol):
-    """The loss of a whole minibatch (`engine.loss`)."""
-
-    collected: dict[int, Any]
-
-    def add_outputs(self, mb: int, outputs: Sequence[Tensor], batch: Microbatch) -> Mapping[int, Tensor]:
-        """Collect a microbatch's outputs; with the last of them the losses of all microbatches."""
-
-    def take_gradients(self, mb: int) -> list[Tensor | None]:
-        """The gradients of a microbatch's outputs."""
-
-
-class Optimizer(Protocol):
-    """The optimizers of what this rank owns (`engine.optimizer`)."""
-
-    def take_assigned(self) -> None:
-        """Copy what a script has assigned to its parameters into the weights."""
-
-    def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
-        """Add a pass's gradients to those of earlier passes; in the last pass the sums replace them."""
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step."""
-
-    def step(
-        self, unit: Unit, gradient: GradBuffer, step: int, norm: float, version: LocalStage | None = None,
-        update: int = 0,
-    ) -> None:  # fmt: skip
-        """Step the weights of a unit, or of a version of them."""
-
-
-class Versions(Protocol):
-    """The versions of weights (`engine.weight_versions`)."""
-
-    unsound: dict[int, Tensor]  # by stage: numbers to add to the norms, NaN after an update that is not finite
-
-    def at(self, stage: int, version: int) -> LocalStage:
-        """The stage with that version of its weights."""
-
-    def step(self, context: Context, i: Instruction) -> Act:
-        """STEP to a version."""
-
-    def copy_last_to_0(self) -> None:
-        """Begin the next pass with the last versions."""
-
-
-class Norms(Protocol):
-    """The numbers from which all ranks compute the norms of gradients (`engine.grad_norm`)."""
-
-    length: int
-
-    def contributor(
-        self, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor], added: Tensor | None = None
-    ) -> Callable[[np.ndarray], None]:
-        """A function that writes this rank's numbers of a unit to their positions."""
-
-    def norms(self, numbers: Sequence[float]) -> list[float]:
-        """The norm of every parameter, from the numbers of all ranks."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """One rank's part of a run. Each instruction's act binds what it needs from it."""
@@ -128,7 +73,7 @@ class Context:
     device: Device
     position: Position  # the step and pass being executed
     stages: Mapping[int, LocalStage]  # by number: those that the rank owns or computes, or whose gradients it forwards
-    slots: Slots  # where received buffers lie
+    slots: MemorySlots  # where received buffers lie
     transport: Transport
     allreduces: AllreduceQueue  # the sums over ranks in flight
     buffers: LocalBuffers  # x, g and w by name, and dw that are sent
@@ -144,9 +89,9 @@ class Context:
     score: Callable[[LocalStage, Instruction], Score]  # of the last stage
     minibatch_loss: MinibatchLoss | None  # in place of `score`
     around: Around
-    versions: Versions
+    versions: StageVersions
     optimizer: Optimizer
-    norms: Norms
+    norms: GradNorms
     other_sums: Mapping[int, Callable[[Context, Instruction], Act]]  # ALLREDUCE of a t, x or g, by kind
 
     def stage_of(self, i: Instruction) -> LocalStage:

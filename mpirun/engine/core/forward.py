@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.core.buffers import putter
-from mpirun.engine.core.context import Context, MinibatchLoss
+from mpirun.engine.core.context import Context
 from mpirun.model.dataflow import Bundle, TensorSpec
 from schedgen.ir.instructions import Instruction, Kind, Op
+
+if TYPE_CHECKING:
+    from mpirun.engine.loss import MinibatchLoss
 
 
 @lru_cache(256)  # a step's microbatches may have any weights
@@ -115,7 +118,6 @@ class Forward:
         return putter(buffers, bundles, [[*bundle.indices] for bundle in bundles], self.device)
 
     def _collector(self, i: Instruction, loss: MinibatchLoss) -> Callable[[list[Tensor]], object]:
-        """A function that collects the last stage's outputs for a loss of the whole minibatch."""
         x, read = self.context.buffers.get(Kind.X, i.stage, i.mb), self.context.microbatches.reader(i.mb, keep=False)
 
         def collect(outputs: list[Tensor]) -> None:

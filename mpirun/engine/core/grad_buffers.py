@@ -11,16 +11,19 @@ A buffer has rows of equal length, each with a key. Like the weights, rows are b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mpirun.comm.sections import add, numbers
-from mpirun.engine.core.buffers import Slots
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
+
+if TYPE_CHECKING:
+    from mpirun.engine.memory_slots import MemorySlots
 
 RowAct = tuple[int, Callable[[], None]]  # a row, and an act that runs before or after the instruction in that row
 
@@ -125,7 +128,7 @@ class GradBuffers:
         self,
         header: Header,
         stages: Mapping[int, LocalStage],
-        slots: Slots,
+        slots: MemorySlots,
         rank: int,
         others: GradBuffers | None,
     ) -> None:

@@ -142,7 +142,6 @@ def _uncut(
 
 
 def _add_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], to: Sequence[nn.Parameter]) -> None:
-    """Run the backward from these gradients at the roots; it adds to the parameters' `grad`."""
     if to:
         _run(roots, gradients, to, keep_graph=False, add=True)
 

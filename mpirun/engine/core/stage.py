@@ -305,7 +305,6 @@ def _gradient_edge(x: Tensor) -> GradientEdge | None:
 def _differentiable_outputs(
     saved: SavedForward, gradients: Sequence[Tensor | None]
 ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
-    """The outputs that need a gradient and have one, and these gradients."""
     roots, root_gradients = [], []
     for edge, gradient in zip(saved.outputs, gradients, strict=True):
         if edge is not None and gradient is not None:

@@ -141,10 +141,10 @@ ENDS: dict[str, tuple[str, int, list[str], str]] = {
         "--resume {half} --verify", 2,
         ["verify repeats all steps from the first, not those before a checkpoint: resume without it"], "",
     ),
-    "another seed": ("--resume {half} --seed 1", 0, [f"{MADE} seed 0, not seed 1"], ""),
+    "another seed": ("--resume {half} --seed 1", 0, [f"{MADE} seed 0, not 1"], ""),
     "other options": (
         "--resume {half} --lr 0.5 --warmup 9 --threads 3", 0,
-        [f"{MADE} lr 0.001, not lr 0.5", f"{MADE} threads 1, not threads 3", f"{MADE} no warmup, not warmup 9"], "",
+        [f"{MADE} lr 0.001, not 0.5", f"{MADE} threads 1, not 3", f"{MADE} warmup None, not 9"], "",
     ),
 }  # fmt: skip
 

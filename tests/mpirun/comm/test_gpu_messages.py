@@ -33,14 +33,14 @@ def test_libraries_are_found_under_the_names_that_they_have():
 
 TRIAL = """
 from unittest import mock
-from mpirun.comm import gpu_trial
+from mpirun.comm import message
 comm, cpu = MPI.COMM_WORLD, torch.device("cpu")
-works = gpu_trial.messages_arrive(comm, cpu)
-real = gpu_trial.mpi_buffer
+works = message.messages_arrive(comm, cpu)
+real = message.mpi_buffer
 lost = torch.zeros(2**22, dtype=torch.uint8)
 buffer = lambda x: real(x) if x.any() or comm.rank == 1 else real(lost[: len(x)])  # what arrives lies elsewhere
-with mock.patch.object(gpu_trial, "mpi_buffer", buffer):
-    fails = gpu_trial.messages_arrive(comm, cpu)
+with mock.patch.object(message, "mpi_buffer", buffer):
+    fails = message.messages_arrive(comm, cpu)
 print(comm.rank, works, fails)
 """
 

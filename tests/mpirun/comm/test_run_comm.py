@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from mpi4py import MPI
 from mpi4py.util import pkl5
 
-from mpirun.comm.run_comm import RunComm
+from mpirun.comm.run_comm import RANKS, RunComm, check_launcher
 from mpirun.comm.waiting import sleeping_barrier
+from schedgen.util.errors import UsageError
 
 
 def test_an_object_may_be_larger_than_a_count_of_mpi(monkeypatch):
@@ -29,3 +31,14 @@ def test_each_wait_for_all_is_shown():
         wait()
         assert shown == [True, False]
         shown.clear()
+
+
+def test_processes_that_each_are_a_run_of_one_rank_are_refused(monkeypatch):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    check_launcher()
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(UsageError, match="SLURM_NTASKS says that there are 4 ranks, but MPI has 1: start them with"):
+        check_launcher()
+    monkeypatch.setenv("PMI_SIZE", "1")  # mpiexec -n 1 in an allocation of four tasks
+    check_launcher()

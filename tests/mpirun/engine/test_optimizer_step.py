@@ -1,4 +1,4 @@
-"""The optimizers of a rank: what they may assign, what a script may, and what checkpoints have of them."""
+"""The optimizers of a rank: what they may assign, and what checkpoints have of them."""
 
 from __future__ import annotations
 
@@ -59,36 +59,6 @@ def test_an_optimizer_may_assign_where_torch_s_write_in_place(make):
         assert torch.equal(stage.module.weight, expected)
 
 
-def test_what_a_script_assigns_replaces_the_weights():
-    optimizer, stage, _ = linear(lambda parameters: torch.optim.SGD(parameters, 0.5))
-    (weight,), (parameter,) = stage.views(stage.weights), stage.parameters
-    own, before, assigned = parameter.data, weight.clone(), torch.randn(3, 2).t()
-    parameter.data = assigned
-    with optimizer.assigned():
-        assert torch.equal(weight, assigned)
-    assert torch.equal(own, before)
-    parameter.data = own
-    with optimizer.assigned():
-        assert torch.equal(weight, before)
-    parameter.data = assigned
-    optimizer.take_assigned()
-    assert torch.equal(weight, assigned)
-    assert parameter.is_set_to(weight)
-    parameter.data = own.as_strided((2, 3), (1, 2))  # its memory is that of the weights
-    expected = parameter.data.clone()
-    optimizer.take_assigned()
-    assert torch.equal(weight, expected)
-    parameter.data = own.double() + 0.1  # as of another type, or on another device
-    expected = parameter.data.float()
-    optimizer.take_assigned()
-    assert torch.equal(weight, expected) and parameter.is_set_to(weight)
-
-
-def state(key: Any, value: Any = 1) -> Callable[[torch.optim.Optimizer], None]:
-    """A function that keeps a value by parameter, under this name."""
-    return lambda made: made.state[made.param_groups[0]["params"][0]].update({key: value})
-
-
 def put(**options: Any) -> Callable[[torch.optim.Optimizer], None]:
     """A function that changes options of the first group."""
     return lambda made: made.param_groups[0].update(options)
@@ -100,12 +70,6 @@ KEPT: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str | None]] = {
     "a number of a group": (put(calls=1), f"SGD keeps calls: {LACK}"),
     "another option": (put(momentum=torch.tensor(0.9)), f"SGD keeps momentum: {LACK}"),
     "state of no parameter": (lambda made: made.state["calls"].update(x=1), f"SGD keeps state of calls: {LACK}"),
-    "a number": (state("ema_g"), None),
-    "a name with a dot": (state("ema.g"), "keeps 'ema.g' for stage0.weight, a int: checkpoints have numbers and ten"),
-    "a share's name": (state("g@0/2"), "keeps 'g@0/2' for stage0.weight, a int: checkpoints have"),
-    "a number as a name": (state(0), "keeps 0 for stage0.weight, a int: checkpoints have"),
-    "no name": (state(""), "keeps '' for stage0.weight, a int: checkpoints have"),
-    "a list": (state("g", []), "keeps 'g' for stage0.weight, a list: checkpoints have"),
 }
 
 

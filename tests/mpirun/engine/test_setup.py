@@ -17,13 +17,14 @@ BOUND = [
 SHARES = """
 import os, sys, torch
 from mpi4py import MPI
+from mpirun.engine.options import SetupOptions
 from mpirun.engine.setup import use_host
 comm = MPI.COMM_WORLD
 for cores in eval(sys.argv[1]):
     ranks = comm.Split(0 if comm.rank < len(cores) else MPI.UNDEFINED)
     if ranks:
         os.sched_setaffinity(0, cores[ranks.rank])
-        crowded = use_host(ranks, "cpu", 0, "auto", False).crowded
+        crowded = use_host(ranks, SetupOptions(device="cpu")).crowded
         found = ranks.gather((crowded, torch.get_num_threads()))
         if found:
             print(found)

@@ -183,21 +183,6 @@ def test_an_optimizer_sees_the_attributes_of_parameters(divided):
 
 
 @DIVIDED
-def test_what_an_optimizer_keeps_for_a_part_has_its_shape_or_is_not_saved(divided):
-    optimizer = optimizer_of(divided, lambda named: Counting([entry.parameter for entry in named], 0.1), True)
-    (unit, parameters), *_ = optimizer.parameters.items()
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.by_unit[unit].step(0)
-    refused = pytest.raises(
-        UsageError,
-        match=r"^the optimizer keeps 'calls' for stage0.weight, of shape \(1,\): checkpoints have .* \(for a",
-    )
-    with contextlib.nullcontext() if divided == "not" else refused:
-        optimizer.check_saved()
-
-
-@DIVIDED
 def test_other_classes_than_torch_s_elementwise_ones_step_pieces_if_the_user_says_so(divided):
     def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         return Counting([entry.parameter for entry in named], 0.1)

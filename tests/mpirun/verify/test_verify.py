@@ -20,7 +20,7 @@ def trained(gradients: list[Parameters], rate: float = 1e-3, still: str = "") ->
         key: value - (0 if key[1] == still else rate) * sum(step[key].sign() for step in gradients)
         for key, value in START.items()
     }
-    return Record([[1.0]] * len(gradients), gradients, parameters, START)
+    return Record([[1.0]] * len(gradients), gradients, parameters)
 
 
 def gradient(scale: dict[int, float], seed: int) -> Parameters:
@@ -31,7 +31,7 @@ def gradient(scale: dict[int, float], seed: int) -> Parameters:
 
 def failed(ours: Record, theirs: Record, limit: float = LIMIT, left_out: dict[tuple[int, str], Tensor] | None = None):
     """What differs by more than it may."""
-    return [one.what for one in compare(ours, theirs, limit, left_out) if not one.size <= one.limit]
+    return [one.what for one in compare(ours, theirs, left_out) if not one.size <= limit]
 
 
 def test_the_same_is_the_same():
@@ -63,15 +63,14 @@ def test_what_is_no_number_is_not_forgotten():
 
 def test_where_nothing_should_be_the_difference_is_infinite():
     one = trained([gradient({0: 1, 1: 1}, 0)])
-    key = next(iter(START))
-    nothing = one._replace(gradients=[one.gradients[0] | {key: torch.zeros(64)}])
-    assert [found.size for found in compare(one, nothing, 0.0) if found.what == "gradients"] == [math.inf]
+    nothing = one._replace(gradients=[{key: torch.zeros(64) for key in START}])
+    assert [found.size for found in compare(one, nothing) if found.what == "gradients"] == [math.inf]
 
 
 def test_a_small_step_that_is_not_made_is_seen():
     steps = [gradient({0: 1, 1: 1}, seed) for seed in range(3)]
-    for rate in (1e-2, 1e-5, 1e-6):
-        assert "updates" in failed(trained(steps, rate, still="bias"), trained(steps, rate))
+    for rate in (1e-2, 1e-5):
+        assert "parameters" in failed(trained(steps, rate, still="bias"), trained(steps, rate))
 
 
 def test_gradients_that_vanish_are_compared_by_themselves():
@@ -87,12 +86,12 @@ def test_what_begins_as_rounding_is_left_out_and_nothing_else():
     key = (1, "bias")
     first, second = gradient({0: 1, 1: 1}, 0), gradient({0: 1, 1: 1}, 1)
     first[key] = torch.tensor([0.0] * 16 + [1e-7] * 16 + [1.0] * 32)  # none, rounding, and plain
-    second[key] = torch.tensor([1.0] * 32 + [1e-7] * 32)  # rounding behind a plain one says nothing
+    second[key] = torch.ones(64)
     theirs = trained([first, second])
     left_out = directionless(theirs)
     assert [int(mask.sum()) for mask in left_out.values()] == [0, 0, 0, 16] and left_out[key][16:32].all()
     ours = theirs.parameters | {key: theirs.parameters[key] + torch.where(left_out[key], 2e-3, 0.0)}
-    assert failed(theirs._replace(parameters=ours), theirs) == ["parameters", "updates"]
+    assert failed(theirs._replace(parameters=ours), theirs) == ["parameters"]
     assert failed(theirs._replace(parameters=ours), theirs, LIMIT, left_out) == []
 
 
@@ -120,30 +119,12 @@ def test_buffers_are_compared_whatever_is_in_them():
         assert failed(near, one) == [] and failed(near, one, 0.0) == ["buffers"]
 
 
-# Every other stage takes the microbatches backwards.
-CROSSED = """
-mode = "strict"
-
-
-def w(s, b, d):
-    return s, s
-
-
-def n(s, b, d):
-    return 8 * d + b + s % 2 * (7 - 2 * b)
-"""
-
-
-def test_running_statistics_are_compared_or_named(several, compiled, text):
+def test_running_statistics_are_compared(several, compiled, text):
     """ddp's are of the 2 microbatches of a rank, 1f1b's of all 8."""
     runs = []
-    for scheme, model in (
-        ("ddp", "normed"), ("1f1b", "normed"), ("pipedream", "normed"), (CROSSED, "normed_twice"),
-    ):  # fmt: skip
+    for scheme in ("ddp", "1f1b", "pipedream"):
         schedule = compiled(scheme, stages=4, microbatches=8, workers=4)
-        options = ["--model", f"models_for_tests:{model}", "--text", text, "--canonical", "--verify", "--steps", 2]
+        options = ["--model", "models_for_tests:normed", "--text", text, "--canonical", "--verify", "--steps", 2]
         runs.append([schedule, *options])
-    *compared, (code, out) = several(4, runs)
-    for ended in compared:
+    for ended in several(4, runs):
         assert ended[0] == 0 and "verify: buffers differ from one process by at most 0\n" in ended[1], ended[1]
-    assert code == 0 and "verify: the buffers of stage 1 are not compared: its microbatches" in out

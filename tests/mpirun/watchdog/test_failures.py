@@ -130,7 +130,7 @@ def stopped(launch, traces, text, tmp_path_factory) -> Failure:
 
 def test_a_rank_that_stops_answering_is_named(stopped, traces, left_behind):
     reason, states = explained(stopped.result, 4)
-    assert re.fullmatch(r"rank 2 on \S+ is stopped, and others wait for it", reason)
+    assert re.fullmatch(r"rank 2 on \S+ is stopped", reason)
     for state in states:
         _, line, instruction, _, waits, what = state.groups()
         assert line_of(traces / "1f1b.json", line) == instruction
@@ -173,12 +173,10 @@ def test_a_message_that_is_never_sent_is_named(hangs):
     assert result.code != 0
 
 
-def test_a_circle_is_named(hangs):
+def test_a_circle_is_no_rank_s_fault(hangs):
     """A deadlock that check refuses, run without it."""
     result = hangs["circle"]
-    assert re.search(
-        r"^mpirun: nothing has moved for 3 s: rank 0 waits for rank 1, rank 1 waits for rank 0$", result.err, re.M
-    )
+    assert re.search(r"^mpirun: nothing has moved for 3 s: every rank waits for others$", result.err, re.M)
     assert result.code != 0
 
 
@@ -188,7 +186,7 @@ def test_the_rank_that_hangs_outside_of_a_step_is_named(hangs, method, doing):
     result = hangs[method]
     (reason,) = result.ours
     start = f"mpirun: nothing has moved for {LIMIT} s: "
-    assert re.fullmatch(rf"{start}rank 1 on \S+ is {doing}, and others wait for it", reason), result.err
+    assert re.fullmatch(rf"{start}rank 1 on \S+ is {doing}", reason), result.err
     assert re.search(r"^  rank 0 on .*, waiting for the other ranks$", result.err, re.M), result.err
 
 
