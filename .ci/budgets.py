@@ -37,7 +37,7 @@ ROOMS = {
     "tests": 30_900,
     "tests/jobs": 1_050,
 }
-WORDS = 12_950
+WORDS = 13_000
 
 
 def lines(room: Path) -> int:
