@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.cli.optimizer import recipe
 from mpirun.cli.options import TrainOptions
-from mpirun.cli.progress_bar import Progress
+from mpirun.cli.step_output import Progress
 from mpirun.comm.fail_together import on_rank_0
 from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm

@@ -1,8 +1,8 @@
 """Messages from and to the memory of a GPU, whose kernels run later than they are launched.
 
 1. A send or a receive begins when the GPU has reached a *mark*: all kernels launched before the call are done.
-2. If MPI cannot read the GPU's memory, messages go through pinned host memory, by copies in streams of their own. A
-   send's copy waits for the kernels before the call, and the send for the copy.
+2. If MPI cannot read the GPU's memory, as `device.py` decides, messages go through pinned host memory, by copies in
+   streams of their own. A send's copy waits for the kernels before the call, and the send for the copy.
 3. A received message *arrives* in the stream of the caller who asks for it: kernels launched from then on wait for its
    copy, the host does not. With words (`stream_words`) the host does not wait for the message either: the stream does.
 4. Sums over ranks are added up in a stream of their own, and their sends wait for that stream alone. Queued after a

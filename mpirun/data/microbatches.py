@@ -1,4 +1,4 @@
-"""Microbatches, and the run's source of them.
+"""Microbatches, and the run's source of them. `loader.py` makes those of a dataset, with their padding and divisors.
 
 The command line makes one from the training text, and the run's seed, the step and the microbatch's number. It depends
 on nothing else, so that any rank can make it. The text is one file, or modules of Python's own standard library.

@@ -30,7 +30,7 @@ from schedgen.ir.file import read
 from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.files import display_name, open_input
-from schedgen.util.progress import counted
+from schedgen.util.progress import over
 
 __all__ = ["RULES", "Memory", "check", "check_compiled", "checked"]
 
@@ -39,15 +39,11 @@ def check(program: Program, name: str = "program") -> Memory:
     """Prove the eleven rules for a projected program; return its exact peak memory. `name` is for error messages."""
     proof = Proof(program, name)
     rules = (rule_1, rule_9, rule_2, rule_3, rule_10, rule_6, rule_7, rule_8, rule_5)
-    with counted("check", len(rules) + 2, "step") as done:
-        for rule in rules:
-            rule(proof)
-            done(1)
-        proof.analysis.forget_accesses()
-        rule_4(proof, proof.analysis.waits)
-        done(1)
-        rule_11(proof)
-        done(1)
+    for rule in over(rules, "check", len(rules)):
+        rule(proof)
+    proof.analysis.forget_accesses()
+    rule_4(proof, proof.analysis.waits)
+    rule_11(proof)
     return proof.analysis.memory
 
 

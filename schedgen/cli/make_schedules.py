@@ -29,11 +29,10 @@ from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
-from schedgen.planner.order_search.whole_or_split import search_whole_or_split
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.partition import link_bandwidth, partition, prefixes
 from schedgen.planner.plan import pipedream, plan
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
-from schedgen.report.compare_plot import plot_comparison
 from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -138,27 +137,17 @@ def _write_checked(program: Program, output: str) -> None:
 
 
 def run_compare(options: CompareOptions) -> int:
-    """Print, or plot, the numbers of every scheme that fits; a note on stderr says if a w or an n was slow."""
+    """Print the numbers of every scheme that fits; a note on stderr says if a w or an n was slow."""
     sizes = Sizes(options.stages, options.microbatches, options.workers)
     if options.cost and "B" not in options.cost and "I" not in options.cost:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
-    if options.output and not is_standard_output(options.output) and not options.output.endswith(".svg"):
-        raise UsageError(f"{options.output}: the name should end in .svg")
     with _slow_schemes_noted():
         comparison = compare(sizes, options.cost, options.memory_limit, options.files)
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
         raise UsageError(f"no scheme fits: {reasons}")
-    if options.output:
-        title = f"{sizes.stages} stages, {sizes.microbatches} microbatches, {sizes.workers} workers"
-        with open_output(options.output) as out:
-            plot_comparison(comparison, title, out)
-    if not is_standard_output(options.output):
-        print(
-            json.dumps(comparison_as_json(comparison), indent=1)
-            if options.json
-            else "\n".join(comparison_as_text(comparison))
-        )
+    as_json, as_text = comparison_as_json, comparison_as_text
+    print(json.dumps(as_json(comparison), indent=1) if options.json else "\n".join(as_text(comparison)))
     return 0
 
 
@@ -223,7 +212,7 @@ def run_search(options: SearchOptions) -> int:
     question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()
     with _slow_schemes_noted():
-        search = search_with_recompute if options.recompute else search_whole_or_split
+        search = search_with_recompute if options.recompute else search_order
         best = search(question, options.budget)
         seconds = time.perf_counter() - begin
     check_compiled(best.program)

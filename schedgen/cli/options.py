@@ -199,7 +199,6 @@ class CompareOptions(Form):
     workers: int = option("--workers W", "ranks", count, required=True)
     memory_limit: int | None = option("--memory-limit M", LIMIT, count)
     cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; I and W default to half of B", read_cost)
-    output: str | None = option("-o --output OUT.svg", "a plot of latency against memory", file=WRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ from schedgen.ir.version_1 import from_version_1
 from schedgen.util.arrays import Ints
 from schedgen.util.errors import RefusedFile
 from schedgen.util.parse_json import read_json
-from schedgen.util.progress import counted
 
 VERSION = 2
 CHUNK = 2**16  # rows written at a time
@@ -55,14 +54,12 @@ def write(program: Program, out: BinaryIO) -> None:
         out.write(data)
 
     put("".join(f"{line}\n" for line in header_lines(program.header)).encode("ascii"))
-    with counted("write", len(program), " instructions") as done:
-        for rank, (begin, end) in enumerate(itertools.pairwise(program.bounds.tolist())):
-            put(b"  [\n")
-            for first in range(begin, end, CHUNK):
-                last = min(first + CHUNK, end)
-                put(write_lines(program.rows.take(slice(first, last)), last == end))
-                done(last - first)
-            put(b"  ],\n" if rank + 1 < program.header.workers else b"  ]\n")
+    for rank, (begin, end) in enumerate(itertools.pairwise(program.bounds.tolist())):
+        put(b"  [\n")
+        for first in range(begin, end, CHUNK):
+            last = min(first + CHUNK, end)
+            put(write_lines(program.rows.take(slice(first, last)), last == end))
+        put(b"  ],\n" if rank + 1 < program.header.workers else b"  ]\n")
     put(b" ],\n")
     out.write(f' "sha256": "{digest.hexdigest()}"\n}}\n'.encode("ascii"))
 
@@ -185,15 +182,13 @@ def _read_header_lines(content: _Content) -> tuple[list[str], int]:
 def _read_lists(content: _Content, at: int, limits: Limits) -> tuple[Rows, int]:
     """The instructions of all ranks, from byte `at`, and the index behind them."""
     state, blocks = State(), list[Rows]()
-    with counted("read", None, " instructions") as done:
-        while state.rank < limits.workers:
-            end = content.data.rfind(LINE_FEED, at, at + BLOCK) + 1 or content.end_of_line(at)
-            taken = read_lines(content.data[at:end], state, limits)
-            state, at = taken.state, at + taken.size
-            if taken.wrong:
-                raise content.refuse(at, f"rank {state.rank}: {taken.wrong}")
-            blocks.append(taken.rows)
-            done(len(taken.rows.op))
+    while state.rank < limits.workers:
+        end = content.data.rfind(LINE_FEED, at, at + BLOCK) + 1 or content.end_of_line(at)
+        taken = read_lines(content.data[at:end], state, limits)
+        state, at = taken.state, at + taken.size
+        if taken.wrong:
+            raise content.refuse(at, f"rank {state.rank}: {taken.wrong}")
+        blocks.append(taken.rows)
     return concatenate(blocks), at
 
 

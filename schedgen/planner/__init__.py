@@ -4,9 +4,7 @@ layer_profile.py    layers with their costs, from PipeDream's files or from `mpi
 partition.py        PipeDream's dynamic programme
 stage_costs.py      layers gathered into stages, with their costs and their graph
 candidates.py       the schedules to try
-candidate_bound.py  lower bounds on a candidate's time and memory, before it is compiled
 plan.py             candidates compiled and judged by the simulator; PipeDream's own schedule for its partition
 cut_moves.py        cuts near those of a good schedule
-plan_orders.py      order searches for the placements of candidates
 plan_output.py      partitions, plans and found orders, as text and JSON
 """

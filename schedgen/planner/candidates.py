@@ -1,7 +1,7 @@
-"""The schedules that a search tries: every scheme that fits, in every number of replicas and stages.
+"""The schedules that a search tries: every scheme that fits, in every number of replicas and stages; and a lower
+bound on the time and memory of each, from its placement and order, before it is compiled.
 
-A pipeline of P workers may run W/P times side by side, each with its share of the microbatches. Or it runs once, on
-more than half of the workers, and the others have no layers.
+A pipeline of P workers may run W/P times side by side, each with its share of the microbatches.
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from schedgen.compiler.place import place_jobs, priorities
+from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
+from schedgen.ir.instructions import B, F
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, balanced, smallest, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.lower_bounds import window_bound
+from schedgen.util.arrays import Floats, Ints
 from schedgen.util.errors import UsageError
 
 CHUNKS = (2, 4, 8)  # stages a worker, for schemes that go round the workers several times
@@ -34,7 +41,7 @@ SEARCHED = (*PIPELINES, *GROUPED, *GROUPED.values(), "1f1b-rr")
 
 
 class Candidate(NamedTuple):
-    """A schedule to try, with one or two ways to gather the layers into its stages."""
+    """A schedule to try, with the ways to gather the layers into its stages."""
 
     name: str
     replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
@@ -42,7 +49,6 @@ class Candidate(NamedTuple):
     scheme: Scheme
     sizes: Sizes
     costs: Sequence[StageCosts]
-    small: StageCosts | None = None  # with a memory limit, another way whose largest stage needs few bytes
 
 
 def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
@@ -61,11 +67,10 @@ def candidates(
     """
     count, most = len(layers.names), workers * CHUNKS[-1]
     by_stages = balanced(layers, bandwidth, count if count <= max(most, STAGES[-1]) else most)
-    small: list[StageCosts | None] = [None] * len(by_stages)
     if math.isfinite(memory):
-        for k, costs in enumerate(smallest(layers, bandwidth, len(by_stages))):
-            if all(costs.layer_counts != other.layer_counts for other in by_stages[k]):
-                small[k] = costs
+        for ways, costs in zip(by_stages, smallest(layers, bandwidth, len(by_stages)), strict=False):
+            if all(costs.layer_counts != other.layer_counts for other in ways):
+                ways.append(costs)
     tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
     for name, pipeline, replicas in _pipelines(workers, microbatches, *tried):
         try:
@@ -74,11 +79,9 @@ def candidates(
             continue
         if replicas > 1 and pipeline.groups is None and name not in GROUPED.values():
             scheme = replicated(scheme, replicas, workers // replicas)
-        scheme = scheme._replace(workers=workers)  # some workers may have no stage
         sizes = pipeline._replace(microbatches=microbatches, workers=workers)
         for recompute in (False, True):
-            k = sizes.stages - 1
-            yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[k], small[k])
+            yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[sizes.stages - 1])
     best = partition(prefixes(layers), workers, bandwidth)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)
@@ -105,10 +108,6 @@ def _pipelines(workers: int, microbatches: int, numbers: range, single: int) -> 
             else:
                 for stages in sorted({*(S for S in STAGES if S in numbers), single} - {0}):
                     yield ungrouped, Sizes(stages, microbatches, workers), D
-    for P in range(workers - 1, max(1, workers // 2), -1):
-        for name, chunks in PIPELINES.items():
-            for stages in _looped(P, chunks, numbers, single):
-                yield name, Sizes(stages, microbatches, P), 1
 
 
 def _looped(workers: int, chunks: Sequence[int], numbers: range, single: int) -> list[int]:
@@ -136,3 +135,73 @@ def replicated(scheme: Scheme, replicas: int, workers: int) -> Scheme:
         delayed_send=of_replica(scheme.delayed_send),
         parameters={**scheme.parameters, "replicas": D},
     )
+
+
+class CandidateBound(NamedTuple):
+    """No schedule of a candidate takes fewer seconds a step, or fewer bytes on the worker that needs most."""
+
+    seconds: float
+    bytes: float
+    least: float  # bytes, for any way to gather the layers into as many stages
+
+
+def candidate_bound(candidate: Candidate) -> CandidateBound:
+    """The bound that holds for all stage costs of a candidate."""
+    scheme, sizes = candidate.scheme, candidate.sizes
+    shape = (sizes.stages, sizes.microbatches, 3 if scheme.split else 2)
+    weights, compute, *_ = place_jobs(scheme, *shape)
+    n = priorities(scheme, *shape) if scheme.mode == "strict" else None
+    bounds = [_bound(candidate, costs, weights[..., 0], compute[..., 0], n) for costs in candidate.costs]
+    return CandidateBound(*map(min, zip(*bounds, strict=True)))
+
+
+def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints, n: Any) -> CandidateBound:
+    """The bound for one of the stage costs; by job, (D, S, B): `weights`, `compute`, `n`, which is None if greedy."""
+    S, workers, machine = candidate.sizes.stages, candidate.sizes.workers or 1, costs.machine
+    times = costs.durations(candidate.scheme.split)
+    if candidate.scheme.unsplit_backward is not None and has_both(costs.times):
+        times |= shortest_halves(costs.times, S)
+    lengths = np.array([*without_redo(times).values()])
+    recompute = redo_duration(times) if candidate.recompute else np.zeros(S)
+    owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)
+    weight, saved, step = (by_stage(amount, S) for amount in (machine.weight, machine.saved, machine.step))
+    message, copy = map(machine.message_times, (costs.passed_on, weight))
+    sends, receives, steps = np.zeros((3, workers))  # seconds of a worker's link out, of its link in, of its STEPs
+    owns, copies = np.zeros((2, workers))  # bytes of its own stages and their gradients, of its largest foreign copy
+    counts = np.zeros(S)  # owners of each stage
+    for s in range(S):
+        owners = np.zeros(workers, bool)
+        owners[np.unique(weights[:, s])] = True
+        counts[s] = owners.sum()
+        owns[owners] += owned[s] + weight[s]
+        steps[owners] += step[s]
+        guests = np.zeros(workers, bool)
+        guests[np.unique(compute[:, s])] = True
+        guests &= ~owners
+        receives[guests] += copy[s]
+        copies[guests] = np.maximum(copies[guests], 2 * weight[s])  # the copy and its gradient
+        for d, (a, b) in ((F, (s - 1, s)), (B, (s, s - 1))):
+            if s:
+                crosses = compute[d, a] != compute[d, b]
+                sends += message[s - 1] * np.bincount(compute[d, a][crosses], minlength=workers)
+                receives += message[s - 1] * np.bincount(compute[d, b][crosses], minlength=workers)
+    kept = np.concatenate([[0.0], costs.passed_on]) + (0 if candidate.recompute else saved)
+    latency = window_bound(compute, lengths, recompute, message, workers) + steps.max()
+    seconds = float(max(latency, sends.max(), receives.max()))
+    least = counts.min() * (owned + weight).sum() / len(np.unique(weights))
+    peak = owns + copies + _saved(kept, compute, workers, n)
+    return CandidateBound((1 - 1e-9) * seconds, float(peak.max()), float(least))
+
+
+def _saved(kept: Floats, compute: Ints, workers: int, n: Any) -> Floats:
+    """The peak bytes that each worker saves for backwards; `kept`: bytes of a job, by stage; n is None: of one job."""
+    peak = np.zeros(workers)
+    bytes = np.broadcast_to(kept[:, None], compute.shape[1:])
+    if n is None:
+        np.maximum.at(peak, compute[F].ravel(), bytes.ravel())
+        return peak
+    worker = compute[: B + 1].ravel()
+    order = np.lexsort((n[: B + 1].ravel(), worker))
+    alive = np.cumsum(np.concatenate([bytes.ravel(), -bytes.ravel()])[order])  # each worker's sum ends at 0
+    np.maximum.at(peak, worker[order], alive)
+    return peak

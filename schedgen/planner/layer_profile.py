@@ -27,7 +27,7 @@ from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import chain
 from schedgen.ir.version_1 import from_version_1
-from schedgen.simulator.machine import Machine, by_direction, read_profile
+from schedgen.simulator.machine import Machine, read_profile
 from schedgen.util.arrays import Floats
 from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import display_name, read_text
@@ -137,9 +137,6 @@ def parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
     if len(times.keys() - {REDO}) < 2:
         raise RefusedFile(f"{name}: a plan needs backwards: give B, or I and W, beside F")
     by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}
-    for direction, amount in by_direction(machine.overhead).items():
-        if direction in by_layer and (by_stage(amount, count) > by_layer[direction]).any():
-            raise RefusedFile(f"{name}: the overhead of {direction} is more than {direction} takes")
     return Layers(tuple(map(str, range(count))), edges, by_layer, machine, graph)
 
 

@@ -1,15 +1,15 @@
 """The Pareto front, in time and memory, of the schedules that a profile's layers allow.
 
 Candidates are schemes with balanced layers; those that no bound excludes are simulated, and the cuts of the best are
-moved while that helps (`cut_moves`). With a memory limit, candidates are tried and their cuts moved as without one,
-because moved cuts may fit where the cuts that they began with do not; in addition, cuts that keep to the limit are
-tried and moved. `pipedream` searches nothing: it is PipeDream's own schedule.
+moved while that helps (`cut_moves`). With a memory limit all this happens as without one, since moved cuts may fit
+where the cuts that they began with do not; and cuts whose largest stage needs few bytes are tried, too. `pipedream`
+searches nothing: it is PipeDream's own schedule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,15 +17,19 @@ from typing import NamedTuple
 from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
+from schedgen.compiler.place import place_jobs
+from schedgen.ir.cost import has_both, shortest_halves, without_redo
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
-from schedgen.planner.candidate_bound import candidate_bound
-from schedgen.planner.candidates import Candidate, candidates, with_layers
+from schedgen.planner.candidates import Candidate, candidate_bound, candidates, with_layers
 from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.layer_profile import Layers
+from schedgen.planner.order_search.placed_problem import least_time
+from schedgen.planner.order_search.question import Limits, Question
+from schedgen.planner.order_search.recompute import search_with_recompute
+from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.partition import partition, prefixes
-from schedgen.planner.plan_orders import placed_candidates, searched_program
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -73,6 +77,15 @@ class _Entry(NamedTuple):
 _Front = Sequence[_Entry]
 
 
+class _PlacedCandidate(NamedTuple):
+    """Where stages run, which layers they have, and a lower bound on the time of any order of their jobs."""
+
+    candidate: Candidate  # the first that places its jobs this way
+    costs: StageCosts
+    question: Question  # without a limit
+    least: float  # seconds
+
+
 def plan(
     layers: Layers,
     workers: int,
@@ -92,33 +105,25 @@ def plan(
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
-    free: _Front = []  # Pareto front of the usual cuts, whatever the limit: those that are moved
-    front: _Front = []  # Pareto front of all that fit
+    every: _Front = []  # the Pareto front of all, whether they fit or not: of those that fit, it has the front, too
     simulated = 0
     with compiled_always():
         for bound, candidate in over(bounded, "search", len(bounded)):
-            if bound.least > memory:
+            if bound.least > memory or _beaten(bound.seconds, bound.bytes, every):
                 continue
-            moves = candidate.sizes.stages < len(layers.names)  # else each layer is a stage, and no cut can move
-            best = free if moves else [*free, *front]
-            tried = [] if _beaten(bound.seconds, bound.bytes, best) else [*candidate.costs]
-            if candidate.small is not None and not _ruled_out(candidate, candidate.small, front, memory):
-                tried.append(candidate.small)
-            simulated += bool(tried)
-            for schedule, costs in _simulated(candidate, tried):
-                entry = _Entry(schedule, candidate, costs, candidate.costs[0])
-                if moves and costs is not candidate.small:
-                    free = _with(entry, free, math.inf)
-                front = _with(entry, front, memory)
-        starts = [*free, *(entry for entry in front if entry.costs is entry.candidate.small)]
-        for entry in over(starts, "move cuts", len(starts)):
-            for moved in _moved(entry, layers, bandwidth, memory):
-                front = _with(moved, front, memory)
+            simulated += 1
+            for entry in _simulated(candidate):
+                every = _with(entry, every)
+        starts = every
+        for start in over(starts, "move cuts", len(starts)):
+            for moved in _moved(start, layers, bandwidth, memory):
+                every = _with(moved, every)
+        front: _Front = [entry for entry in every if entry.schedule.peak_bytes <= memory]
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
-            every = [candidate for _, candidate in bounded]
-            for found in _searched(every, [entry.costs for entry in front], fastest, memory, budget):
-                front = _with(found, front, memory)
+            placed = _placed_candidates((each for _, each in bounded), [entry.costs for entry in front], fastest)
+            for found in _searched(placed, fastest, memory, budget):
+                front = _with(found, front)
     if not front:
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
@@ -149,10 +154,10 @@ def pipedream(layers: Layers, workers: int, bandwidth: float, microbatches: int,
     return program
 
 
-def _with(entry: _Entry, front: _Front, memory: float) -> _Front:
-    """The front with an entry, if it fits and none is as good, and without the entries that it beats."""
+def _with(entry: _Entry, front: _Front) -> _Front:
+    """The front with an entry, if none is as good, and without the entries that it beats."""
     schedule = entry.schedule
-    if schedule.peak_bytes > memory or _beaten(schedule.step_time, schedule.peak_bytes, front):
+    if _beaten(schedule.step_time, schedule.peak_bytes, front):
         return front
     kept = [
         other
@@ -166,18 +171,12 @@ def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
     return any(entry.schedule.step_time <= seconds and entry.schedule.peak_bytes <= bytes for entry in front)
 
 
-def _ruled_out(candidate: Candidate, costs: StageCosts, front: _Front, memory: float) -> bool:
-    """Whether the candidate's bounds with these costs say that it does not fit, or that an entry is no worse."""
-    bound = candidate_bound(candidate._replace(costs=[costs]))
-    return bound.bytes > memory or _beaten(bound.seconds, bound.bytes, front)
-
-
-def _simulated(candidate: Candidate, tried: Sequence[StageCosts]) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
-    """The candidate simulated with each of the stage costs `tried` for which it compiles."""
+def _simulated(candidate: Candidate) -> Iterator[_Entry]:
+    """The candidate simulated with each of its stage costs for which it compiles."""
     program = _programs(candidate, candidate.costs[0])
-    for costs in tried:
+    for costs in candidate.costs:
         if (compiled := program(costs)) is not None:
-            yield _timed(compiled, candidate, costs), costs
+            yield _Entry(_timed(compiled, candidate, costs), candidate, costs, candidate.costs[0])
 
 
 def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> PlannedSchedule:
@@ -188,47 +187,78 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
     return PlannedSchedule(name, stages, candidate.replicas, redone, costs.layer_counts, seconds, bytes)
 
 
-def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
-    """An entry for each set of cuts that was simulated near those of an entry.
-
-    Cuts move without the limit and, from an entry that fits, also within it; from the small cuts, only within it.
-    """
-    candidate = entry.candidate
+def _moved(start: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
+    """An entry for each set of cuts that was simulated near those of an entry, which need not fit: moved ones may."""
+    candidate = start.candidate
     tried: dict[Cuts, _Entry | None] = {}
-    program = _programs(candidate, entry.costs)
-    if (own := program(entry.costs)) is None:
+    program = _programs(candidate, start.costs)
+    if (own := program(start.costs)) is None:
         return []
 
     def seconds(cuts: Cuts, limit: float) -> float:
         if cuts not in tried:
             costs = stage_costs(layers, cuts, bandwidth)
-            if (moved := program(costs)) is None:
-                tried[cuts] = None
-            else:
-                tried[cuts] = _Entry(_timed(moved, candidate, costs), candidate, costs, entry.costs)
-        found = tried[cuts]
-        return math.inf if found is None or found.schedule.peak_bytes > limit else found.schedule.step_time
+            moved = program(costs)
+            entry = None if moved is None else _Entry(_timed(moved, candidate, costs), candidate, costs, start.costs)
+            tried[cuts] = entry
+        entry = tried[cuts]
+        return math.inf if entry is None or entry.schedule.peak_bytes > limit else entry.schedule.step_time
 
     evaluations = min(MOST_CUTS, MOST_INSTRUCTIONS // len(own))
-    limits = [] if entry.costs is candidate.small else [math.inf]
-    if math.isfinite(memory) and entry.schedule.peak_bytes <= memory:
-        limits.append(memory)
-    for limit in limits:
-        best_cuts(tuple(accumulate(entry.schedule.layers)), partial(seconds, limit=limit), evaluations)
+    for limit in (math.inf, memory) if start.schedule.peak_bytes <= memory < math.inf else (math.inf,):
+        best_cuts(tuple(accumulate(start.schedule.layers)), partial(seconds, limit=limit), evaluations)
     return [moved for moved in tried.values() if moved is not None]
 
 
-def _searched(
-    candidates: Sequence[Candidate], moved: Sequence[StageCosts], fastest: float, memory: float, budget: int
-) -> Iterator[_Entry]:
+def _placed_candidates(
+    candidates: Iterable[Candidate], moved: Sequence[StageCosts], fastest: float
+) -> list[_PlacedCandidate]:
+    """The placements that may be faster than `fastest`, those with the least lower bound first.
+
+    Each has its own cuts or those of `moved`; a placement that several schemes share is listed once. Where the halves
+    of backwards are measured, too, one search tries whole and split backwards, whatever the scheme does.
+    """
+    distinct: dict[tuple[bool, tuple[int, ...], bytes], _PlacedCandidate] = {}
+    for candidate in candidates:
+        sizes, scheme = candidate.sizes, candidate.scheme
+        if candidate.recompute:
+            continue
+        _, compute, *_ = place_jobs(scheme, sizes.stages, sizes.microbatches, 2)
+        for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
+            mixed = has_both(costs.times)
+            key = scheme.split or mixed, costs.layer_counts, compute.tobytes()
+            if key in distinct:
+                continue
+            cost = costs.times if mixed else costs.durations(scheme.split)
+            question = Question(with_layers(scheme, costs), sizes, cost, costs.machine, tied=costs.tied)
+            shortest = shortest_halves(cost, sizes.stages) if mixed else without_redo(cost)
+            distinct[key] = _PlacedCandidate(candidate, costs, question, least_time(question._replace(cost=shortest)))
+    return sorted((each for each in distinct.values() if each.least < fastest), key=lambda each: each.least)
+
+
+def _searched_program(placed: _PlacedCandidate, memory: float, budget: int, redo: bool) -> Program | None:
+    """The program of the best order; None if a built-in order is as good, no order fits, or weights move.
+
+    memory  bytes a worker
+    budget  as for `search_order`
+    redo    whether the search also decides which forwards are redone
+    """
+    question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None))
+    try:
+        found = (search_with_recompute if redo else search_order)(question, budget)
+    except UsageError:
+        return None
+    return found.program if found.source == "search" else None
+
+
+def _searched(hopeful: Sequence[_PlacedCandidate], fastest: float, memory: float, budget: int) -> Iterator[_Entry]:
     """The best order found for each placement that may be faster than `fastest`; with a memory limit, the placements
     of least bound may also redo forwards."""
-    hopeful = placed_candidates(candidates, moved, fastest)
     tries = [(placed, False) for placed in hopeful]
     if math.isfinite(memory):
         tries += [(placed, True) for placed in hopeful[:MOST_REDONE]]
     for placed, redo in over(tries, "search orders", len(tries)):
-        if placed.least < fastest and (program := searched_program(placed, memory, budget, redo)) is not None:
+        if placed.least < fastest and (program := _searched_program(placed, memory, budget, redo)) is not None:
             schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search")
             fastest = min(fastest, schedule.step_time)
             yield _Entry(schedule, placed.candidate, placed.costs, placed.costs, program)

@@ -19,7 +19,6 @@ from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.cost import REDO, has_both
-from schedgen.ir.header import Header
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.limits import check_workers
 from schedgen.ir.program import Program
@@ -69,7 +68,6 @@ class Comparison(NamedTuple):
 
     rows: list[SchemeNumbers]
     left_out: list[LeftOut]
-    headers: list[Header]  # of the rows
 
 
 def _label(scheme: str, groups: int | None) -> str:
@@ -97,7 +95,7 @@ def compare(
     UsageError if there are more workers than any schedule may have, or one of `files` cannot be compiled without a
     memory limit; RefusedFile for what is no CSV of a schedule, OSError if it cannot be opened.
     """
-    compiled: list[tuple[SchemeNumbers, Header]] = []
+    rows: list[SchemeNumbers] = []
     left_out = []
     workers = sizes.workers or 1
     check_workers(workers, sizes.stages)
@@ -117,11 +115,10 @@ def compare(
                 raise UsageError(error if name in str(error) else f"{name}: {error}") from None
             left_out.append(LeftOut(_label(name, groups), str(error).removeprefix(f"{name} ")))
             continue
-        compiled.append((row, program.header))
-    prices = _prices([row for row, _ in compiled])
-    compiled.sort(key=lambda pair: (*prices[pair[0]], pair[0].label))
-    best = [row._replace(best=_is_best(prices[row], prices.values())) for row, _ in compiled]
-    return Comparison(best, left_out, [header for _, header in compiled])
+        rows.append(row)
+    prices = _prices(rows)
+    rows.sort(key=lambda row: (*prices[row], row.label))
+    return Comparison([row._replace(best=_is_best(prices[row], prices.values())) for row in rows], left_out)
 
 
 def _loaded(name: str, sizes: Sizes) -> Scheme:

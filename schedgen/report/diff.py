@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import Match, SequenceMatcher
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from schedgen.ir.file import header_entries, line_of
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.program import Program
-from schedgen.report.patience_match import patience_match
 from schedgen.simulator.stats import stats
 from schedgen.util.errors import clip
 
@@ -83,7 +82,7 @@ def _unified(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
         if old == new:
             continue
         yield from (f"--- {a_name} rank {rank}", f"+++ {b_name} rank {rank}")
-        for hunk in _Matcher(old, new).get_grouped_opcodes(CONTEXT):
+        for hunk in SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(CONTEXT):
             old_range = _range(old_line, hunk[0][1], hunk[-1][2])
             yield f"@@ -{old_range} +{_range(new_line, hunk[0][3], hunk[-1][4])} @@"
             for tag, i, i2, j, j2 in hunk:
@@ -104,23 +103,3 @@ def _range(first_line: int, begin: int, stop: int) -> str:
     count = stop - begin
     line = first_line + begin - (count == 0)
     return f"{line}" if count == 1 else f"{line},{count}"
-
-
-class _Matcher(SequenceMatcher[str]):
-    """difflib's, which groups what differs into hunks, with the pairs of patience matching."""
-
-    def __init__(self, old: list[str], new: list[str]) -> None:
-        super().__init__(None, old, new, autojunk=False)
-        self.texts = old, new
-
-    def get_matching_blocks(self) -> list[Match]:
-        """Runs of pairs: (place in the old list, place in the new one, length), and an empty run at the end."""
-        number = {text: k for k, text in enumerate({*self.texts[0], *self.texts[1]})}
-        a, b = (np.array([number[text] for text in texts], np.int64) for texts in self.texts)
-        blocks: list[Match] = []
-        for i, j in enumerate(patience_match(a, b).tolist()):
-            if blocks and (i, j) == (blocks[-1].a + blocks[-1].size, blocks[-1].b + blocks[-1].size):
-                blocks[-1] = blocks[-1]._replace(size=blocks[-1].size + 1)
-            elif j >= 0:
-                blocks.append(Match(i, j, 1))
-        return [*blocks, Match(len(a), len(b), 0)]

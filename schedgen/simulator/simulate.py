@@ -27,7 +27,6 @@ from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.arrays import Ints, Numbers, Small, Times
-from schedgen.util.progress import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,21 +115,17 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     machine, header, table = machine or Machine(), program.header, program.rows
     machine.check_times()
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
-    with counted("simulate", 3, "step") as done:
-        analysis = analyse(program)
-        waits = analysis.waits
-        done(1)
-        lasts = _durations(program, cost, machine, sizes)
-        done(1)
-        partner = waits.receiver.copy()
-        partner[analysis.messages.receives] = analysis.messages.sends
-        listed = Listed(table.op, table.kind, table.operand, program.bounds)
-        waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
-        run = new_run(program, waits.members)
-        rings, free = _rings(program, waits, sizes, machine), machine.alpha == machine.beta == 0
-        execute.sized(4 * len(program))(listed, waiting, lasts, rings, free, run)
-        done(1)
-        np.maximum(run.arrival, 0.0, out=run.arrival)
+    analysis = analyse(program)
+    waits = analysis.waits
+    lasts = _durations(program, cost, machine, sizes)
+    partner = waits.receiver.copy()
+    partner[analysis.messages.receives] = analysis.messages.sends
+    listed = Listed(table.op, table.kind, table.operand, program.bounds)
+    waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
+    run = new_run(program, waits.members)
+    rings, free = _rings(program, waits, sizes, machine), machine.alpha == machine.beta == 0
+    execute.sized(4 * len(program))(listed, waiting, lasts, rings, free, run)
+    np.maximum(run.arrival, 0.0, out=run.arrival)
     return Simulation(program, sizes, run.start, run.arrival, run.idle, run.cause, lasts)
 
 

@@ -1,7 +1,6 @@
 """Progress bars on stderr for commands that take longer than two seconds.
 
-Before `allow` is called no bar is shown, and reporting costs nothing. Work is reported in pieces: chunks of a file,
-passes, rules. A bar disappears when its work is done.
+Before `allow` is called no bar is shown, and reporting costs nothing. A bar disappears when its work is done.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def allow(quiet: bool) -> None:
 
 
 @contextmanager
-def counted(label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-    """Yields a function to call with the amount of `unit` just done; `total` is None if it is not known."""
+def counted(label: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    """Yields a function to call with the number of steps just done; `total` is None if it is not known."""
     if _earliest is None:
         yield lambda _: None
         return
@@ -35,9 +34,7 @@ def counted(label: str, total: int | None, unit: str) -> Iterator[Callable[[int]
 
     tqdm.monitor_interval = 0  # no thread
     delay = max(0.0, _earliest - time.monotonic())
-    with tqdm(
-        desc=label, total=total, unit=unit, unit_scale=unit != "step", delay=delay, miniters=1, leave=False
-    ) as bar:
+    with tqdm(desc=label, total=total, unit="step", delay=delay, miniters=1, leave=False) as bar:
         yield bar.update
 
 
@@ -47,7 +44,7 @@ def over(items: Iterable[T], label: str, total: int) -> Iterable[T]:
 
 
 def _counted_items(items: Iterable[T], label: str, total: int) -> Iterator[T]:
-    with counted(label, total, "step") as done:
+    with counted(label, total) as done:
         for item in items:
             yield item
             done(1)

@@ -14,5 +14,4 @@ cp_sat.py             OR-Tools' CP-SAT: proofs for small problems
 compiled_orders.py    orders as schedules: compiled, read back, judged by the simulator
 search_order.py       the whole search: begin, find, prove; the simulator has the last word
 recompute.py          orders that redo forwards to keep to the memory
-whole_or_split.py     which backwards are whole and which are split, if the costs of both are known
 """

@@ -3,52 +3,28 @@
 Most moves are of jobs on the critical path of the worker with the longest window, since others cannot shorten it.
 Orders are compared by the longest window plus the mean of all windows: of two orders with the same longest window, the
 one with the smaller mean is nearer to a shorter one.
-
-Where backwards may be whole, some moves make one whole or split it: the I of a whole backward takes all of its
-time and its W none; otherwise I and W take their own. A W that takes no time may be at any place.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
 from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.planner.order_search.run_order import Run, run_order
-from schedgen.util.arrays import Flags, Numbers, Times
+from schedgen.util.arrays import Numbers
 from schedgen.util.jit import kernel
 
 CRITICAL = 90  # percent of moves that begin on the critical path
 REACH = 8  # places that a job moves at the most
-CHOICES = 20  # percent of moves that make a backward whole or split it, if that is a choice
 HOT = (0.03, 0.3, 2.0)  # temperatures at the first move, in mean durations of a job
-
-
-class Choice(NamedTuple):
-    """Which backwards are whole, by job; empty arrays if none may be. `OrderProblem.length` is kept in step with it."""
-
-    whole: Flags  # true for both the I and the W of a whole backward
-    joined: Times  # the job's duration in a whole backward: of the I all the time, of the W none
-    split: Times  # the job's duration otherwise
-
-
-NO_CHOICE = Choice(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))  # no backward changes
-
-
-def temperatures(hot: float, mean: float) -> tuple[float, float]:
-    """The temperatures at the first and at the last move, from the first in mean durations of a job."""
-    return hot * mean, 0.3 * min(hot, 0.1) * mean
 
 
 @kernel
 def anneal(
     problem: OrderProblem, order: Numbers, seed: int, moves: int, hot: float, cold: float, floor: float,
-    run: Run, trial: Run, choice: Choice,
+    run: Run, trial: Run,
 ) -> tuple[float, Numbers, int]:  # fmt: skip
     """Anneal `order` in place; return (longest window, order, moves judged) of the best order on the way.
-
-    On return `choice.whole` and `problem.length` are those of the best order.
 
     hot, cold   temperatures at the first and the last move, in the unit of the costs
     floor       a lower bound: the search ends when it is reached
@@ -59,8 +35,7 @@ def anneal(
     state = 1 + seed % 2147483646
     least = run_order(problem, order, np.inf, run)
     cost = least + run.window.mean()
-    best, best_cost, best_whole = order.copy(), cost, choice.whole.copy()
-    per_half = problem.stages * problem.microbatches
+    best, best_cost = order.copy(), cost
     place_of, path = np.zeros(jobs, np.int64), np.zeros(jobs, np.int64)
     length, judged, known = 0, 0, False
     for move in range(moves):
@@ -77,27 +52,22 @@ def anneal(
             place = path[state % length]
         else:
             place = state % jobs
-        target, flipped, fits = place, -1, True
-        if len(choice.whole) > 0 and draw // 1280 % 100 < CHOICES:
-            flipped = run.job[place] % per_half + per_half
-            flip(problem, choice, flipped)
-        else:
-            w = worker[run.job[place]]
-            state = state * 48271 % 2147483647
-            distance = state // 16 % REACH + 1
-            earlier = draw // 128 % 10 < 7
-            target = max(row[w], place - distance) if earlier else min(row[w + 1] - 1, place + distance)
-            if target == place:
-                continue
-            shift(order, place, target)
-            low, high = min(place, target), max(place, target)
-            held = 0.0
-            for k in range(row[w], high + 1):
-                taken = takes[order[k]]
-                held += taken
-                if k >= low and taken > 0 and held > capacity[w]:
-                    fits = False
-                    break
+        w = worker[run.job[place]]
+        state = state * 48271 % 2147483647
+        distance = state // 16 % REACH + 1
+        earlier = draw // 128 % 10 < 7
+        target = max(row[w], place - distance) if earlier else min(row[w + 1] - 1, place + distance)
+        if target == place:
+            continue
+        shift(order, place, target)
+        low, high = min(place, target), max(place, target)
+        held, fits = 0.0, True
+        for k in range(row[w], high + 1):
+            taken = takes[order[k]]
+            held += taken
+            if k >= low and taken > 0 and held > capacity[w]:
+                fits = False
+                break
         accepted = False
         if fits:
             judged += 1
@@ -113,25 +83,9 @@ def anneal(
                     least, best_cost = value, cost
                     for k in range(jobs):
                         best[k] = order[k]
-                    for k in range(len(best_whole)):
-                        best_whole[k] = choice.whole[k]
         if not accepted:
-            if flipped >= 0:
-                flip(problem, choice, flipped)
-            else:
-                shift(order, target, place)
-    for job in range(per_half, min(2 * per_half, len(best_whole))):
-        if choice.whole[job] != best_whole[job]:
-            flip(problem, choice, job)
+            shift(order, target, place)
     return least, best, judged
-
-
-@kernel
-def flip(problem: OrderProblem, choice: Choice, first: int) -> None:
-    """Make a backward whole or split it; `first`: its I."""
-    for job in (first, first + problem.stages * problem.microbatches):
-        choice.whole[job] = not choice.whole[job]
-        problem.length[job] = choice.joined[job] if choice.whole[job] else choice.split[job]
 
 
 @kernel

@@ -9,7 +9,6 @@ from __future__ import annotations
 BUDGET = 1000  # millions of job start times computed: the default of all searches
 BYTES_SHARES = (0.1, 0.6, 0.3)  # by round, for a limit in bytes: rounds learn what else takes memory
 SMALL_SHARES = (0.2, 0.4)  # for problems small enough for CP-SAT, which runs before the last round and takes most time
-WHOLE_AND_SPLIT_SHARES = (0.3, 0.3)  # if both costs are known: whole backwards alone, halves alone; annealing the rest
 STEADY_SHARE = 0.02  # for steady states, in addition to the budget
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 

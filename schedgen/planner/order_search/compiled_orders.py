@@ -9,7 +9,7 @@ import numpy as np
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.cost import REDO, by_stage, has_both, own_costs
+from schedgen.ir.cost import REDO, by_stage
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.placed_problem import as_placement
@@ -19,13 +19,6 @@ from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.arrays import Flags, Numbers
 
 MOST = 5e11  # costs below it can be in a file, and so can I + W
-
-
-def with_own_costs(question: Question) -> Question:
-    """The question; if its costs are for whole and split backwards, only those of its scheme's kind are kept, and R."""
-    if not has_both(question.cost):
-        return question
-    return question._replace(cost=own_costs(question.cost, 3 if question.scheme.split else 2))
 
 
 def order_costs(question: Question) -> dict[str, float]:
@@ -41,24 +34,21 @@ def order_costs(question: Question) -> dict[str, float]:
 
 
 def compile_own(question: Question) -> Program:
-    """Compile a scheme in its own order; if only the costs split backwards, a whole one takes the sum of its halves."""
-    costs = order_costs(question)
-    whole = not question.scheme.split and "B" not in costs
-    cost = {"F": costs["F"], "B": costs["I"] + costs["W"]} if whole else costs
-    return _with_limit(compile(question.scheme, question.sizes, Options(cost=cost, tied=question.tied)), question)
+    """Compile a scheme in its own order."""
+    options = Options(cost=order_costs(question), tied=question.tied)
+    return _with_limit(compile(question.scheme, question.sizes, options), question)
 
 
-def compile_order(question: Question, n: Numbers, redone: Flags | None = None, whole: Flags | None = None) -> Program:
+def compile_order(question: Question, n: Numbers, redone: Flags | None = None) -> Program:
     """The schedule of a found order of a scheme's jobs.
 
-    n              a number of every job, (D, S, B), that grows along each worker
-    redone, whole  (S, B): forwards that are redone, and backwards that are not split; None: there are none
+    n       a number of every job, (D, S, B), that grows along each worker
+    redone  (S, B): forwards that are redone; None: there are none
     """
     scheme = as_placement(question.scheme, len(n) == 3)._replace(
         n=lambda s, b, d: n[d, s, b],
         order=f"search {question.limits.objective}",
         mode="strict",
-        unsplit_backward=None if whole is None else lambda s, b: whole[s, b],
     )
     pairs = () if redone is None else [(s, b) for s, b in np.argwhere(redone).tolist()]
     options = Options(cost=order_costs(question), recompute=pairs, tied=question.tied)

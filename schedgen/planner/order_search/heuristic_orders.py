@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.planner.order_search.annealing import HOT, NO_CHOICE, anneal, temperatures
+from schedgen.planner.order_search.annealing import HOT, anneal
 from schedgen.planner.order_search.budget import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.priority_rules import find_rules
@@ -33,7 +33,7 @@ def heuristic_orders(
     anneals = budget // search.jobs >= LEAST_MOVES
     rounds = budget // ((4 if anneals else 1) * RULE_JOBS * search.jobs)
     rounds = max(RULES[0], min(RULES[1], rounds))
-    with counted("search", None, "step") as done:
+    with counted("search", None) as done:
         for order in find_rules(problem, rounds, turn, search.run):
             search.add(order)
         search.left -= rounds * RULE_JOBS * search.jobs
@@ -84,10 +84,10 @@ class _Search:
 
     def anneal(self, order: Numbers, hot: float, share: float, seed: int) -> None:
         """Anneal an order with a share of the work that is left."""
-        moves = max(FEWEST_MOVES, int(share * self.left / self.jobs))
+        moves, mean = max(FEWEST_MOVES, int(share * self.left / self.jobs)), float(self.problem.length.mean())
         _, better, judged = anneal.sized(self.jobs)(
-            self.problem, order.copy(), seed, moves, *temperatures(hot, float(self.problem.length.mean())), self.bound,
-            self.run, self.trial, NO_CHOICE,
+            self.problem, order.copy(), seed, moves, hot * mean, 0.3 * min(hot, 0.1) * mean, self.bound, self.run,
+            self.trial,
         )  # fmt: skip
         self.left -= judged * self.jobs
         self.add(better)

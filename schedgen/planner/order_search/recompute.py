@@ -1,6 +1,6 @@
 """`search_with_recompute`: an order, and the forwards that are redone so that it keeps to the memory limit.
 
-keep    the best order that redoes nothing, by `search_whole_or_split`
+keep    the best order that redoes nothing, by `search_order`
 loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`redone`); if none can
         fit, each again with every W directly behind its I
 redo    the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
@@ -17,21 +17,21 @@ k-colourable subgraph of an interval graph, if a worker saves k.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
+from schedgen.ir.cost import by_stage, has_both, own_costs, redo_duration, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.budget import BUDGET
-from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of, with_own_costs
+from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
-from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, lower_bound, placed_jobs, problem_of
+from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
 from schedgen.planner.order_search.question import FoundOrder, Limits, NoOrder, Question, reached
 from schedgen.planner.order_search.search_order import search_order
-from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.simulator.simulate import simulate
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
@@ -45,26 +45,21 @@ TIGHTER = 4  # times that a limit in bytes is tightened, if a schedule holds mor
 def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrder:
     """The best order within the limits and the forwards it redoes; UsageError if none keeps to them.
 
-    With costs of all of F, B, I and W, the search chooses which backwards are whole if nothing is redone; otherwise
-    they are as in the scheme. R is the time of a RECOMPUTE. `budget`: as for `search_order`, and as much again for
-    orders that redo forwards.
+    With costs of all of F, B, I and W, backwards are as in the scheme if forwards are redone. R is the time of a
+    RECOMPUTE. `budget`: as for `search_order`, and as much again for orders that redo forwards.
     """
-    kept, limits = question._replace(cost=without_redo(question.cost)), question.limits
-    best, refusal = None, None
-    try:
-        best = search_whole_or_split(kept, budget)
-    except NoOrder as error:
-        refusal = error
-    if limits.saved is None and limits.bytes is None:
-        if best is None:
-            raise refusal or AssertionError
-        return best
-    question = with_own_costs(question)
-    tries, work = _Tries(question), 0 if best is None else best.work
-    least = tries.bound
+    kept = question._replace(cost=without_redo(question.cost))
+    if kept.limits.saved is None and kept.limits.bytes is None:
+        return search_order(kept, budget)
+    best: FoundOrder | None = None
+    with suppress(NoOrder):
+        best = search_order(kept, budget)
+    free = kept._replace(limits=Limits(kept.limits.objective))
     if has_both(kept.cost):
-        shortest = shortest_halves(kept.cost, kept.sizes.stages)
-        least = least_time(kept._replace(cost=shortest, limits=Limits(limits.objective)))
+        question = question._replace(cost=own_costs(question.cost, 3 if question.scheme.split else 2))
+        free = free._replace(cost=shortest_halves(kept.cost, kept.sizes.stages))
+    work, least = 0 if best is None else best.work, least_time(free)
+    tries = _Tries(question, least)
     if best is not None and reached(best.value, least):
         return best
     for n in tries.orders(budget):
@@ -82,16 +77,14 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
 class _Tries:
     """Orders that redo forwards, for one placement, costs and limits."""
 
-    def __init__(self, question: Question) -> None:
-        self.question, self.limits, self.stages = question, question.limits, question.sizes.stages
+    def __init__(self, question: Question, bound: float) -> None:
+        self.question, self.limits, self.bound = question, question.limits, bound
         self.plain = question._replace(cost=without_redo(question.cost))  # if nothing is redone
-        self.redo = by_stage(redo_duration(question.cost), self.stages)
         self.placed = placed_jobs(question)
         self.worker = self.placed.compute[F].astype(np.int64)
         inputs, saved, half = kept_by_stage(self.placed, question)
-        self.kept = Kept(inputs, saved, half, self.redo, saved if self.limits.bytes is not None else 0 * saved)
-        free = self.plain._replace(limits=Limits(self.limits.objective))
-        self.bound = lower_bound(problem_of(self.placed, free), self.placed)
+        redo = by_stage(redo_duration(question.cost), question.sizes.stages)
+        self.kept = Kept(inputs, saved, half, redo, saved if self.limits.bytes is not None else 0 * saved)
         self.work = 0.0
         self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held besides saved forwards
         self.most: list[Flags] = []  # by order so far, the forwards that it redoes
@@ -102,7 +95,7 @@ class _Tries:
         loosened: list[Numbers] = []
         for part in LOOSER:
             try:
-                found = search_order(self.plain._replace(limits=self._loosened(part), tied=()), share, only_halves=True)
+                found = search_order(self.plain._replace(limits=self._loosened(part), tied=()), share)
             except NoOrder:
                 continue
             self.work += found.work
@@ -111,10 +104,11 @@ class _Tries:
         if not self.most and self.placed.scheme.split:  # what is held from I to a late W cannot be redone
             for n in loosened:
                 yield np.stack([2 * n[F], 2 * n[B], 2 * n[B] + 1])
-        stages = np.mean(self.most, axis=(0, 2)) if self.most else np.zeros(self.stages)
-        sets = {tuple(np.flatnonzero(stages >= least).tolist()) for least in (0.3, 0.6, 0.0)}
+        _, stages, _ = self.placed.compute.shape
+        share_redone = np.mean(self.most, axis=(0, 2)) if self.most else np.zeros(stages)
+        sets = {tuple(np.flatnonzero(share_redone >= least).tolist()) for least in (0.3, 0.6, 0.0)}
         for named in sorted(sets):
-            problem = self._with_redone(np.isin(np.arange(self.stages), named))
+            problem = self._with_redone(np.isin(np.arange(stages), named))
             with compiled_always():
                 orders, used = heuristic_orders(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
             self.work += used / 10**6
@@ -168,7 +162,7 @@ class _Tries:
         again = self.kept.saved[s] * stages[s]
         takes = problem.takes - again * (d == F) + again * (d == B)
         length = problem.length.reshape(directions, S, batches).copy()
-        length[B] += (self.redo * stages)[:, None]
+        length[B] += (self.kept.redo * stages)[:, None]
         return problem._replace(takes=takes, length=length.ravel(), capacity=problem.capacity - self.others)
 
 

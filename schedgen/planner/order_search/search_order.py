@@ -8,7 +8,7 @@ judge   the simulator has the last word: on time and, if the limit is in bytes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,15 +17,15 @@ import numpy as np
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import has_both
+from schedgen.ir.cost import Amount, has_both, own_costs, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.budget import BUDGET, BYTES_SHARES, PROVED_SECONDS, SMALL_SHARES, STEADY_SHARE
-from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, numbers_of, with_own_costs
+from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
-from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
+from schedgen.planner.order_search.placed_problem import least_time, lenient, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places, serial_order
 from schedgen.planner.order_search.question import FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.run_order import new_run, run_order
@@ -38,41 +38,58 @@ from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
 
-def search_order(
-    question: Question, budget: float = BUDGET, enough: float = 0.0, only_halves: bool = False
-) -> FoundOrder:
-    """The best order of a scheme's jobs, or the first that takes no more than `enough`; NoOrder if none keeps to the
-    limits, UsageError for what the search cannot handle.
+def search_order(question: Question, budget: float = BUDGET) -> FoundOrder:
+    """The best order of a scheme's jobs; NoOrder if none keeps to the limits, UsageError for what the search cannot
+    handle.
 
-    Given costs of all four directions, those of the scheme's directions are used; there is no R. `budget`: millions of
-    job start times computed. `only_halves`: no schedule may have whole backwards, since the costs leave theirs out;
-    otherwise a whole backward takes I + W.
+    Given costs of whole backwards and of halves, it is the better of the best orders of whole backwards alone and of
+    halves alone, with half of the budget each. Nothing is redone: a cost of R is left out. `budget`: millions of job
+    start times computed.
     """
+    cost = without_redo(question.cost)
+    question = question._replace(cost=cost)
+    if not has_both(cost):
+        return _search(question, cost, budget)
+    found, refusal = [], None
+    for directions in (2, 3):
+        try:
+            found.append(_search(question, own_costs(cost, directions), budget / 2))
+        except NoOrder as error:
+            refusal = error
+    if not found:
+        raise refusal or AssertionError
+    best = min(found, key=lambda each: each.value)
+    bound = least_time(question._replace(cost=shortest_halves(cost, question.sizes.stages)))
+    return best._replace(bound=min(bound, best.value), work=sum(each.work for each in found))
+
+
+def _search(question: Question, cost: Mapping[str, Amount], budget: float) -> FoundOrder:
+    """The best order of jobs whose directions are those of `cost`; `question` may have more costs, of built-in schemes'
+    jobs."""
     scheme, limits = question.scheme, question.limits
     if scheme.updates != FLUSH:
         raise UsageError(f"{scheme.name} updates weights within a step, which fixes its order")
-    only_halves |= has_both(question.cost)
-    question = with_own_costs(question)
-    placed = placed_jobs(question)
+    ordered = question._replace(cost=cost)
+    placed = placed_jobs(ordered)
     if (placed.weights != placed.compute).any() or (placed.compute != placed.compute[0]).any():
         raise UsageError(
             f"{scheme.name} moves weights or backwards: search only orders jobs that run where their weights are"
         )
-    problem = problem_of(placed, question)
+    problem = problem_of(placed, ordered)
     rounds = _Rounds(question, problem)
     for built_in in _same_placement(question, placed):
-        rounds.add_scheme(built_in, only_halves and "I" in question.cost)
+        rounds.add_scheme(built_in)
     if limits.saved is not None:
         rounds.add_orders(steady_orders(problem, placed, limits.saved, int(STEADY_SHARE * budget * 10**6)))
-    bounded = problem_of(placed, lenient(question))
+    bounded = problem_of(placed, lenient(ordered))
     bound = lower_bound(bounded, placed)
     small = cp_sat.is_installed() and len(problem.worker) <= cp_sat.MOST_JOBS
     shares = BYTES_SHARES if limits.bytes is not None else SMALL_SHARES if small else (1.0,)
     with compiled_always():
         for k, share in enumerate(shares):
-            rounds.search(max(bound, enough), int(share * budget * 10**6), k)
+            rounds.search(bound, int(share * budget * 10**6), k)
             best = rounds.best()
-            is_done = best is not None and reached(best.value, max(bound, enough))
+            is_done = best is not None and reached(best.value, bound)
             if small and k == len(shares) - 2 and best is not None and not is_done:
                 bound = max(bound, rounds.prove(bounded, best, bound, PROVED_SECONDS * budget / BUDGET))
         if rounds.best() is None:
@@ -116,19 +133,18 @@ class _Rounds:
 
     def __init__(self, question: Question, problem: OrderProblem) -> None:
         self.question, self.limits, self.problem = question, question.limits, problem
+        self.directions = len(problem.worker) // (problem.stages * problem.microbatches)
         self.tried: list[_Tried] = []
         self.work = 0
 
-    def add_scheme(self, scheme: Scheme, only_halves: bool) -> None:
-        """Judge a scheme, or its order in halves, unless it does not compile or saves more forwards than allowed."""
+    def add_scheme(self, scheme: Scheme) -> None:
+        """Judge a scheme, unless it does not compile or saves more forwards than allowed."""
+        if scheme.split and self.directions == 2:  # what its halves save is no matter of this problem
+            return
         with suppress(UsageError):  # such as one that needs another number of microbatches
             program = compile_own(self.question._replace(scheme=scheme))
-            order = order_of(self.problem, numbers_of(program, len(self.question.cost)).ravel())
-            if self.limits.saved is not None and not fits(self.problem, order):
-                return
-            if only_halves and (not scheme.split or scheme.unsplit_backward is not None):
-                self._add(order, built_in=True)
-            else:
+            order = order_of(self.problem, numbers_of(program, self.directions).ravel())
+            if self.limits.saved is None or fits(self.problem, order):
                 self._judge(scheme.name, True, order, program)
 
     def add_orders(self, orders: Sequence[Numbers]) -> None:

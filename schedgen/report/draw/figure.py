@@ -6,14 +6,28 @@ Large schedules are drawn as pixels inside the SVG.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from schedgen.ir.instructions import Kind, Op
 from schedgen.report.draw import figure_axes
-from schedgen.report.draw.figure_legend import LINE, draw_legend, legend_lines
-from schedgen.report.draw.figure_style import LABEL, LARGE, SMALL, matplotlib_style, save, text_width
+from schedgen.report.draw.colours import HELD, INK, LOOKS, SHARE_COLOURS, TRANSFER_COLOURS, colours
+from schedgen.report.draw.figure_style import (
+    HATCH_OPACITY,
+    HATCHES,
+    LABEL,
+    LARGE,
+    SMALL,
+    matplotlib_style,
+    save,
+    text_width,
+)
 from schedgen.report.draw.scene import Scene, colour_count, heading, key_figures
+from schedgen.simulator.time_breakdown import SHARES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Inches.
 NARROWEST, WIDEST, TALLEST = 9.0, 14.0, 100.0  # of the picture
@@ -21,22 +35,29 @@ LEFT, RIGHT, BETWEEN = 0.42, 1.70, 0.42  # margins, and the space between two sc
 SHARES_LEFT, SHARES_WIDTH = 1.55, 1.05  # where shares of time begin, from the right edge, and how wide they are
 
 
+LINE = 0.17  # inches from one line of a legend to the next
+COLUMNS = 6  # entries of a line
+MOST_SWATCHES = 24  # colours of microbatches or stages that are shown
+
+Entries = list[tuple[Any, str]]  # matplotlib's handle and the text
+
+
 def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers: Collection[str]) -> None:
     """Write the picture as `form`, svg or png; `by`: what colours stand for, microbatch or stage.
 
     `transfers`: kinds of messages to draw.
     """
-    with matplotlib_style() as Figure:
+    with matplotlib_style() as figure_type:
         span = max(scene.makespan for scene in scenes)
         rows, width = [_row_height(scene) for scene in scenes], _width(scenes, span)
         inner = width - LEFT - RIGHT
         wide = inner * 72 / span  # points of a unit of time
         labels = [figure_axes.fitting_labels(scene, row, wide) for scene, row in zip(scenes, rows, strict=True)]
-        above, below = legend_lines(scenes, by, transfers, any(labels), width - LEFT)
+        above, below = _legends(scenes, by, transfers, any(labels))
         heights = [row * scene.program.header.workers for row, scene in zip(rows, scenes, strict=True)]
-        top, bottom = 0.45 + LINE * len(above), 0.39 + LINE * len(below)
+        top, bottom = 0.45 + _legend_height(above), 0.39 + _legend_height(below)
         total = sum(heights) + top + bottom + BETWEEN * (len(scenes) - 1)
-        drawing = Figure(figsize=(width, total))
+        drawing = figure_type(figsize=(width, total))
         y = total - top
         for scene, height, texts in zip(scenes, heights, labels, strict=True):
             bottom_edge, relative_height = (y - height) / total, height / total
@@ -49,8 +70,8 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
             box = ((width - SHARES_LEFT) / width, bottom_edge, SHARES_WIDTH / width, relative_height)
             figure_axes.draw_shares(drawing.add_axes(box), scene)
             y -= height + BETWEEN
-        draw_legend(drawing, above, LEFT, total - 0.16)
-        draw_legend(drawing, below, LEFT, LINE * len(below) - 0.04)
+        _draw_legend(drawing, above, LEFT, total - 0.08)
+        _draw_legend(drawing, below, LEFT, _legend_height(below) + 0.04)
         save(drawing, out, form)
 
 
@@ -65,3 +86,47 @@ def _row_height(scene: Scene) -> float:
     """Inches of a worker's row."""
     workers = scene.program.header.workers
     return min(max(5.0 / workers, 0.075), 0.36, TALLEST / workers)
+
+
+def _legends(scenes: Sequence[Scene], by: str, transfers: Collection[str], labels: bool) -> tuple[Entries, Entries]:
+    """The entries on top (kinds of jobs and colours) and at the bottom (shares of time and messages).
+
+    `labels`: whether bars have labels.
+    """
+    count = colour_count(scenes, by)
+    looks = [LOOKS[look] for look in sorted({look for scene in scenes for look in scene.looks})]
+    top = [(_swatch(colours(look, count)[0], look.hatch), f"{look.letter}  {look.words}") for look in looks]
+    shown = np.unique(np.linspace(0, count - 1, MOST_SWATCHES).astype(int))
+    paints = np.array(colours(LOOKS[0], count))[shown].tolist()
+    number = "; number: microbatch" if labels and by == "stage" else ""
+    top.append((tuple(map(_swatch, paints)), f"{by} 0 to {count - 1}{number}"))
+    top.append((_swatch(HELD), "bytes held" if scenes[0].sized else "activations held"))
+    spent = np.max([scene.breakdown.time.sum(axis=0) for scene in scenes], axis=0) > 0
+    bottom = [(_swatch(paint), SHARES[share]) for share, paint in enumerate(SHARE_COLOURS) if spent[share]]
+    programs = [scene.program for scene in scenes]
+    sent = {int(kind) for each in programs for kind in np.unique(each.rows.kind[each.rows_of(Op.SEND)])}
+    drawn = [name for name in transfers if Kind[name.upper()] in sent]
+    return top, bottom + [(_swatch(TRANSFER_COLOURS[name]), f"sends {name}") for name in drawn]
+
+
+def _swatch(paint: str, hatch: str = "") -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(facecolor=paint, edgecolor=(INK, HATCH_OPACITY), hatch=HATCHES[hatch], linewidth=0)
+
+
+def _legend_height(entries: Entries) -> float:
+    """Inches."""
+    return LINE * -(-len(entries) // COLUMNS)
+
+
+def _draw_legend(drawing: Figure, entries: Entries, x: float, y: float) -> None:
+    """Draw the entries from `x` inches on, below `y` inches."""
+    from matplotlib.legend_handler import HandlerTuple
+
+    width, height = drawing.get_size_inches()
+    drawing.legend(
+        *zip(*entries, strict=True), loc="upper left", bbox_to_anchor=(x / width, y / height), ncols=COLUMNS,
+        fontsize=SMALL, frameon=False, borderpad=0, borderaxespad=0, labelspacing=0.6, handletextpad=0.5,
+        columnspacing=1.8, handlelength=2.5, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )  # fmt: skip

@@ -172,7 +172,6 @@ def test_an_empty_name_is_no_file(files, run, refused):
     schedule, sizes = files["gpipe"], ("--stages", 2, "--microbatches", 2)
     for name, command in (
         ("--output", ("compile", "1f1b", *sizes, "-o")),
-        ("--output", ("compare", *sizes, "--workers", 2, "-o")),
         ("--profile", ("stats", schedule, "--profile")),
         ("--measured", ("stats", schedule, "--measured")),
         ("FILE2", ("draw", schedule)),
@@ -324,7 +323,6 @@ def test_what_goes_to_standard_output_is_there_alone(name, process, files, run, 
         (tmp_path / "printed").write_bytes(process(*command, "-o", name).stdout)
         assert run("check", tmp_path / "printed").code == 0
     assert json.loads(process("simulate", "1f1b.json", "--trace", name).stdout)["traceEvents"]
-    assert process("compare", *sizes, "--workers", 2, "-o", name).stdout.rstrip().endswith(b"</svg>")
 
 
 def test_an_interrupt_while_modules_are_imported_is_one_line(capsys, monkeypatch):
@@ -381,4 +379,3 @@ def test_no_option_is_passed_over(files, run, refused, tmp_path):
             assert f"leave {options[0]} out" in refused(run(*command, "--profile", costs, *options), 2)
     assert "--transfers needs --output" in refused(run("draw", schedule, "--transfers"), 2)
     assert "--graph needs --profile" in refused(run("simulate", schedule, "--graph", costs), 2)
-    assert "should end in .svg" in refused(run("compare", *sizes, "--workers", 4, "-o", tmp_path / "picture.png"), 2)

@@ -3,7 +3,7 @@ import contextlib
 import pytest
 
 from schedgen.planner import plan
-from schedgen.planner.candidate_bound import CandidateBound, candidate_bound
+from schedgen.planner.candidates import CandidateBound, candidate_bound
 
 
 def far_too_low(candidate):

@@ -79,7 +79,7 @@ def test_bounds_rule_out_no_schedule_of_a_graph(without_bounds):
             "alpha": 0.05, "beta": 0.01, "activation": np.array([chance.uniform(1, 50) for _ in range(7)]),
             "edge_activation": np.array([chance.uniform(1, 50) for _ in edges]) if apart and seed % 2 else None,
         }  # fmt: skip
-        arguments = layers_of(graph, **sizes), 3, 100, 4, 1500
+        arguments = layers_of(graph, **sizes), 4, 100, 4, 1500
         schemes = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "fsdp", "1f1b-rr")
         kept = plan(*arguments, schemes=schemes)
         with without_bounds():

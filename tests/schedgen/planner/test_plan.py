@@ -13,8 +13,7 @@ from examples import further
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.ir.instructions import Op
-from schedgen.planner.candidate_bound import candidate_bound
-from schedgen.planner.candidates import candidates, replicated
+from schedgen.planner.candidates import candidate_bound, candidates, replicated
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.plan import _simulated, plan
@@ -76,28 +75,11 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
     with compiled_always():
         for candidate in every:
             bound = candidate_bound(candidate)
-            for row, _ in _simulated(candidate, candidate.costs):
+            for row, *_ in _simulated(candidate):
                 assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, candidate
                 assert bound.least <= row.peak_bytes, candidate
                 tight += bound.seconds > 0.99 * row.step_time
     assert tight > 5  # else it would prune nothing
-
-
-def test_a_worker_gets_no_layers_where_that_is_faster():
-    """Three layers of 0.1 s whose weights take 2 s to be summed: replicas cost more than the fourth worker is worth."""
-    machine = Machine(alpha=1e-5, activation=1e3, weight=1e9, saved=1e6)
-    layers = Layers(("a", "b", "c"), ((0, 1), (1, 2)), {"F": np.full(3, 0.1), "B": np.full(3, 0.2)}, machine)
-    best = plan(layers, 4, 1e9, 8)
-    fastest = best.front[0]
-    assert (fastest.stages, fastest.replicas, best.program.header.workers) == (3, 1, 4)
-    assert set(np.unique(best.program.header.compute)) == {0, 1, 2}
-    check(best.program)
-    # Those that use all four workers: two pipelines of two stages, or four copies of the model.
-    every = candidates(layers, 4, 1e9, 8)
-    on_all = [c for c in every if len(np.unique(c.scheme.w(*np.ix_(range(c.sizes.stages), range(8), (0,)))[1])) == 4]
-    assert on_all
-    with compiled_always():
-        assert fastest.step_time < min(row.step_time for c in on_all for row, _ in _simulated(c, c.costs))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +185,7 @@ def test_an_order_that_is_found_is_faster_and_keeps_to_the_memory(run, tmp_path)
 
 
 @pytest.mark.parametrize("memory", [np.inf, 2.2e7])
-def test_what_is_split_and_what_is_redone_is_searched(memory):
+def test_whether_backwards_are_split_and_what_is_redone_is_searched(memory):
     """Four equal layers on four workers: as in `test_whole_or_split`, and with memory for half of what 1F1B saves."""
     ones = np.ones(4)
     machine = Machine(activation=1.0, weight=1e6, saved=8e6 * ones, owned=4e6 * ones)
@@ -215,7 +197,7 @@ def test_what_is_split_and_what_is_redone_is_searched(memory):
     count = {op: len(best.program.rows_of(op)) for op in (Op.BWD, Op.BWD_I, Op.RECOMPUTE)}
     assert first.recomputed == count[Op.RECOMPUTE]
     if np.isinf(memory):
-        assert count[Op.BWD] and count[Op.BWD_I] and first.step_time < 272.1
+        assert not (count[Op.BWD] and count[Op.BWD_I])
     else:
         assert 0 < count[Op.RECOMPUTE] < 32
 

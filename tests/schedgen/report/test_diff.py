@@ -1,56 +1,10 @@
-"""diff: what it says in words, that its hunks turn one file into the other, and how it matches rows."""
+"""diff: what it says in words, and that its hunks turn one file into the other."""
 
 from __future__ import annotations
 
-import functools
 import re
-from itertools import pairwise
 
-import hypothesis.strategies as st
-import numpy as np
 import pytest
-from hypothesis import given
-
-from schedgen.report.patience_match import patience_match
-
-ROWS = st.lists(st.integers(0, 9), max_size=12)
-
-
-def matched(a, b):
-    """The pairs that patience_match finds, which must be equal rows in ascending order."""
-    partner = patience_match(np.array(a, np.int64), np.array(b, np.int64)).tolist()
-    pairs = [(i, j) for i, j in enumerate(partner) if j >= 0]
-    assert all(a[i] == b[j] for i, j in pairs)
-    assert all(j < j2 for (_, j), (_, j2) in pairwise(pairs))
-    return pairs
-
-
-def longest(a, b):
-    """The length of the longest common subsequence, by its definition."""
-
-    @functools.cache
-    def from_here(i, j):
-        if i == len(a) or j == len(b):
-            return 0
-        return 1 + from_here(i + 1, j + 1) if a[i] == b[j] else max(from_here(i + 1, j), from_here(i, j + 1))
-
-    return from_here(0, 0)
-
-
-@given(st.lists(st.integers(0, 30), unique=True, max_size=14), st.permutations(range(31)))
-def test_of_rows_that_are_single_no_matching_has_more(a, b):
-    b = b[:14]
-    assert len(matched(a, b)) == longest(a, b)
-
-
-@given(ROWS)
-def test_a_list_matches_itself(a):
-    assert matched(a, a) == [(i, i) for i in range(len(a))]
-
-
-def test_a_row_that_occurs_often_is_found_where_it_stands():
-    a = [0, 1, 0, 2, 0, 3, 0, 4]
-    assert matched(a, [0, *a]) in ([(i, i + 1) for i in range(8)], [(0, 0), *((i, i + 1) for i in range(1, 8))])
 
 
 @pytest.fixture

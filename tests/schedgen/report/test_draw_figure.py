@@ -67,7 +67,7 @@ def test_kinds_of_jobs_are_told_apart_by_hatching(run, schedules):
     file = schedules / "a.svg"
     assert run("draw", schedules / "zb-h1.json", "-o", file).code == 0
     patterns = set(re.findall(r'<pattern id="(\w+)"', file.read_text()))
-    assert len(patterns) == 2  # I and W
+    assert len(patterns) == 4  # I and W, as bars and in the legend
     assert {"F  forward", "I  backward, inputs", "W  backward, weights"} <= set(texts(file))
 
 
