@@ -54,9 +54,8 @@ class RunOptions(SetupOptions):
     )  # fmt: skip
     verify: bool = switch("--verify", "repeat the steps in one process and compare")
     timeout: float = option(
-        "--timeout S", "seconds without progress after which several ranks are ended; 0: never; default: 600", SECONDS,
-        600.0,
-    )  # fmt: skip
+        "--timeout S", "seconds without progress after which ranks are ended; 0: never; default: 600", SECONDS, 600.0
+    )
     traceback: bool = switch("--traceback", "if a rank fails, show the whole traceback")
 
 

@@ -76,6 +76,23 @@ def given_digests(model: Model, header: Header, rank: int) -> dict[Values, str]:
     return digests
 
 
+def check_unwritten(stages: Iterable[LocalStage]) -> None:
+    """UsageError if the script has written to a parameter of a module of which the rank owns shards."""
+    for stage in stages:
+        if stage.owns_separate_shards and [parameter._version for parameter, _ in stage.first] != stage.writes:
+            raise UsageError(
+                f"the script has written to a parameter of stage {stage.index}, which ranks have in shards, where this "
+                "would be lost: load values with run.load_state_dict, or train without shards"
+            )
+
+
+def hold(stages: Iterable[LocalStage]) -> None:
+    """A checkpoint has given this rank's stages all their values."""
+    for stage in stages:
+        for parameter in stage.module.parameters():
+            _ELSEWHERE.pop(parameter, None)
+
+
 def check_frozen(stages: Iterable[LocalStage]) -> None:
     """UsageError if one of this rank's stages has frozen parameters that another run trains on other ranks alone."""
     for stage in stages if _ELSEWHERE else ():

@@ -27,7 +27,7 @@ from mpirun.engine.first_step import RunInterpreter, run_first
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared
-from mpirun.engine.same_start import Values, check_frozen, check_same_start, given_digests
+from mpirun.engine.same_start import Values, check_frozen, check_same_start, check_unwritten, given_digests, hold
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.module_tensors import buffer_copies, set_buffers
@@ -132,7 +132,7 @@ class Session:
         while self.start:
             check_same_start(self.comm, self.start.pop())
         if self.header.shard_owners:
-            together(self.comm, lambda: [stage.check_unwritten() for stage in self.interpreter.stages.values()])
+            together(self.comm, lambda: check_unwritten(self.interpreter.stages.values()))
 
     def add_interpreter(self, setup: Setup) -> RunInterpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
@@ -161,6 +161,7 @@ class Session:
         """A checkpoint of so many steps has replaced all values."""
         self.begun = self.steps = steps
         self.start = []
+        hold(self.interpreter.stages.values())
 
     def begin_trace(self, path: str, schedule: str | None) -> None:
         """Record from now on when each rank executes which instruction, for a file that is not `schedule`."""

@@ -24,7 +24,6 @@ from mpirun.model.dataflow import TensorSpec
 from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import LayerRng
 from mpirun.model.stage_shape import StageShape, flat_layout
-from schedgen.util.errors import UsageError
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
@@ -134,14 +133,6 @@ class LocalStage:
         for parameters, name, parameter in self.given:
             parameters[name] = parameter
         self.layer_rng.at = ()
-
-    def check_unwritten(self) -> None:
-        """UsageError if the script has written to a parameter of the module of which the rank owns shards."""
-        if [parameter._version for parameter, _ in self.first] != self.writes and self.owns_separate_shards:
-            raise UsageError(
-                f"the script has written to a parameter of stage {self.index}, which ranks have in shards, where this "
-                "would be lost: load values with run.load_state_dict, or train without shards"
-            )
 
     def _copy_of_shard(self, shard: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         span = self.shard_spans[shard]
