@@ -106,6 +106,7 @@ class LocalStage:
             for _, parameter in named:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
         module.to(device.torch)
+        self.writes = [parameter._version for parameter, _ in self.first]  # torch's counts, by parameter
         self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
         self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
 
