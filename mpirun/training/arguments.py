@@ -55,8 +55,8 @@ def make_recipe(
     """The optimizer, its rate and clipping, as `Engine` takes them; UsageError if one is wrong or two conflict."""
     if isinstance(optimizer, Recipe):
         return optimizer
-    if lr is not None and scheduler is not None:
-        raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
+    if callable(lr) and scheduler is not None:
+        raise UsageError("lr and scheduler both say what the rate of a step is: give a number as lr, or one of them")
     is_number = isinstance(lr, Real) and not isinstance(lr, bool)
     if lr is not None and not callable(lr) and not (is_number and 0 <= lr < math.inf):
         raise UsageError(f"lr should be a number of at least 0, or a function of the step, not {lr!r}")
@@ -75,8 +75,8 @@ def make_recipe(
     rate = None if lr is None else rate_of
     made: Any = optimizer or torch.optim.AdamW
     if not callable(made):
-        what = f"an object of {type(made).__name__}"
-        raise UsageError(f"optimizer: give a class, or a function of a list of NamedParameters, not {what}")
+        ways = "a class, partial(torch.optim.SGD, lr=0.1), or a function of a list of NamedParameters"
+        raise UsageError(f"optimizer: give {ways}, not an object of {type(made).__name__}")
     kind = made.func if isinstance(made, partial) else made
     of_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     factory: Factory = (lambda named: made([entry.parameter for entry in named])) if of_class else made

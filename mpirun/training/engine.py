@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.export import check_new, whole_state
 from mpirun.checkpoint.export import export as write_export
+from mpirun.checkpoint.reader import load_whole
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.run_comm import RunComm
 from mpirun.data.dataset_loaders import MapLoader, loader_class
@@ -73,12 +74,14 @@ class Engine(OpenRun):
     loss_weight   target -> what a microbatch's loss is a mean over, if not over samples: say, the number of tokens
                   that count. The loss and the metrics of a step are then means over that
     example       one microbatch, a pair (input, target) or a mapping: its shapes and types matter, not its values
-    optimizer     a class, such as torch.optim.Adam, or a list of NamedParameters -> a torch optimizer of them all;
-                  None: torch.optim.AdamW
+    optimizer     a class, such as torch.optim.Adam, or a list of NamedParameters -> a torch optimizer or a list of
+                  them; what they leave out is not trained by this Engine. None: torch.optim.AdamW. A function is called
+                  for each stage, or shard of one, that a rank owns, when the Engine is built
     elementwise   the optimizer steps element by element, so that it may step pieces; known of torch's own classes
     lr            the learning rate of all parameter groups, or a function of the step, counted from 0; None: those of
                   the optimizer
-    scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step
+    scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step. It is called in the first
+                  step, for each torch optimizer, whose rate is then `lr`, if that is a number
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
     buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
                   microbatches of a step; empty: microbatches have one shape
@@ -139,6 +142,7 @@ class Engine(OpenRun):
                 self._schedule = str(Path(schedule).absolute())
             self.session = session = Session(comm, file, use.timeout, use.verify)
             session.end_with_script()
+            self.state = session.state  # what `save` writes besides, and `resume` reads
             self._shapes = together(comm, lambda: Shapes(comm, buckets, self._model, session.header))
             together(comm, lambda: check_loss_weight(loss_weight, self._model, session.header))
             self._loss_weight = loss_weight
@@ -157,6 +161,11 @@ class Engine(OpenRun):
     def rank(self) -> int:
         """This process's number among the ranks, from 0."""
         return self.comm.rank
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Python's `print`, on rank 0 alone."""
+        if self.rank == 0:
+            print(*values, **options)
 
     @collective
     def loader(
@@ -269,12 +278,19 @@ class Engine(OpenRun):
         self._running.end_trace()
 
     @collective
-    def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        data: Loader | None = None,
+        keep: int = 3,
+        state: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
         The newest `keep` checkpoints are kept. A run saves to one directory, which is new or the one it resumed from.
         SIGTERM saves as the last call did.
         """
+        self.state.update(state or {})
         return self.checkpoints.save(directory, data, keep)
 
     @collective
@@ -282,6 +298,8 @@ class Engine(OpenRun):
         """Continue from the newest whole checkpoint: weights, optimizer, step, and the position in `data`.
 
         Returns False if the directory has no checkpoint. In its place, a checkpoint that was found there, or None.
+        `run.state` gets what was saved of it, with tensors on the CPU. On another number of ranks that is possible if
+        all ranks had the same.
         """
         return self._built.checkpoints.resume(directory, data)
 
@@ -304,6 +322,18 @@ class Engine(OpenRun):
         session = self._begun.session
         with session.model_values():
             return whole_state(session.part)
+
+    @collective
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Give the whole model the values that rank 0 passes, by its own names, as `state_dict` returns them.
+
+        What the other ranks pass does not matter. The optimizer keeps its state.
+        """
+        session = self._built.session
+        refuse(self.comm, session.verifies, "load_state_dict: verify repeats all steps: load before the Engine is made")
+        session.interpreter.optimizer.take_assigned()
+        load_whole(session.part, state)
+        session.start = []
 
     @collective
     def verify(self, tolerance: float | None = None) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.model.stage_shape import StageShape
-from mpirun.training.notes import note_uncaptured, note_unreached
+from mpirun.training.notes import note_left_out, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification
@@ -93,6 +94,7 @@ class Session:
         self.end.callback(self.sigterm.give_back)
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
+        self.state: dict[str, Any] = {}  # what the script saves besides
         self.verification: Verification | None = None
         self.start: list[dict[Values, str]] = []  # digests of values that are compared before they are used
         self.interpreters: list[RunInterpreter] = []  # for microbatches of one shape each; one is in use
@@ -120,6 +122,7 @@ class Session:
             say(self.setup.device.description, sys.stdout)
         if not any(shape.parameter_names for shape in setup.shapes):
             note(self.comm, "no parameter is trainable: steps change nothing")
+        note_left_out(self.comm, self.interpreter.optimizer.left_out)
         self.sigterm.take()
 
     def check_start(self) -> None:
