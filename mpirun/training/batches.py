@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.utils._pytree as pytree
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
-from mpirun.data.chunks import chunk, sample_count
-from mpirun.data.loader import Batch
+from mpirun.data.chunks import chunk, repeated, sample_count
+from mpirun.data.loader import Batch, real_samples
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, input_and_target, plain
 from mpirun.data.values import copy_of, named_leaves
 from mpirun.model.contract import Model, Pair
@@ -46,11 +47,11 @@ class StepBatches(MicrobatchSource):
             total = sum(weights)
             divisors = [total / weight if weight else math.inf for weight in weights]
             weighted = {mb: _weighted(made, divisors[mb]) for mb, made in batch.microbatches.items()}
-            batch = batch._replace(microbatches=weighted)
+            batch = replace(batch, microbatches=weighted)
         self.step, self.current = step, batch.microbatches
         if keep:  # copies: the script may change the tensors of its batch after the step
             copies = copy_of(dict(batch.microbatches)) if batch.loader is None else {}
-            self.kept[step] = batch._replace(microbatches=copies)
+            self.kept[step] = replace(batch, microbatches=copies)
             if weights is not None:
                 self.divisors[step] = divisors
 
@@ -127,17 +128,24 @@ def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, pass
     return [number * header.microbatches + mb for number in range(passes) for mb in numbers]
 
 
-def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
-    """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError if it cannot be cut."""
+def whole_batch(data: Any, count: int, pair: Pair, size: int | None = None) -> Batch:
+    """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError if it cannot be cut.
+
+    `size`: samples of a microbatch at least, to which the batch is padded; None: it may not be padded.
+    """
     data = plain(data)
     input_and_target(data, "the batch should be a pair (input, target), (input,) or a mapping, not")
     samples = sample_count(data)
-    if samples < 1 or samples % count:
+    if samples < 1 or (samples % count and size is None):
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size: {SMALLER}")
-    size = samples // count
+    size = max(size or 0, -(-samples // count))
+    if samples < size * count:
+        data = repeated(data, samples, size * count)
+    real = real_samples(samples, size, count)
     microbatches = {}
-    for number, part in enumerate(chunk(data, count, samples)):
+    for number, part in enumerate(chunk(data, count, size * count)):
         inputs, target = pair(part)
         leaves, names = named_leaves(inputs)
-        microbatches[number] = Microbatch(leaves, target, float(count), size, 0, names)
-    return Batch(0, 0, [size] * count, microbatches)
+        divisor = samples / real[number] if real[number] else math.inf
+        microbatches[number] = Microbatch(leaves, target, divisor, size, size - real[number], names)
+    return Batch(0, 0, real, microbatches, size)

@@ -41,6 +41,7 @@ from mpirun.training.arguments import (
     Optimizers,
     check_batches,
     check_same_options,
+    check_same_order,
     directory_of,
     make_recipe,
     options_to_compare,
@@ -178,6 +179,8 @@ class Engine(OpenRun):
         workers: int = 0,
         last: str = "pad",
         collate: Callable[[list[Any]], Any] | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
     ) -> Loader:
         """The batches of a dataset, of which this rank makes the microbatches that its list reads.
 
@@ -189,18 +192,23 @@ class Engine(OpenRun):
         workers          processes that load samples ahead; 0: this one loads them, between the steps
         last             what to do with an epoch's last samples if they do not fill a step: "pad" or "drop"
         collate          makes a batch from a list of items; None: torch's default
+        sampler          gives the dataset's indices in the order of an epoch, the same on all ranks: torch's generators
+                         are seeded for the epoch, and its `set_epoch(epoch)` is called, if it has one
+        batch_sampler    gives lists of indices, each of a step; the last alone may have fewer
         """
         loader = together(
             self.comm,
             lambda: loader_class(dataset)(
                 dataset, microbatch_size, self._count, self._reads, self._model.origin.pair,
                 shuffle=shuffle, seed=self._options.seed if seed is None else seed,
-                workers=workers, last=last, collate=collate,
+                workers=workers, last=last, collate=collate, sampler=sampler, batch_sampler=batch_sampler,
             ),
         )  # fmt: skip
         options = {"shuffle": shuffle, "seed": loader.seed, "last": last, "collate": collate}
+        options |= {"sampler": sampler, "batch_sampler": batch_sampler}
         samples = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
         check_same_options(self.comm, {**samples, **options})
+        check_same_order(self.comm, loader, 0)
         if isinstance(loader, MapLoader):  # a stream is not read ahead: it may be read only once
             first = on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
             if self._prepared is None:
@@ -385,16 +393,20 @@ class Engine(OpenRun):
             self._running, self._model, self._options, self._recipe, self.host, source, self._shapes, self._loss_weight
         )
 
-    def _batch(self, batch: Any) -> Batch:
-        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step."""
+    def _batch(self, batch: Any, size: int | None = None) -> Batch:
+        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
+
+        `size`: of a microbatch, to which a script's own batch is padded; None: it may not be.
+        """
         if not isinstance(batch, Batch):
-            batch = together(self.comm, lambda: whole_batch(batch, self._count, self._model.origin.pair))
+            batch = together(self.comm, lambda: whole_batch(batch, self._count, self._model.origin.pair, size))
         if len(batch.samples) != self._count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}")
         if batch.loader is not None and batch.loader not in self._loaders:
             others = list(batch.loader.reads) != self._reads
             refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
+        check_same_order(self.comm, batch.loader, batch.epoch)
         if self._prepared is None:
             self._build(first_microbatch(self.comm, batch))
         return batch
@@ -415,8 +427,10 @@ class Engine(OpenRun):
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
+            size = 0  # of a microbatch: a script's smaller last batch is padded
             for number, given in enumerate(islice(loader, batches), start=1):
-                batch = self._batch(given)
+                batch = self._batch(given, size)
+                size = batch.size
                 yield self._begun.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
 
         whole = loader.from_the_start() if isinstance(loader, Loader) else contextlib.nullcontext()

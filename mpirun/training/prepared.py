@@ -93,7 +93,7 @@ class Prepared:
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
         of_shape = self.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         if isinstance(batch.loader, FunctionLoader):
-            batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
+            batch = replace(batch, samples=[of_shape.example.size] * len(batch.samples))
         if min(batch.samples) < of_shape.example.size:
             check_padding(self.model, session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)

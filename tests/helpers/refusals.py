@@ -129,6 +129,7 @@ COMMANDS: Table = {
 # What scripts begin with, behind engine_scripts.PRELUDE.
 SCRIPT = '''
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DistributedSampler
 
 def step(*batches, data=rows, size=2, model=2, scheme="1f1b", **options):
     """Train on these batches, or those of a loader."""
@@ -261,6 +262,9 @@ SCRIPTS: Table = {
             for option, values in DIFFERENT.items()
         },
         "call('loader', rows[rank:])": "ranks 0 and 1 were given different `samples of the dataset`: 8 and 7",
+        "with engine(2) as run:\n    run.loader(rows, sampler=DistributedSampler(rows, 2, rank))": (
+            "ranks 0 and 1 have got different orders of epoch 0 from the sampler: it should give all ranks' ..."
+        ),
         # Methods
         "call('save', folder / 'x', example=None)": FIRST,
         "call('resume', folder / 'x', example=None)": FIRST,
