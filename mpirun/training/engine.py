@@ -54,7 +54,7 @@ from mpirun.training.saving import Checkpoints
 from mpirun.training.schedule_and_model import Given, Models, load
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_loss_weight
-from mpirun.training.tensorboard_log import Log, make_log
+from mpirun.training.tensorboard_log import Log, make_log, step_numbers
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
 from schedgen.util.option_fields import checked
@@ -86,8 +86,10 @@ class Engine(OpenRun):
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
     buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
                   microbatches of a step; empty: microbatches have one shape
-    log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
-                  to which they are written for TensorBoard
+    log           is called on rank 0 with the number of steps done and a step's numbers by name, or those of an
+                  evaluation ("eval/loss"); or a directory, to which they are written for TensorBoard
+    peak_flops    the most operations a second of a rank's device: `log` gets the used share of it, `mfu`, where a step
+                  counts 6 operations for each trained parameter and token
     export        the directory that `export` will write; it is refused at once if it is not empty
     comm          the ranks; None: all
 
@@ -114,6 +116,7 @@ class Engine(OpenRun):
         weights: str | os.PathLike[str] | None = None,
         buckets: Sequence[int] = (),
         log: Log | str | os.PathLike[str] | None = None,
+        peak_flops: float | None = None,
         export: str | os.PathLike[str] | None = None,
         comm: MPI.Intracomm | None = None,
         **options: Any,
@@ -150,7 +153,7 @@ class Engine(OpenRun):
             expanded = together(comm, lambda: expanded_model(self._model, session.header))
             self._reads = read_by(session.instructions, session.header, expanded, use.accumulate)
             self._count = session.header.microbatches * use.accumulate  # microbatches of a step
-            self._log = on_rank_0(comm, lambda: make_log(log, self._ending))
+            self._log, self._peak_flops = on_rank_0(comm, lambda: make_log(log, self._ending)), peak_flops
             if example is not None:
                 one = together(comm, lambda: whole_batch(example, 1, self._model.origin.pair))
                 self._build(shared(comm, one.microbatches[0]))
@@ -227,13 +230,12 @@ class Engine(OpenRun):
         reads an input and the rank that reads its target may use different samples without an error.
         """
         given = None if batch is None else self._batch(batch)
-        session, (weights, tokens) = self._running, self._begun.take(given)
-        result = session.step(weights, tokens)
+        session, (weights, samples, tokens) = self._running, self._begun.take(given)
+        result = session.step(weights, samples, tokens)
         if given is not None and given.loader is not None:
             given.loader.trained(given)
-        numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         if self._log is not None:
-            self._log(session.steps, numbers)
+            self._log(session.steps, step_numbers(session, result, self._peak_flops))
         if result.leave and leave:
             self.checkpoints.leave()
         return result
@@ -245,9 +247,13 @@ class Engine(OpenRun):
         It begins with the epoch's first batch, and leaves the loader's position alone. A list of batches,
         such as pairs (input, target), may replace the loader. A loader of a function has no end: it needs `batches`.
         """
-        return self._over(
+        found = self._over(
             loader, batches, lambda session, given: evaluate(session, given, self._loss_weight), scores=True
         )
+        if self._log is not None:
+            numbers = {"loss": found.loss, **found.metrics}
+            self._log(self.steps, {f"eval/{name}": value for name, value in numbers.items()})
+        return found
 
     @collective
     def predict(
@@ -296,7 +302,8 @@ class Engine(OpenRun):
         """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
         The newest `keep` checkpoints are kept. A run saves to one directory, which is new or the one it resumed from.
-        SIGTERM saves as the last call did.
+        SIGTERM saves as the last call did. The dict `run.state` is saved, too, after an update by `state`: numbers,
+        strings and tensors, in lists and dicts, of each rank its own.
         """
         self.state.update(state or {})
         return self.checkpoints.save(directory, data, keep)

@@ -68,7 +68,8 @@ class Prepared:
             on_rank_0(session.comm, lambda: check_weights(model))
             setup = self._set_up(session.header, model, source)
             example = source.example
-            self._own = [1 / source.count] * source.count, source.count * tokens(example)
+            count = source.count
+            self._own = [1 / count] * count, count * example.size, count * tokens(example)
             session.build(setup)
         self.names = example.names  # of every microbatch's input
         self.of_shape: dict[Shape, OfShape] = {}
@@ -77,8 +78,8 @@ class Prepared:
         self.evaluators: dict[Shape, Evaluator] = {}
         self.checkpoints = Checkpoints(session)
 
-    def take(self, batch: Batch | None) -> tuple[list[float], int]:
-        """Take the next step's batch; returns its losses' weights in the step's, and the elements of its targets.
+    def take(self, batch: Batch | None) -> tuple[list[float], int, int]:
+        """Take the next step's batch; returns its losses' weights in the step's, its samples, elements of its targets.
 
         None: the model makes the microbatches itself.
         """
@@ -98,7 +99,8 @@ class Prepared:
             check_padding(self.model, session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
         source.give(session.steps, batch, session.verifies, weights)
-        return shares(batch.samples if weights is None else weights), sum(batch.samples) * of_shape.tokens
+        samples = sum(batch.samples)
+        return shares(batch.samples if weights is None else weights), samples, samples * of_shape.tokens
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.

@@ -55,6 +55,7 @@ class Result:
     lr         the learning rate of the first parameter group; 0 if it has none, or where nothing is trained
     metrics    what the loss returned besides its value: such means, too, by name
     seconds    that the step took on this rank
+    samples    without padding; 0 if the model makes its microbatches itself
     tokens     elements of the targets
     leave      some rank was asked to leave by SIGTERM
     """
@@ -65,6 +66,7 @@ class Result:
     lr: float
     metrics: Mapping[str, float]
     seconds: float
+    samples: int
     tokens: int
     leave: bool
 
@@ -195,10 +197,10 @@ class Session:
         with self.watchdog.phase(EXPORTING), buffers_shared(self.part):
             yield
 
-    def step(self, weights: list[float], tokens: int) -> Result:
+    def step(self, weights: list[float], samples: int, tokens: int) -> Result:
         """Do the next step. Stop if a number is not finite, unless such steps are skipped.
 
-        `weights`: of the microbatches' losses in the step's loss; `tokens`: elements of the step's targets.
+        `weights`: of the microbatches' losses in the step's loss; `samples`, `tokens`: as in a `Result`.
         """
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
         compared = is_compared(step - self.begun)
@@ -220,7 +222,8 @@ class Session:
             self.verification.record.losses.append(result.losses)
         metrics = means(result.metrics, weights, f"step {step + 1}")
         loss = mean(result.losses, weights)
-        return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, tokens, result.leave)
+        rate, leave = result.rate, result.leave
+        return Result(loss, result.losses, result.grad_norm, rate, metrics, seconds, samples, tokens, leave)
 
     def _check_same_data(self, step: int) -> None:
         """Stop if ranks have different hashes of a microbatch, which were recorded in step `step`, from 0."""
