@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from mpirun.cli.options import ModelOptions, graph_options, profile_options, run_options
+from mpirun.cli.options import graph_options, profile_options, run_options
 from mpirun.comm.fail_together import Stop
-from mpirun.training import errors
+from mpirun.training.errors import end_all_ranks
 from schedgen.util.files import prepare_streams
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Execute a command; returns the exit code. `arguments`: by default those of the process. Collective."""
     prepare_streams()
     comm, command = MPI.COMM_WORLD, None
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        command = _command(comm, sys.argv[1:] if arguments is None else arguments)
+        command = _command(comm, arguments)
         return command.execute()
     except Stop as stop:
         if comm.rank == stop.speaker:
@@ -41,34 +42,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # an Engine has said why
         return end.code if isinstance(end.code, int) else 1
     except BaseException as error:
-        errors.end_all_ranks(comm, "" if command is None else command.position(), error)
+        end_all_ranks(comm, "" if command is None else command.position(), error, "--traceback" in arguments)
 
 
 def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Run | Profile | Graph:
     """The requested command. torch is imported only once the options are right: --help does not wait for it."""
     if arguments[:1] == ["profile"]:
         of_profile = profile_options(comm, arguments[1:])
-        with _imports(of_profile):
+        with _imports():
             from mpirun.cli.profile import Profile
         return Profile(comm, of_profile)
     if arguments[:1] == ["graph"]:
         of_graph = graph_options(comm, arguments[1:])
-        with _imports(of_graph):
+        with _imports():
             from mpirun.cli.graph import Graph
         return Graph(comm, of_graph)
     options = run_options(comm, arguments)
-    with _imports(options):
+    with _imports():
         from mpirun.cli.run import Run
     return Run(comm, options)
 
 
 @contextlib.contextmanager
-def _imports(options: ModelOptions) -> Iterator[None]:
+def _imports() -> Iterator[None]:
     """Let garbage collection skip what is imported inside, now and in steps: it lives until the process ends.
 
     Afterwards modules in the working directory can be imported, as --model does.
     """
-    errors.show_traceback = options.traceback
     first = "torch" not in sys.modules
     if first:
         gc.disable()

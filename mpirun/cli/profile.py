@@ -15,7 +15,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
 from schedgen.util.files import check_writable
 
 MICROBATCHES = 8  # of a step
+STEADY = 0.05  # a spread of the steps' seconds below which nothing else disturbed them
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
 Key = tuple[int, int]  # an opcode and a stage
 BufferKey = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
@@ -195,8 +196,10 @@ class Profile:
         self._step(machine, {}, inside)  # to warm up
         self.comm.Barrier()
         measured: dict[Key, list[tuple[float, float]]] = {}
-        for _ in tqdm(range(steps), unit="step", disable=silent):
-            self._step(machine, measured, inside)
+        of_steps = [self._step(machine, measured, inside) for _ in tqdm(range(steps), unit="step", disable=silent)]
+        if (most := max(self.comm.allgather(spread(of_steps)))) > STEADY:
+            note(self.comm, f"the machine was busy: the middle half of the {steps} steps took times that differ by "
+                 f"{most:.0%}; profile again when nothing else runs")  # fmt: skip
         medians = self.comm.allgather({key: np.median(pairs, axis=0).tolist() for key, pairs in measured.items()})
         seconds, overhead = (
             {
@@ -208,8 +211,9 @@ class Profile:
         del overhead["step"]
         return {**seconds, "overhead": overhead} if on_cpu else {**seconds}
 
-    def _step(self, machine: Interpreter, measured: dict[Key, list[tuple[float, float]]], inside: _Stopwatch) -> None:
-        """Execute and time every instruction once: its seconds, and its overhead."""
+    def _step(self, machine: Interpreter, measured: dict[Key, list[tuple[float, float]]], inside: _Stopwatch) -> float:
+        """Execute and time every instruction once: its seconds, and its overhead. Returns the seconds of all."""
+        total = 0.0
         for i, act in zip(self.instructions, machine.code, strict=True):
             self.current = i
             machine.microbatches.forget()  # so that each reader makes them anew, as on several ranks
@@ -218,7 +222,15 @@ class Profile:
             self.setup.device.finish()
             seconds = time.perf_counter() - begin
             measured.setdefault((i.op, i.stage), []).append((seconds, seconds - inside.seconds))
+            total += seconds
         self.current = None
+        return total
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """How far the middle half of these are apart, as a share of the median."""
+    low, middle, high = np.percentile(seconds, (25, 50, 75))
+    return float((high - low) / middle)
 
 
 def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount) -> Bytes:

@@ -5,10 +5,7 @@ Otherwise the other ranks would wait in MPI for the rank that has ended.
 
 from __future__ import annotations
 
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 from mpi4py import MPI
@@ -17,8 +14,6 @@ from mpirun.comm.waiting import sleeping_any
 from schedgen.util.errors import RefusedFile, UsageError
 
 T = TypeVar("T")
-_OURS = str(Path(__file__).parents[1])
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
 class Stop(Exception):
@@ -35,14 +30,14 @@ def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
 
     If ranks raise UsageError, RefusedFile or Stop, all raise a Stop with the sentence and code of the lowest of them.
     """
-    result, refusal = None, None
+    result, refusal, cause = None, None, None
     try:
         result = function()
     except (UsageError, RefusedFile, Stop) as error:
-        refusal = (str(error), error.code)
+        refusal, cause = (str(error), error.code), error
     if sleeping_any(comm, refusal is not None):
         speaker, refused = next(one for one in enumerate(comm.allgather(refusal)) if one[1] is not None)
-        raise Stop(refused[0], refused[1], speaker)
+        raise Stop(refused[0], refused[1], speaker) from cause
     return result  # type: ignore[return-value]
 
 
@@ -78,18 +73,3 @@ def first_difference(comm: MPI.Comm, own: Mapping[T, str]) -> tuple[T, int, int,
             if value != expected:
                 return key, before, rank, expected, value
     return None
-
-
-def raised_at(error: BaseException) -> str:
-    """Where an error was raised: the innermost line of the user's own code in the traceback.
-
-    If there is none, the line of it that called the code in the traceback, and the innermost line of this code.
-    """
-    raised = traceback.extract_tb(error.__traceback__)
-    places = _users(raised) or [*_users(traceback.extract_stack()), *raised[-1:]]
-    return f" (at {', in '.join(f'{place.filename}:{place.lineno}' for place in places)})" if raised else ""
-
-
-def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The innermost frame of the user's own code, as a list; empty: there is none."""
-    return [frame for frame in frames if not frame.filename.startswith((_OURS, "<", *_LIBRARIES))][-1:]

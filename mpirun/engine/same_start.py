@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -12,12 +12,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpirun.comm.fail_together import Stop, first_difference
 from mpirun.data.values import digest_of, raw_bytes
+from mpirun.engine.core.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.module_tensors import given_modules, own_tensors
 from schedgen.ir.header import Header
+from schedgen.util.errors import UsageError
 
 # Modules that runs of this process were given: whether this rank owned their stage in the last of them.
 _GIVEN: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
+
+
+# Parameters that a run of this process trains on other ranks: here they keep the values that they had.
+_ELSEWHERE: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
 
 
 class Values(NamedTuple):
@@ -58,16 +64,44 @@ def given_digests(model: Model, header: Header, rank: int) -> dict[Values, str]:
     digests = dict[Values, str]()
     for index, entry in enumerate(model.stages):
         modules = [module for _, module in given_modules(entry)]
+        named = [item for prefix, module in given_modules(entry) for item in module.named_parameters(prefix)]
         owned = rank in header.owners[index]
         counts = owned or all(_GIVEN.get(module, True) for module in modules)
         _GIVEN.update(dict.fromkeys(modules, owned))
+        trained = {name: x for name, x in named if x.requires_grad and not x.is_meta}
+        _ELSEWHERE.update({} if owned else dict.fromkeys(trained.values(), True))
         several = model.weights is None and model.is_first_slice(index) and len(header.owners[index]) < header.workers
-        if several and counts:
-            named = [item for prefix, module in given_modules(entry) for item in module.named_parameters(prefix)]
-            trained = {name: tensor for name, tensor in named if tensor.requires_grad and not tensor.is_meta}
-            if trained:
-                digests[Values(model.model_stage(index), 0, "parameters")] = _digest(trained)
+        if several and counts and trained:
+            digests[Values(model.model_stage(index), 0, "parameters")] = _digest(trained)
     return digests
+
+
+def check_unwritten(stages: Iterable[LocalStage]) -> None:
+    """UsageError if the script has written to a parameter of a module of which the rank owns shards."""
+    for stage in stages:
+        if stage.owns_separate_shards and [parameter._version for parameter, _ in stage.first] != stage.writes:
+            raise UsageError(
+                f"the script has written to a parameter of stage {stage.index}, which ranks have in shards, where this "
+                "would be lost: load values with run.load_state_dict, or train without shards"
+            )
+
+
+def hold(stages: Iterable[LocalStage]) -> None:
+    """A checkpoint has given this rank's stages all their values."""
+    for stage in stages:
+        for parameter in stage.module.parameters():
+            _ELSEWHERE.pop(parameter, None)
+
+
+def check_frozen(stages: Iterable[LocalStage]) -> None:
+    """UsageError if one of this rank's stages has frozen parameters that another run trains on other ranks alone."""
+    for stage in stages if _ELSEWHERE else ():
+        trained = set(map(id, stage.parameters))
+        if any(x in _ELSEWHERE and id(x) not in trained for x in stage.module.parameters()):
+            raise UsageError(
+                f"stage {stage.index} has frozen parameters that another Engine trains, and this rank has not their "
+                "values: give both Engines the scheme ddp"
+            )
 
 
 def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:

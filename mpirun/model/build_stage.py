@@ -29,7 +29,7 @@ from mpirun.model.module_tensors import (
 from mpirun.model.rng import derived_seed, seed_generators
 from mpirun.model.stage_values import NeedsValue, StageValues
 from mpirun.model.weight_names import lack
-from schedgen.util.errors import MpirunWarning, UsageError, raised
+from schedgen.util.errors import MpirunWarning, UsageError, raised, raised_at
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
@@ -97,8 +97,8 @@ class StageBuilder:
             if self.values is not None:
                 self.values.give(module, make, prefix)
         except (Exception, SystemExit) as error:
-            why = error if isinstance(error, UsageError) else raised(error)
-            raise UsageError(f"stage {stage} of the model cannot be built: {why}") from None
+            why = error if isinstance(error, UsageError) else f"{raised(error)}{raised_at(error)}"
+            raise UsageError(f"stage {stage} of the model cannot be built: {why}") from error
         use_dense_gradients(module)
         for part in module.modules():
             if isinstance(part, nn.RNNBase):

@@ -16,7 +16,7 @@ from mpirun.model.contract import Layers, Model, StageEntry
 from mpirun.model.dataflow import check_reads
 from mpirun.model.loss import check_loss
 from mpirun.model.module_tensors import own_tensors, shared_parameters
-from schedgen.util.errors import UsageError, raised
+from schedgen.util.errors import UsageError, raised, raised_at
 
 
 def load_model(name: str, stages: int, seed: int, needs_batch: bool = True) -> Model:
@@ -45,7 +45,8 @@ def load_model(name: str, stages: int, seed: int, needs_batch: bool = True) -> M
     except UsageError as error:
         raise UsageError(f"--model {name}: {error}") from None
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--model {name}: {function_name}({stages}) raised {raised(error)}") from None
+        what = f"{function_name}({stages}) raised {raised(error)}{raised_at(error)}"
+        raise UsageError(f"--model {name}: {what}") from error
 
 
 def join_stages(model: Model, layers: Sequence[int]) -> Model:

@@ -12,7 +12,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from mpirun.data.chunks import one_per_sample
 from mpirun.data.microbatches import Microbatch
-from schedgen.util.errors import UsageError, clip, raised
+from schedgen.util.errors import UsageError, clip, raised, raised_at
 
 Outputs = TypeVar("Outputs")
 Found = TypeVar("Found")
@@ -107,7 +107,7 @@ def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[]
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
+        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}{raised_at(error)}") from error
 
 
 def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
@@ -133,6 +133,8 @@ def why_uncut(what: str, tree: Any, size: int) -> str | None:
     remedy = ", or pairs (input, target), as the loss gets all of a mapping" if is_mapping else ""
     for path, x in tree_leaves_with_path(tree):
         if isinstance(x, Tensor) and (x.shape[:1] != (size,) or (what == "output" and size in x.shape[1:])):
+            if what == "output" and not x.dim():
+                remedy = ", or compute what is a mean over samples, such as output.loss, in loss=, from output.logits"
             return (
                 f"the {what}{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}, but the "
                 "last step of an epoch is padded: give tensors with the samples in dimension 0 alone (expand over them "

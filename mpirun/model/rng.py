@@ -9,13 +9,14 @@ numbers again, on any rank.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+T = TypeVar("T")
 
 WHOLE_STAGE = ""  # the layer's name in a stage that is one layer
 LOSS = ".loss"  # what the loss draws is seeded by this name, which no layer has
@@ -44,14 +45,48 @@ def generator_states(device: torch.device) -> list[list[int]]:
     return [state.tolist() for state in states]
 
 
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
+class GeneratorsKept:
     """On exit, restore torch's generators of the CPU and of the current GPU, whatever drew from them or seeded them.
 
     Ranks have different layers and seed differently; what a script draws must be the same on all ranks.
     """
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-        yield
+
+    def __init__(self) -> None:
+        self.of_script: list[list[Tensor]] = []  # the states at each entry, the innermost last
+
+    def __enter__(self) -> None:
+        """Keep the script's states."""
+        self.of_script.append(_states())
+
+    def __exit__(self, *_: object) -> None:
+        """Restore them."""
+        _set_states(self.of_script.pop())
+
+    def items(self, loader: Iterable[T]) -> Iterator[T]:
+        """What a loader gives, which draws from the script's generators, as in a loop of the script."""
+        items: Iterator[T] | None = None
+        while True:
+            own = _states()
+            _set_states(self.of_script[-1])
+            try:
+                items = iter(loader) if items is None else items
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self.of_script[-1] = _states()
+                _set_states(own)
+            yield item
+
+
+def _states() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def _set_states(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
 
 
 class RandomOp(nn.Module):

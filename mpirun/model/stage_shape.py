@@ -11,6 +11,8 @@ from torch import Tensor
 from mpirun.model.dataflow import ALIGN, TensorSpec
 from mpirun.model.parallel_layers import SlicedDim
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of torch's normalisations
+
 
 class Place(NamedTuple):
     """Where a parameter lies in its stage's flat weights, which are bytes."""
@@ -52,6 +54,11 @@ class StageShape(NamedTuple):
     layout: tuple[Place, ...] = ()  # of the trained parameters in the flat weights
     sliced_dims: Mapping[str, SlicedDim] = {}  # the parameters and buffers that are divided among slices
     model_stage: int = 0  # its index; of a slice or replica, that of the model function's stage
+
+    @property
+    def state(self) -> list[str]:
+        """The buffers that it changed in the trial, without the running statistics of torch's normalisations."""
+        return [name for name in self.changed_buffers if name.rpartition(".")[2] not in STATISTICS]
 
 
 def flat_layout(parameters: Sequence[Tensor]) -> tuple[list[Place], int]:

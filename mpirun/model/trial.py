@@ -30,7 +30,7 @@ from mpirun.model.parallel_layers import sliced_dims
 from mpirun.model.rng import generator_states
 from mpirun.model.stage_copies import fake_mode, stage_apart, stage_without_values
 from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout
-from schedgen.util.errors import UsageError, raised
+from schedgen.util.errors import UsageError, raised, raised_at
 
 CPU = torch.device("cpu")
 
@@ -204,7 +204,8 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
     except (Exception, SystemExit) as error:
         without = not torch.is_grad_enabled() and "does not require grad" in str(error)
         hint = "; evaluations run without gradients: a forward may ask for them with torch.enable_grad()"
-        raise _Failed(f"stage {stage} fails on the shapes it gets: {raised(error)}{hint if without else ''}") from None
+        what = f"{raised(error)}{raised_at(error)}{hint if without else ''}"
+        raise _Failed(f"stage {stage} fails on the shapes it gets: {what}") from error
     outputs = [returned] if isinstance(returned, Tensor) else returned
     what = f"a {type(returned).__name__}"
     if isinstance(outputs, list | tuple) and outputs:

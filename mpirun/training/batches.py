@@ -10,11 +10,11 @@ from typing import Any
 import torch.utils._pytree as pytree
 from mpi4py import MPI
 
-from mpirun.comm.fail_together import Stop, together
+from mpirun.comm.fail_together import Stop, first_difference, together
 from mpirun.data.chunks import chunk, repeated, sample_count
 from mpirun.data.loader import Batch, real_samples
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, input_and_target, plain
-from mpirun.data.values import copy_of, named_leaves
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, digest, input_and_target, plain
+from mpirun.data.values import copy_of, digest_of, named_leaves
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from mpirun.model.loss import without_padding
@@ -64,6 +64,17 @@ class StepBatches(MicrobatchSource):
             return batch.microbatches[number]
         made = batch.loader.microbatch(batch.epoch, batch.number, number)
         return _weighted(made, self.divisors[step][number]) if step in self.divisors else made
+
+
+def check_same_batch(comm: MPI.Intracomm, batch: Batch, name: str) -> None:
+    """Stop if ranks have different batches, all of which each rank has. Collective. `name`: for the message."""
+    hashed = {name: digest_of(map(digest, batch.microbatches.values()))} if comm.size > 1 else {}
+    if (difference := first_difference(comm, hashed)) is not None:
+        raise Stop(
+            f"{name}: ranks {difference[1]} and {difference[2]} give different batches: seed the loader, "
+            "DataLoader(..., generator=), and what its samples draw, or use run.loader",
+            1,
+        )
 
 
 def loss_weights(weigh: LossWeight, batch: Batch, comm: MPI.Intracomm) -> list[float]:

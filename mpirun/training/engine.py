@@ -46,13 +46,13 @@ from mpirun.training.arguments import (
     make_recipe,
     options_to_compare,
 )
-from mpirun.training.batches import LossWeight, StepBatches, read_by, whole_batch
+from mpirun.training.batches import LossWeight, StepBatches, check_same_batch, read_by, whole_batch
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.open_run import OpenRun, collective
 from mpirun.training.prepared import Prepared, first_microbatch, shared
-from mpirun.training.saving import Checkpoints
+from mpirun.training.saving import Checkpoints, beside
 from mpirun.training.schedule_and_model import Given, Models, load
-from mpirun.training.session import Result, Session
+from mpirun.training.session import Result, Session, is_compared
 from mpirun.training.shapes import Shapes, check_loss_weight
 from mpirun.training.tensorboard_log import Log, make_log, step_numbers
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
@@ -124,7 +124,8 @@ class Engine(OpenRun):
         given = dict(locals())
         for unknown in options.keys() - {each.name for each in fields(RunOptions)}:
             raise TypeError(f"Engine has no argument {unknown}: help(mpirun.Engine) lists them")
-        super().__init__(comm := RunComm(MPI.COMM_WORLD if comm is None else comm))
+        comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
+        super().__init__(comm, bool(options.get("traceback")))
         self._prepared: Prepared | None = None
         self._loaders: WeakSet[Loader] = WeakSet()  # loaders known to read what this run's ranks read
         with self._beginning():
@@ -216,6 +217,8 @@ class Engine(OpenRun):
             first = on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
             if self._prepared is None:
                 self._build(shared(self.comm, first))
+            if loader.pads_in_part and self._built.why_uncut is not None:
+                raise Stop(self._built.why_uncut)
         self._loaders.add(loader)
         return loader
 
@@ -226,11 +229,13 @@ class Engine(OpenRun):
         batch   None: the Model makes its microbatches itself
         leave   after SIGTERM, save and end the run; False: the result says that some rank is asked to leave
 
-        Whether ranks have the same data is checked in steps 1, 2, 4, 8, ... of the run. In other steps the rank that
-        reads an input and the rank that reads its target may use different samples without an error.
+        Whether ranks have the same data is checked in steps 1, 2, 4, 8, ... of the run, of a script's own batch all of
+        it. In other steps ranks may use different samples without an error.
         """
-        given = None if batch is None else self._batch(batch)
-        session, (weights, samples, tokens) = self._running, self._begun.take(given)
+        session = self._running
+        compared = is_compared(session.steps - session.begun)
+        given = None if batch is None else self._batch(batch, f"step {session.steps + 1}", compared)
+        weights, samples, tokens = self._begun.take(given)
         result = session.step(weights, samples, tokens)
         if given is not None and given.loader is not None:
             given.loader.trained(given)
@@ -302,8 +307,9 @@ class Engine(OpenRun):
         """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
         The newest `keep` checkpoints are kept. A run saves to one directory, which is new or the one it resumed from.
-        SIGTERM saves as the last call did. The dict `run.state` is saved, too, after an update by `state`: numbers,
-        strings and tensors, in lists and dicts, of each rank its own.
+        After steps that would be lost, a folder that cannot be used is replaced by one beside it, with a note. SIGTERM
+        saves as the last call did. The dict `run.state` is saved, too, after an update by `state`: numbers, strings and
+        tensors, in lists and dicts, of each rank its own.
         """
         self.state.update(state or {})
         return self.checkpoints.save(directory, data, keep)
@@ -320,10 +326,13 @@ class Engine(OpenRun):
 
     @collective
     def export(self, directory: str | os.PathLike[str]) -> None:
-        """Write the whole model under its own names: safetensors, and the other files of the directory `weights`."""
+        """Write the whole model under its own names: safetensors, and the other files of the directory `weights`.
+
+        After steps that would be lost, a folder that cannot be used is replaced by one beside it, with a note.
+        """
         session = self._begun.session
         path = together(self.comm, lambda: directory_of("export", directory))
-        on_rank_0(self.comm, lambda: check_new(path))
+        path = beside(session, path, lambda folder: on_rank_0(self.comm, lambda: check_new(folder)))
         with session.model_values():
             write_export(session.part, path, self._weights_directory)
 
@@ -348,7 +357,7 @@ class Engine(OpenRun):
         refuse(self.comm, session.verifies, "load_state_dict: verify repeats all steps: load before the Engine is made")
         session.interpreter.optimizer.take_assigned()
         load_whole(session.part, state)
-        session.start = []
+        session.loaded()
 
     @collective
     def verify(self, tolerance: float | None = None) -> bool:
@@ -400,13 +409,16 @@ class Engine(OpenRun):
             self._running, self._model, self._options, self._recipe, self.host, source, self._shapes, self._loss_weight
         )
 
-    def _batch(self, batch: Any, size: int | None = None) -> Batch:
+    def _batch(self, batch: Any, name: str, compared: bool, size: int | None = None) -> Batch:
         """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
 
+        `compared`: Stop, too, if ranks have made different ones themselves; `name`: of the batch, for the message.
         `size`: of a microbatch, to which a script's own batch is padded; None: it may not be.
         """
         if not isinstance(batch, Batch):
             batch = together(self.comm, lambda: whole_batch(batch, self._count, self._model.origin.pair, size))
+            if compared:
+                check_same_batch(self.comm, batch, name)
         if len(batch.samples) != self._count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}")
         if batch.loader is not None and batch.loader not in self._loaders:
@@ -435,10 +447,11 @@ class Engine(OpenRun):
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
             size = 0  # of a microbatch: a script's smaller last batch is padded
-            for number, given in enumerate(islice(loader, batches), start=1):
-                batch = self._batch(given, size)
+            for number, given in enumerate(islice(self.generators.items(loader), batches)):
+                name = f"batch {number + 1}"
+                batch = self._batch(given, name, is_compared(number), size)
                 size = batch.size
-                yield self._begun.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
+                yield self._begun.evaluator(batch, shapes.of(batch, name), padded, scores), batch
 
         whole = loader.from_the_start() if isinstance(loader, Loader) else contextlib.nullcontext()
         with session.watchdog.phase(EVALUATING), whole, contextlib.closing(evaluators()) as pairs:

@@ -7,6 +7,7 @@ rank's alone: the rank says where it is and ends the others, because they would 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import sys
 import time
@@ -16,10 +17,10 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
-from mpirun.comm.fail_together import Stop, raised_at
-from schedgen.util.errors import RefusedFile, UsageError, raised
+from mpirun.comm.fail_together import Stop
+from schedgen.util.errors import RefusedFile, UsageError, at, of_user, raised, raised_at
 
-show_traceback = False  # of an error of one rank alone: --traceback
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 PASSED_ON = 0.3  # seconds that launchers need to pass on what ranks have printed; Abort makes them drop the rest
 
 
@@ -32,15 +33,19 @@ def exit_by(
     comm: MPI.Intracomm,
     position: Callable[[], str],
     failing: Callable[[BaseException], object],
+    shows_traceback: bool = False,
 ) -> Iterator[None]:
     """Turn a `Stop` into a SystemExit. Any other error is this rank's alone and ends all ranks, if there are others.
 
-    position  where this rank is in its list, for the message
-    failing   is called before all ranks are ended
+    position         where this rank is in its list, for the message
+    failing          is called before all ranks are ended
+    shows_traceback  whether the whole traceback is printed
     """
     try:
         yield
     except Stop as stop:
+        if shows_traceback and stop.__cause__ is not None:
+            traceback.print_exception(stop.__cause__)
         if comm.rank == stop.speaker:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         raise Stopped(stop.code) from None
@@ -48,21 +53,26 @@ def exit_by(
         if comm.size == 1 and isinstance(error, UsageError | RefusedFile):
             print(f"mpirun: {error}", file=sys.stderr, flush=True)
             raise SystemExit(error.code) from None
+        if comm.size == 1 and (where := position()):
+            error.add_note(f"mpirun: in {where.rstrip(': ')}")
         if comm.size == 1 or isinstance(error, Stopped):
             raise
         failing(error)
-        end_all_ranks(comm, position(), error)
+        end_all_ranks(comm, position(), error, shows_traceback)
 
 
-def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, in_script: bool = False) -> NoReturn:
+def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, shows_traceback: bool) -> NoReturn:
     """Print one message, then end all ranks: without Abort the others would wait for this one for ever.
 
-    `in_script`: the error is of the script's own code, which gets the whole traceback.
+    Often all ranks fail alike: then rank 0 speaks for them.
     """
     if isinstance(error, KeyboardInterrupt):
         _end_by_interrupt(comm, position)
+    is_of_worker = _of_worker(error)
     try:
-        if in_script or show_traceback:
+        if comm.rank:
+            time.sleep(3 * PASSED_ON)  # rank 0, if it fails, too, ends this one
+        if shows_traceback and not is_of_worker:
             traceback.print_exception(error)
         where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
         print(f"mpirun: {where}{raised(error)}{raised_at(error)}", file=sys.stderr, flush=True)
@@ -86,8 +96,20 @@ def _end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
 
 
 def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
-    """End all ranks because of an exception in the script's own code, or of Ctrl-C."""
-    end_all_ranks(comm, "", error, in_script=not isinstance(error, UsageError | RefusedFile))
+    """End all ranks because of an exception in the script's own code, with its whole traceback, or of Ctrl-C."""
+    end_all_ranks(comm, "", error, not isinstance(error, UsageError | RefusedFile))
+
+
+def _of_worker(error: BaseException) -> bool:
+    """Whether a DataLoader's worker raised it; then it gets its own message and place: torch's is a whole traceback."""
+    text = str(error.args[0]) if error.args else ""
+    if "DataLoader worker process" not in text or not (found := list(_FRAME.finditer(text))):
+        return False
+    message = re.split(r"\n(?=\S)", text[found[-1].end() :], maxsplit=1)[-1]
+    message = re.sub(rf"^([\w.]+\.)?{type(error).__name__}(: |$)", "", message.strip())
+    frames = [traceback.FrameSummary(frame[1], int(frame[2]), frame[3]) for frame in found]
+    error.args = (f"{message}{at(of_user(frames) or frames[-1:])}",)
+    return True
 
 
 _hooks_before: dict[object, Callable[..., object]] = {}  # by hook of a run that has not ended: the hook before

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+import torch
 from mpi4py import MPI
+from torch import Tensor, nn
 
 from mpirun.comm.output import note
+from mpirun.data.loader import Batch
+from mpirun.data.values import by_path
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.setup import Setup
+from mpirun.model.module_tensors import given_modules
 from schedgen.util.errors import listed
+
+
+def note_state(comm: MPI.Intracomm, setup: Setup, microbatches: int) -> None:
+    """Name what goes from one microbatch of a step to the next, and so makes other outputs than the whole batch."""
+    state = [f"{name} of stage {shape.model_stage}" for shape in setup.shapes for name in shape.state]
+    if state and microbatches > 1:
+        note(
+            comm,
+            f"buffer {listed(dict.fromkeys(state))} changes from microbatch to microbatch: outputs that depend on it "
+            "may differ from the whole batch at once",
+        )
+    entries = [module for entry in setup.unsliced_model.stages for _, module in given_modules(entry)]
+    if any(isinstance(part, nn.SyncBatchNorm) for module in entries for part in module.modules()):
+        note(comm, "SyncBatchNorm is BatchNorm here: its statistics are those of a microbatch")
+
+
+def note_ignored_labels(comm: MPI.Intracomm, batch: Batch) -> None:
+    """Say that targets have labels that torch's cross_entropy ignores, if they do. Collective."""
+    leaves = [
+        leaf
+        for microbatch in batch.microbatches.values()
+        for path, leaf in by_path(microbatch.target).items()
+        if not isinstance(microbatch.target, Mapping) or "label" in path  # a mapping has the input, too
+    ]
+    own = any(isinstance(x, Tensor) and x.dtype == torch.int64 and bool((x == -100).any()) for x in leaves)
+    if any(comm.allgather(own)):
+        note(
+            comm,
+            "targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, not by "
+            "their other labels, unless loss_weight counts these",
+        )
 
 
 def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[int, str]], step: int) -> None:

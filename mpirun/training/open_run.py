@@ -14,7 +14,7 @@ import torch
 
 from mpirun.comm.fail_together import Stop
 from mpirun.comm.run_comm import RunComm
-from mpirun.model.rng import generators_kept
+from mpirun.model.rng import GeneratorsKept
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.session import Session
 
@@ -37,9 +37,9 @@ def collective(method: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate
     @functools.wraps(method)
     def called(self: Run, *args: P.args, **kwargs: P.kwargs) -> T:
         with (
-            generators_kept(),
+            self.generators,
             torch.inference_mode(False),  # a script's loop may stand in torch.no_grad()
-            exit_by(self.comm, self._position, self._failing),
+            self._exit_by(),
             self._running.watchdog.calling(method.__name__.lstrip("_")),
         ):
             return method(self, *args, **kwargs)
@@ -50,8 +50,9 @@ def collective(method: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate
 class OpenRun:
     """A run that has not ended, or has not begun to build its stages."""
 
-    def __init__(self, comm: RunComm) -> None:
-        self.comm = comm
+    def __init__(self, comm: RunComm, shows_traceback: bool) -> None:
+        self.comm, self.generators = comm, GeneratorsKept()
+        self._exit_by = functools.partial(exit_by, comm, self._position, self._failing, shows_traceback)
         self.session: Session | None = None
         self._steps_at_end = 0  # steps, once the run has ended
         self._ending = contextlib.ExitStack()  # restores what the process had before the run
@@ -64,7 +65,7 @@ class OpenRun:
     @contextlib.contextmanager
     def _beginning(self) -> Iterator[None]:
         """Inside, what a constructor does; a mistake ends the run on all ranks."""
-        with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
+        with self.generators, self._exit_by(), self._ended_by_mistakes():
             if self.comm.size > 1:
                 self._ending.callback(end_on_uncaught(self.comm, self._failing))
             yield

@@ -28,6 +28,7 @@ from mpirun.model.contract import Model
 from mpirun.model.loss import loss_input, why_uncut
 from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
+from mpirun.training.notes import note_ignored_labels, note_state
 from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
 from mpirun.training.shapes import Shapes, check_padding
@@ -71,6 +72,10 @@ class Prepared:
             count = source.count
             self._own = [1 / count] * count, count * example.size, count * tokens(example)
             session.build(setup)
+        note_state(session.comm, setup, source.count)
+        # Why padding cannot be removed from outputs, where they are the same in training and in evaluation.
+        self.why_uncut = _why_uncut(setup, example, scores=False) if model.origin.traced else None
+        self.labels_are_checked = weigh is not None or model.loss_of == "minibatch" or source.count == 1
         self.names = example.names  # of every microbatch's input
         self.of_shape: dict[Shape, OfShape] = {}
         if isinstance(source, StepBatches):
@@ -98,6 +103,9 @@ class Prepared:
         if min(batch.samples) < of_shape.example.size:
             check_padding(self.model, session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
+        if not self.labels_are_checked:
+            note_ignored_labels(session.comm, batch)
+            self.labels_are_checked = True
         source.give(session.steps, batch, session.verifies, weights)
         samples = sum(batch.samples)
         return shares(batch.samples if weights is None else weights), samples, samples * of_shape.tokens

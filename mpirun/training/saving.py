@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import NamedTuple
 from mpirun.checkpoint.disk_format import Manifest, read_state, state_bytes
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import refuse, together
+from mpirun.comm.fail_together import Stop, refuse, together
+from mpirun.comm.output import note
 from mpirun.data.loader import Loader
 from mpirun.engine.running_statistics import share_buffers
 from mpirun.training.arguments import check_data, directory_of
@@ -26,12 +28,32 @@ class Saving(NamedTuple):
     keep: int  # how many stay in the directory
 
 
+def beside(session: Session, directory: Path, use: Callable[[Path], object]) -> Path:
+    """Use a directory; where that fails after steps that would be lost, the first one beside it that can be used.
+
+    `use`: raises a Stop on all ranks. Returns the directory that is used; Stop if there is none. Collective.
+    """
+    refused: Stop | None = None
+    for number in range(1, 10 if session.steps > session.begun else 2):
+        folder = directory if number == 1 else directory.with_name(f"{directory.name}-{number}")
+        try:
+            use(folder)
+        except Stop as stop:
+            refused = refused or stop
+            continue
+        if refused is not None:
+            note(session.comm, f"{refused}; this goes to {folder}, so that no step is lost")
+        return folder
+    assert refused is not None
+    raise refused
+
+
 class Checkpoints:
     """What a run saves, to one directory, and resumes. Every method is collective."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.directory: Path | None = None  # that the run saves to
+        self.directory: Path | None = None  # that the run is told to save to
         self.resumed: Path | None = None  # that it resumed from
         self.last: Saving | None = None  # what SIGTERM saves, and where
 
@@ -71,10 +93,11 @@ class Checkpoints:
         return True
 
     def open(self, directory: Path) -> None:
-        """Save to this directory from now on. Stop if another run saves there, or the run saves to another one."""
+        """Save to this directory, or one beside it, from now on; Stop if that fails, or the run saves to another."""
         if self.directory is None:
             self.session.end.callback(self.writer.close)
-            self.writer.open(str(directory), None if self.resumed is None else str(self.resumed))
+            resumed = None if self.resumed is None else str(self.resumed)
+            beside(self.session, directory, lambda folder: self.writer.open(str(folder), resumed))
             self.directory = directory
         other = f"save: this run saves to {self.directory}, and a run has one folder: export the best"
         refuse(self.session.comm, directory != self.directory, other)
@@ -85,7 +108,15 @@ class Checkpoints:
         together(comm, lambda: check_data(data))
         wrong = type(keep) is not int or keep < 1
         refuse(comm, wrong, f"keep should be a whole number of at least 1, not {keep!r}")
-        return self._write(Saving(together(comm, lambda: directory_of("save", directory)), data, keep))
+        saving = Saving(together(comm, lambda: directory_of("save", directory)), data, keep)
+        try:
+            self.open(saving.directory)
+        except Stop as stop:
+            if self.directory is not None or self.session.steps == self.session.begun:
+                raise
+            note(comm, f"{stop}; nothing is saved")
+            return False
+        return self._write(saving)
 
     def _write(self, saving: Saving) -> bool:
         """Write a checkpoint; returns whether that succeeded.
@@ -93,7 +124,6 @@ class Checkpoints:
         Running statistics are then those of the checkpoint on every rank, as after a restart.
         """
         state = together(self.session.comm, lambda: state_bytes(self.session.state))
-        self.open(saving.directory)
         self.last, run = saving, self.session
         self.writer.settings.pop("loader", None)
         if saving.data is not None:

@@ -28,7 +28,7 @@ from mpirun.engine.first_step import RunInterpreter, run_first
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared
-from mpirun.engine.same_start import Values, check_same_start, given_digests
+from mpirun.engine.same_start import Values, check_frozen, check_same_start, check_unwritten, given_digests, hold
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.module_tensors import buffer_copies, set_buffers
@@ -82,13 +82,13 @@ class Session:
     def __init__(self, comm: RunComm, schedule: Schedule, timeout: float, verifies: bool) -> None:
         """Nothing is built yet.
 
-        `timeout`: seconds within which some rank has to make progress; 0: there is no watchdog. `verifies`: the steps
-        are recorded for the method `verify`.
+        `timeout`: seconds within which some of several ranks has to make progress; 0: there is no watchdog. `verifies`:
+        the steps are recorded for the method `verify`.
         """
         self.comm, self.schedule, self.verifies = comm, schedule, verifies
         self.program, self.header = schedule.program, schedule.program.header
         self.instructions = self.program.instructions(comm.rank)
-        self.watchdog = Watchdog(comm, schedule.first_line, self.instructions, timeout)
+        self.watchdog = Watchdog(comm, schedule.first_line, self.instructions, timeout if comm.size > 1 else 0)
         comm.on_wait = self.watchdog.show_wait
         self.end = contextlib.ExitStack()
         self.end.push(self.watchdog.end)
@@ -128,9 +128,16 @@ class Session:
         self.sigterm.take()
 
     def check_start(self) -> None:
-        """Stop if ranks begin with different values, unless those of a checkpoint have replaced them."""
+        """Stop if ranks begin with different values, unless those of a checkpoint have replaced them.
+
+        Or if a script has written values where ranks have only shards of them. UsageError if this rank has no current
+        values of what it computes with.
+        """
+        check_frozen(self.interpreter.stages.values())
         while self.start:
             check_same_start(self.comm, self.start.pop())
+        if self.header.shard_owners:
+            together(self.comm, lambda: check_unwritten(self.interpreter.stages.values()))
 
     def add_interpreter(self, setup: Setup) -> RunInterpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
@@ -158,7 +165,12 @@ class Session:
     def resumed(self, steps: int) -> None:
         """A checkpoint of so many steps has replaced all values."""
         self.begun = self.steps = steps
+        self.loaded()
+
+    def loaded(self) -> None:
+        """All values have been replaced: those from before need not be the same on all ranks."""
         self.start = []
+        hold(self.interpreter.stages.values())
 
     def begin_trace(self, path: str, schedule: str | None) -> None:
         """Record from now on when each rank executes which instruction, for a file that is not `schedule`."""
@@ -206,7 +218,8 @@ class Session:
         compared = is_compared(step - self.begun)
         if compared:
             self.interpreter.microbatches.record_digests()
-        result = self.interpreter.run(step) if self.interpreter.timed else run_first(self.interpreter, step)
+        with self._state_explained():
+            result = self.interpreter.run(step) if self.interpreter.timed else run_first(self.interpreter, step)
         if step == self.begun:
             note_unreached(self.comm, self.setup, self.interpreter.reached, step)
         if compared:
@@ -224,6 +237,21 @@ class Session:
         loss = mean(result.losses, weights)
         rate, leave = result.rate, result.leave
         return Result(loss, result.losses, result.grad_norm, rate, metrics, seconds, samples, tokens, leave)
+
+    @contextlib.contextmanager
+    def _state_explained(self) -> Iterator[None]:
+        """Say how to keep state from microbatch to microbatch where torch's error of a backward is about that."""
+        try:
+            yield
+        except RuntimeError as error:
+            row = self.watchdog.state[ROW]
+            state = self.setup.shapes[self.instructions[row].stage].state if row >= 0 else []
+            if state and ("inplace operation" in str(error) or "a second time" in str(error)):
+                error.add_note(
+                    f"forwards of later microbatches change the buffer {', '.join(state)}: compute with a copy of it "
+                    "(.clone()), and keep its values without their graph (.detach()), or a row for each sample"
+                )
+            raise
 
     def _check_same_data(self, step: int) -> None:
         """Stop if ranks have different hashes of a microbatch, which were recorded in step `step`, from 0."""
@@ -243,9 +271,10 @@ class Session:
         return [(module, buffer_copies(module)) for module in changing]
 
     def position(self) -> str:
-        """Where this rank is in its list; empty outside of a step."""
+        """The step, and where this rank is in its list; empty outside of a step."""
         row = self.watchdog.state[ROW]
-        return "" if row < 0 else f"line {self.schedule.first_line + row}: {self.instructions[row]}: "
+        line = f"line {self.schedule.first_line + row}: {self.instructions[row]}: "
+        return "" if row < 0 else f"step {self.steps + 1}: {line}"
 
     def leave(self, saved: bool) -> None:
         """Stop after SIGTERM, on all ranks together: a nonzero exit code makes launchers end the other ranks."""

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Collection
+import sysconfig
+import traceback
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+_NOT_THE_USERS = (
+    *(f"{_ROOT / package}{os.sep}" for package in ("schedgen", "mpirun")),
+    *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")},
+    "<",
+)
 
 
 class UsageError(Exception):
@@ -68,5 +79,27 @@ def one_line(error: object) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """An exception as "Type: message", on one line."""
-    return f"{type(error).__name__}: {one_line(error)}"
+    """An exception as "Type: message" and its notes, on one line."""
+    return f"{type(error).__name__}: {'; '.join(map(one_line, (error, *getattr(error, '__notes__', ()))))}"
+
+
+def raised_at(error: BaseException) -> str:
+    """Where an error was raised, with the source: the innermost line of the user's own code in the traceback.
+
+    If there is none, the line of it that called the code in the traceback, and the innermost line of this code.
+    """
+    raised = traceback.extract_tb(error.__traceback__)
+    return at(of_user(raised) or [*of_user(traceback.extract_stack()), *raised[-1:]])
+
+
+def of_user(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The innermost frame of the user's own code, as a list; empty: there is none."""
+    return [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)][-1:]
+
+
+def at(frames: Iterable[traceback.FrameSummary]) -> str:
+    """Files, lines and their source, for the end of a sentence."""
+    places = [
+        f"{frame.filename}:{frame.lineno}" + (f": `{clip(frame.line)}`" if frame.line else "") for frame in frames
+    ]
+    return f" (at {', in '.join(places)})" if places else ""

@@ -21,7 +21,7 @@ MODELS = {
     "models_for_tests:not_a_function": "models_for_tests has no function not_a_function",
     "models_for_tests:one_stage_more": "the model has 3 stages, not the 2 that it is asked for",
     "models_for_tests:returns_a_list": "should return an mpirun.Model, not list",
-    "models_for_tests:raises": "raises(2) raised ValueError: no such luck",
+    "models_for_tests:raises": "raises(2) raised ValueError: no such luck (at ...models_for_tests.py:...: `raise ...",
 }
 # Stages and batches. Only one rank builds the stage without values; the other must learn of it.
 STAGES = {
@@ -139,7 +139,7 @@ def step(*batches, data=rows, size=2, model=2, scheme="1f1b", **options):
 
 def call(method, *arguments, after=0, **options):
     """A method of an Engine that has done so many steps."""
-    with engine(2, "1f1b", **options) as run:
+    with engine(2, **{"scheme": "1f1b", **options}) as run:
         for _ in range(after):
             run.step((x, x))
         return getattr(run, method)(*arguments)
@@ -160,6 +160,10 @@ def differentiating(output, target):
 '''
 DIRECTORY = "give the name of a directory, not a"
 FIRST = "give Engine(example=(input, target)), one microbatch, or make a loader first"
+UNSEEDED = (
+    "ranks 0 and 1 give different batches: seed the loader, DataLoader(..., generator=), and what its samples draw, or "
+    "use run.loader"
+)
 BATCH = "this is one batch: give a list of batches, or what loader(...) returns"
 WEIGHTS = {
     "0": "loss_weight: every microbatch of the step has weight 0, so the step has no loss",
@@ -288,9 +292,11 @@ SCRIPTS: Table = {
         "step(data=lambda step, mb, rng: (torch.ones(2, 4) * rank, torch.ones(2, 4)))": (
             "ranks 0 and 1 have got different data for microbatch 0 of step 1: data should depend on the step and ..."
         ),
-        "step(*[(x + (k == 3) * rank, x) for k in range(4)])": (
-            "ranks 0 and 1 have got different data for microbatch 0 of step 4: ..."
-        ),
+        **{
+            f"step(*[(x + (k == {k}) * rank, x) for k in range(4)], scheme='{scheme}')": f"step {k + 1}: {UNSEEDED}"
+            for k, scheme in ((0, "ddp"), (3, "1f1b"))
+        },
+        "call('evaluate', [(x, x), (x, x + rank)], scheme='ddp')": f"batch 2: {UNSEEDED}",
         "call('evaluate', [(x, torch.ones(8, 4).cumsum(0))], loss=some_metrics)": (
             "the loss returned the metrics [...] for a microbatch of the evaluation, but [...] for another"
         ),

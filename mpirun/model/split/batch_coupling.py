@@ -28,7 +28,9 @@ def warn_of_batch_statistics(module: nn.Module) -> None:
     """Warn if a module has layers that couple samples: a pipeline changes their statistics."""
     if names := batch_coupled(module):
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        synced = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         warn_user(
             f"{shown}: statistics are those of a microbatch, not of the minibatch, and every worker that runs "
             "the stage's forward updates running statistics of its own, from the microbatches it sees"
+            + ("; SyncBatchNorm is BatchNorm here" if synced else "")
         )

@@ -23,9 +23,11 @@ NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")  # in the names of torch's exceptions
 FOREIGN = "found a fake tensor in the exported program constant"  # in the message of torch's exception
-# Patterns of places and messages of failures, and what avoids these in models of the transformers library.
+# Patterns of places, functions and messages of failures, and what avoids these in models of libraries.
 REMEDIES = {
     "transformers.cache_utils": "a cache cannot be traced: give the example use_cache=False",
+    "^_detect_is_causal_mask$": "torch reads the mask's values to know whether it is causal: say tgt_is_causal=True, "
+    "or is_causal=True of an encoder (False of another mask)",
     "transformers.integrations.moe": 'experts cannot be traced: set experts_implementation="batched_mm" in its config',
 }
 
@@ -78,8 +80,9 @@ def export_error(module: nn.Module, error: BaseException) -> UsageError:
         for frame in traceback.extract_tb(link.__traceback__)
     ]
     where = _innermost(lines) or line_of_forward(module)
+    functions = [line.function for line in lines]
     for pattern, remedy in REMEDIES.items():
-        if any(re.search(pattern, text) for text in (str(where), *map(str, chain))):
+        if any(re.search(pattern, text) for text in (str(where), *functions, *map(str, chain))):
             return UsageError(f"{where}: {remedy}")
     for link in chain:
         if isinstance(link, UsageError):

@@ -10,6 +10,7 @@ import json
 
 import pytest
 
+from mpirun.cli.profile import spread
 from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
@@ -122,6 +123,10 @@ def test_one_rank_with_one_stage_has_no_links(mistakes, text, tmp_path):
     profile = json.loads(file.read_text())
     assert (profile["alpha"], profile["beta"], len(profile["F"])) == (0, 0, 1)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_busy_machine_shows_in_the_spread_of_the_steps_not_in_one_slow_step():
+    assert spread([1.0] * 9 + [5.0]) == 0 and spread([1.0, 1.0, 1.0, 1.2, 1.2]) == pytest.approx(0.2)
 
 
 def test_a_model_that_fails_leaves_no_file(launch, text, tmp_path):

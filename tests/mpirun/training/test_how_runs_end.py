@@ -10,7 +10,7 @@ from examples import further
 
 
 def test_one_process_needs_no_launcher_and_an_exception_that_is_caught_ends_its_engine_alone(launch):
-    """As in a notebook: Engines in turn, each a run of its own; the watchdog lets a process that goes on live."""
+    """As in a notebook: Engines in turn, each a run of its own."""
     script = """
 losses = []
 for number in range(20):
@@ -20,14 +20,12 @@ print(all(second < first for first, second in losses[1::2]), all(a == b for a, b
 for error in (ValueError("mine"), KeyboardInterrupt(), None):
     try:
         with engine(timeout=60) as run:
-            watchdog = run.session.watchdog.process
             run.step((x, x))
             if error is not None:
                 raise error
             print("done")
     except BaseException as caught:
         assert caught is error
-    assert watchdog.wait(60) == 0
 engine(lr=lambda step: float("nan")).step((x, x))
 """
     done = launch(None, program=("-c", PRELUDE + script))
@@ -180,9 +178,9 @@ if run.rank == 0 or sys.argv[1] in ("loss", "exit"):
         ("set-up", r"mpirun: rank 1 on \S+: setting up: ended without a word: killed, perhaps by SIGTERM"),
         ("evaluate", r"rank 0 on \S+ calls step, but rank 1 on \S+ calls evaluate: all ranks"),
         ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E"),
-        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:16\)"),
-        ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5\)"),
-        *further(("exit", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:4\)")),
+        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:16: `\[\]\[0\]`\)"),
+        ("loss", r"mpirun: rank 1 on .*: step 2: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5: `return.*`\)"),
+        *further(("exit", r"mpirun: rank 1 on .*: step 2: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:4: ")),
     ],
 )
 def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, tmp_path, launch):
@@ -191,3 +189,70 @@ def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, t
     done = launch(2, where, program=(str(script),))
     assert done.code != 0 and (where not in ("loop", "loss") or "IndexError" in done.err), done.err
     assert re.search(words, done.err) and ("ended without a word" in done.err) == (where == "set-up"), done.err
+
+
+def test_a_fault_in_a_loader_s_process_is_told_once_and_in_short(tmp_path, launch):
+    """In that of a script's own DataLoader, too; whether the script iterates or `evaluate` does."""
+    script = tmp_path / "faulty.py"
+    script.write_text(f"""exec({PRELUDE!r})
+class Faulty(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 5:
+            raise ValueError(f"no sample {{index}}:\\nit is lost")
+        return x[index], x[index]
+run = engine(2, "ddp")
+own = torch.utils.data.DataLoader(Faulty(), batch_size=4, num_workers=1)
+if sys.argv[1] == "evaluate":
+    run.evaluate(own)
+for batch in run.loader(Faulty(), 1, workers=1) if sys.argv[1] == "loader" else own:
+    run.step(batch)
+""")
+    for how in ("loader", "own", "evaluate"):
+        (line,) = (done := launch(2, how, program=(str(script),))).ours
+        place = rf"\(at {script}:7: `raise ValueError\(.*`\)"
+        assert done.code != 0 and "Traceback" not in done.err, done.err
+        said = rf"mpirun: rank \d on \S+: ValueError: no sample 5: it is lost {place} \(at {script}:"
+        assert re.match(said, line), line
+
+
+def test_what_a_script_s_function_raises_in_the_trial_has_its_line_and_with_traceback_the_whole_stack(tmp_path, launch):
+    script = tmp_path / "wrong.py"
+    script.write_text(f"""exec({PRELUDE!r})
+class Wrong(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) @ x
+def loss(output, target):
+    return mse_loss(output, target[:, :3])
+stage = Wrong(4, 4) if sys.argv[1] == "stage" else nn.Linear(4, 4)
+engine([stage], "ddp", loss=loss, example=(x[:3], x[:3]), traceback=sys.argv[2] == "whole")
+""")
+    for what, begin, line in (
+        ("stage", "stage 0", f"{script}:4: `return super().forward(x) @ x`"),
+        ("loss", "the loss", f"{script}:6: `return mse_loss(output, target[:, :3])`"),
+    ):
+        for how in ("short", "whole"):
+            (said,) = (done := launch(2, what, how, program=(str(script),))).ours
+            assert done.code == 2 and said.startswith(f"mpirun: {begin} fails on the shapes it gets: RuntimeError: ")
+            assert said.endswith(f" (at {line})") and ("Traceback" in done.err) == (how == "whole"), done.err
+
+
+def test_one_process_has_no_watchdog_and_its_error_has_the_step(scripts):
+    """So that a breakpoint may take any time."""
+    script = """
+def loss(output, target):
+    return mse_loss(output, target) if run.steps < 2 else [][0]
+with engine(example=None, loss=loss, timeout=60) as run:
+    assert (run.session.watchdog.process is not None) == (run.comm.size == 2 and run.rank == 0)
+    for _ in range(2):
+        run.step((x, x))
+    if run.comm.size == 1:
+        try:
+            run.step((x, x))
+        except IndexError as error:
+            print(*error.__notes__)
+"""
+    alone, two = (scripts(ranks, [[script.replace("engine(", f"engine({ranks}, '1f1b', ")]])[0] for ranks in (1, 2))
+    assert (alone.code, two.code) == (0, 0), (alone, two)
+    assert re.fullmatch(r"mpirun: in step 3: line \d+: .*FWD.*\n", alone.out)

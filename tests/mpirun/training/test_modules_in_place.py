@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from engine_scripts import PRELUDE
 
 TRAINED = """
 import functools, sys, torch, mpirun
@@ -136,7 +137,7 @@ def test_parameters_that_a_step_would_miss_are_refused_by_name(case, scripts):
 
 def test_two_engines_train_one_module_in_turn_as_two_optimizers_do(execute):
     script = """
-for scheme in ("ddp", "1f1b"):
+for scheme in ("ddp", "1f1b", "fsdp"):
     given = modules("attribute")
     first, second = engine(scheme, given), engine(scheme, given)
     losses = [run.step((tokens, target)).loss for _ in range(STEPS // 2) for run in (first, second)]
@@ -149,9 +150,13 @@ for scheme in ("ddp", "1f1b"):
 def test_what_a_script_writes_to_its_parameters_between_steps_counts_in_all_stages(execute):
     """Also of one that two stages of a rank have, or that a rank fetches."""
     script = """
+@torch.no_grad()
 def written(body, step):
     for x in body.parameters():
         x.detach().mul_(0.9)
+        x.copy_(x * 0.9)
+        x.data = x * 0.9
+    body.load_state_dict({name: x * 0.9 for name, x in body.state_dict().items()})
 for scheme in ("ddp", "1f1b", "fsdp"):
     given, losses = modules("submodule"), []
     with engine(scheme, given) as run:
@@ -164,6 +169,97 @@ for scheme in ("ddp", "1f1b", "fsdp"):
     close(losses, plainly("submodule", written, STEPS + 1))
 """
     execute(2, TRAINED + script)
+
+
+def test_what_a_script_writes_to_weights_that_ranks_divide_is_refused(scripts, compiled):
+    """No rank has them whole, so that it would be lost."""
+    script = """
+given = modules("attribute")
+with engine(sys.argv[1], given) as run:
+    for step in range(2):
+        run.step((tokens, target))
+        run.evaluate([(tokens, target)])
+    with torch.no_grad():
+        given[0].emb.weight.mul_(0.5) if sys.argv[2] == "step" else given[0].load_state_dict(given[0].state_dict())
+    run.step((tokens, target)) if sys.argv[2] == "step" else run.evaluate([(tokens, target)])
+"""
+    schedule = compiled("fsdp", stages=2, microbatches=4, workers=2, shards=2)
+    for how in ("step", "evaluate"):
+        (done,) = scripts(2, [[TRAINED + script, schedule, how]])
+        assert done.code == 2 and "has written to a parameter of stage 0, which ranks have in shards" in done.err, done
+
+
+def test_a_module_that_loads_earlier_weights_between_steps_goes_on_from_them(execute):
+    script = """
+for scheme in ("ddp", "1f1b", "fsdp"):
+    net = nn.Sequential(*modules("attribute"))
+    before = copy.deepcopy(net.state_dict())
+    with engine(scheme, list(net)) as run:
+        first = [run.step((tokens, target)).loss for _ in range(3)]
+        net.load_state_dict(before)
+        close([run.step((tokens, target)).loss for _ in range(3)], first)
+    close(first, plainly("attribute", fixed, 3))
+"""
+    execute(2, TRAINED + script)
+
+
+GAN = """
+import functools
+from torch.nn.functional import binary_cross_entropy_with_logits as judge
+adam = functools.partial(torch.optim.Adam, lr=0.01)
+real, fake = torch.ones(8, 1), torch.zeros(8, 1)
+def parts():
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    return generator, nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(0.2)), nn.Linear(8, 1)
+def drawn(step):
+    return torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(step))
+def plainly():
+    g, *ds = parts()
+    d = nn.Sequential(*ds)
+    of_g, of_d = adam(g.parameters()), adam(d.parameters())
+    for step in range(5):
+        noise, other, points = drawn(step)
+        for optimizer, data, target in (
+            (of_d, lambda: torch.cat([points[:, :2], g(noise).detach()]), torch.cat([real, fake])),
+            (of_g, lambda: g(other), real),
+        ):
+            loss = judge(d(data()), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+for scheme in sys.argv[1:2]:
+    (g, first, last), losses = parts(), []
+    options = dict(stages=2, microbatches=2, loss=judge, optimizer=adam, timeout=60)
+    with (
+        mpirun.Engine(scheme, [first, last], **options) as run_d,
+        mpirun.Engine(scheme, [nn.Sequential(g, first), last], **options) as run_g,
+    ):
+        for step in range(5):
+            noise, other, points = drawn(step)
+            with torch.no_grad():
+                points = torch.cat([points[:, :2], run_d.comm.bcast(g(noise))])  # rank 0 owns the generator
+            nn.Sequential(first, last).requires_grad_(sys.argv[2:] != ["frozen first"] or step > 0)
+            run_g.step((other, real)) if sys.argv[2:] == ["frozen first"] and step == 0 else None
+            nn.Sequential(first, last).requires_grad_(True)
+            losses.append(run_d.step((points, torch.cat([real, fake]))).loss)
+            nn.Sequential(first, last).requires_grad_(False)
+            losses.append(run_g.step((other, real)).loss)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(list(plainly())))
+"""
+
+
+@pytest.mark.parametrize("scheme", ["ddp", "1f1b"])
+def test_two_engines_train_a_generator_and_a_discriminator_as_two_optimizers_do(scheme, execute):
+    execute(2, TRAINED + GAN, scheme)
+
+
+@pytest.mark.parametrize("order", [(), ("frozen first",)])
+def test_frozen_parameters_that_another_engine_trains_on_other_ranks_are_refused(order, launch):
+    """Under fsdp ranks compute with frozen parameters of their own, which stay as they were."""
+    done = launch(2, "fsdp", *order, program=("-c", PRELUDE + TRAINED + GAN))
+    assert done.code != 0 and "has frozen parameters that another Engine trains, and this rank" in done.err, done.err
 
 
 def test_a_forward_that_a_script_calls_between_steps_draws_as_plain_torch_does(execute):

@@ -114,6 +114,7 @@ print(json.dumps(found))
     )
     shapes = ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2)")
     output, target, number, pairs = ([has.format(*shape) + give] for shape in shapes)
+    number[0] += ", or compute what is a mean over samples, such as output.loss, in loss=, from output.logits"
     numbers = [
         "mpirun: predict: outputs cannot be joined along dimension 0: zero-dimensional tensor (at position 0) cannot "
         "be concatenated: take each of them with each="
@@ -124,6 +125,28 @@ print(json.dumps(found))
         "target not used": [0, 5], "none padded in part": [2, 18], "not so far": [0, 4], "pairs": [0, pairs],
         "pairs in a stream": [1, pairs], "no pairs padded": [2, 6],
     }  # fmt: skip
+
+
+def test_a_loss_in_the_output_of_a_split_is_refused_when_a_loader_is_made_that_pads(execute):
+    """As that of models of transformers which get labels: not after an epoch of training."""
+    script = """
+class Scored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x, labels):
+        logits = self.last(self.first(x))
+        return {"loss": mse_loss(logits, labels), "logits": logits}
+items = [{"x": row, "labels": row} for row in x]
+cut = mpirun.split(Scored(), {"x": x[:2], "labels": x[:2]}, stages=2)
+with engine(cut, "1f1b", loss=lambda output, batch: output["loss"]) as run:
+    for batch in run.loader(items, 2):
+        run.step(batch)
+    run.loader(items[:5], 2)
+"""
+    done = execute(2, script, code=2)
+    assert "the output['loss'] of a microbatch of 2 samples has shape (), but the last step" in done.err
+    assert done.err.endswith(" what is a mean over samples, such as output.loss, in loss=, from output.logits\n")
 
 
 def test_padding_is_refused_whatever_shape_came_first(execute):

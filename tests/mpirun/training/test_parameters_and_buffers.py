@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from engine_scripts import PRELUDE
 
 
 def test_values_that_a_script_gives_its_parameters_count_at_once(tmp_path, execute):
@@ -220,3 +223,53 @@ with engine([first, second, torch.nn.Linear(4, 4)], "zb-h1", microbatches=3) as 
 """
     (note,) = [line for line in execute(3, script).err.splitlines() if "note:" in line]
     assert "step 1 gives no gradient to stage0.never.weight, stage1.never.weight, stage1.sh" in note
+
+
+STATE = """
+torch.manual_seed(0)
+class Stateful(nn.Linear):
+    def __init__(self, how):
+        super().__init__(4, 4)
+        self.how = how
+        self.register_buffer("h", torch.zeros(4))
+    def forward(self, x):
+        y = super().forward(x) * self.h.clone() if self.how == "clone" else super().forward(x) * self.h
+        self.h.add_(y.detach().mean(0))
+        return y
+def run(model, count=2):
+    with engine(model, "1f1b", stages=2, example=(x[: 8 // count], x[: 8 // count]), microbatches=count) as run:
+        run.step((x, x))
+"""
+
+
+def test_a_buffer_that_goes_from_microbatch_to_microbatch_is_named_but_not_running_statistics(execute):
+    goes = "mpirun: note: buffer h of stage 1 changes from microbatch to microbatch: outputs that depend on it may "
+    script = """
+run([nn.BatchNorm1d(4), Stateful("clone")])
+run([nn.BatchNorm1d(4), Stateful("clone")], 1)
+run([nn.SyncBatchNorm(4), nn.Linear(4, 4)])
+"""
+    synced = "mpirun: note: SyncBatchNorm is BatchNorm here: its statistics are those of a microbatch"
+    execute(2, STATE + script, err=[f"{goes}differ from the whole batch at once", synced])
+
+
+def test_torch_s_error_of_a_buffer_that_is_changed_in_place_says_what_to_do(launch):
+    done = launch(2, program=("-c", PRELUDE + STATE + "run([nn.Linear(4, 4), Stateful('in place')])"))
+    (line,) = [line for line in done.ours if "note:" not in line]
+    assert re.search(r"rank 1 on \S+: step 1: line \d+: .*BWD.*modified by an inplace operation", line)
+    assert "forwards of later microbatches change the buffer h: compute with a copy of it (.clone()), and keep" in line
+
+
+def test_labels_that_are_ignored_are_told_where_microbatches_then_count_otherwise_than_in_one_batch(execute):
+    script = """
+target = torch.tensor([0, 1, 2, 3, 0, -100, -100, 3])
+def train(**options):
+    with engine([nn.Linear(4, 4)], "ddp", loss=cross_entropy, **options) as run:
+        run.step((x, target))
+        run.step((x, target))
+        return run.step((x, target.clamp(min=0))).loss
+train()
+train(loss_weight=lambda target: (target != -100).sum())
+"""
+    ignored = "mpirun: note: targets have labels of -100, which cross_entropy ignores: microbatches count by their "
+    execute(2, script, err=[f"{ignored}samples, not by their other labels, unless loss_weight counts these"])

@@ -55,13 +55,12 @@ for _ in range(2):
 assert refused(lambda: run.save(folder / "best")) == 2
 other = engine()
 other.resume(folder / "mine")
-other.step((x, x))
 assert refused(lambda: other.save(folder / "mine")) == 2
 run.close()
+other.step((x, x))
 assert other.save(folder / "mine") and steps("mine") == [1, 2, 3]
 other.close()
 with engine() as third:
-    third.step((x, x))
     assert refused(lambda: third.save(folder / "mine")) == 2
 assert steps("mine") == [1, 2, 3]
 """
@@ -70,6 +69,39 @@ assert steps("mine") == [1, 2, 3]
     assert first == f"mpirun: save: this run saves to {mine}, and a run has one folder: export the best"
     assert second == f"{begin}another run saves there, or an earlier Engine of this script, which is not closed"
     assert third == f"{begin}it has checkpoints of another run: resume from it, move it, or save elsewhere"
+
+
+def test_a_run_that_has_trained_saves_and_exports_beside_a_folder_that_it_cannot_use(tmp_path, execute):
+    """It never ends for one; before the first step it is refused."""
+    script = """
+for name in ("mine", "mine-2"):
+    (folder / name).write_text("taken")
+with engine(2, "1f1b") as run:
+    run.step((x, x))
+    assert run.save(folder / "mine") and run.save(folder / "mine") and steps("mine-3") == [1]
+    run.export(folder / "mine")
+    assert refused(run.save, folder / "mine-2") == 2
+assert (folder / "mine-4" / "model.safetensors.index.json").exists()
+with engine(2, "1f1b") as run:
+    run.step((x, x))
+    assert not run.save(folder / "mine" / "inside")
+    assert refused(run.export, folder / "mine" / "inside") == 1
+for method in ("save", "export"):
+    with engine(2, "1f1b") as run:
+        assert refused(getattr(run, method), folder / "mine")
+"""
+    mine = tmp_path / "mine"
+    done = execute(2, script, tmp_path)
+    beside = "so that no step is lost"
+    assert done.err.splitlines() == [
+        f"mpirun: note: {mine}: File exists; this goes to {mine}-3, {beside}",
+        f"mpirun: note: export {mine}: it is not empty: export to a new directory; this goes to {mine}-4, {beside}",
+        f"mpirun: save: this run saves to {mine}, and a run has one folder: export the best",
+        f"mpirun: note: {mine}/inside: Not a directory; nothing is saved",
+        f"mpirun: {mine}/inside: File exists",
+        f"mpirun: {mine}: File exists",
+        f"mpirun: export {mine}: it is not empty: export to a new directory",
+    ]
 
 
 def test_names_are_those_of_the_working_directory_at_the_call_and_no_trace_overwrites_the_schedule(tmp_path, execute):

@@ -77,7 +77,7 @@ def test_a_rank_that_is_interrupted_alone_says_so(launch, two_ranks, text):
     command = [two_ranks, "--model", "models_for_tests:interrupted_in_stage", "--text", text, "--steps", 5]
     result = launch(2, *command)
     assert result.code != 0 and len(result.ours) == 1, result.err
-    assert re.fullmatch(r"mpirun: rank 1 on \S+: line \d+: \{.*\}: interrupted", result.ours[0]), result.err
+    assert re.fullmatch(r"mpirun: rank 1 on \S+: step \d: line \d+: \{.*\}: interrupted", result.ours[0]), result.err
 
 
 def test_the_end_is_explained(failure):
@@ -87,7 +87,7 @@ def test_the_end_is_explained(failure):
     (message,) = result.ours
     if failure.model in RAISED:
         assert result.code == 1
-        found = re.fullmatch(r"mpirun: rank (\d) on \S+: line (\d+): (\{.*?\}): (.*) \(at (\S+):\d+\)", message)
+        found = re.fullmatch(rf"mpirun: {WHERE}: (.*) \(at (\S+):\d+: `.*`\)", message)
         assert found is not None, message
         rank, line, instruction, reason, place = found.groups()
         assert re.fullmatch(RAISED[failure.model], reason), reason

@@ -119,6 +119,21 @@ def test_the_settings_that_transformers_need_are_named(name: str, setting: str, 
         split(module, (), {"input_ids": TOKENS}, stages=2)
 
 
+def test_a_mask_of_which_torch_asks_whether_it_is_causal_needs_that_said() -> None:
+    class Masked(nn.Module):
+        def __init__(self, **said: bool) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+            self.layers, self.said = nn.TransformerEncoder(layer, 2), said
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x, nn.Transformer.generate_square_subsequent_mask(x.shape[1]), **self.said)
+
+    split(Masked(is_causal=True), torch.zeros(2, 8, 16), stages=2)
+    with pytest.raises(UsageError, match=r"whether it is causal: say tgt_is_causal=True, or is_causal=True of"):
+        split(Masked(), torch.zeros(2, 8, 16), stages=2)
+
+
 class Regions(untraceable.Layers):
     """Regions inside one another, with random draws of their own; one without inputs."""
 
@@ -334,6 +349,8 @@ def test_statistics_of_batches() -> None:
         torch.testing.assert_close(buffers[name], buffer)
     with pytest.warns(MpirunWarning, match="eval mode"):
         split(module.eval(), args, stages=2)
+    with pytest.warns(MpirunWarning, match=r"^1: statistics are those .* it sees; SyncBatchNorm is BatchNorm here$"):
+        split(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3), nn.Linear(3, 3)), torch.zeros(2, 3), stages=2)
 
 
 def test_summary() -> None:
