@@ -4,6 +4,7 @@
         weights-0.safetensors     parameters, frozen ones and buffers by their names in the model
         optimizer-0.safetensors   what the optimizer keeps, as <parameter>.<name>
         ...                       two files for every rank that had something to write
+        state-0.pt                what the script saves besides, by torch.save; from every rank if ranks' differ
         manifest.json             step, seed and settings of the run; the files with their sizes and hashes
 
 Nothing in a name depends on stages, ranks or the scheme. A checkpoint appears whole or not at all:
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -30,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from schedgen.util.errors import RefusedFile
+from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import new_file_mode
 
 VERSION = 4
@@ -39,7 +41,7 @@ _DRAFT = ".writing-"  # prefix of a folder that is no checkpoint yet, or no long
 _REPLACED = ".replaced-"  # prefix of a step's older checkpoint, which counts until the new one has its name
 _FOLDER_NAME = re.compile(rf"({re.escape(_REPLACED)})?step-[0-9]+")
 _UNFINISHED = re.compile(rf"{re.escape(_DRAFT)}[0-9]{{8,}}")
-_FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")
+_FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors|state-[0-9]+\.pt")
 
 
 class CheckpointFile(NamedTuple):
@@ -129,6 +131,44 @@ def write_file(directory: Path, step: int, kind: str, rank: int, entries: Mappin
     with refusing(file):
         save_tensors({**entries, **tensors}, file, dict.fromkeys(numbers, "number") or None)
         return CheckpointFile(file.name, file.stat().st_size, _hash(file), list(entries))
+
+
+def state_bytes(state: Mapping[str, Any]) -> bytes:
+    """A script's state as torch.save writes it; nothing if it is empty. UsageError if it could not be read again."""
+    if not state:
+        return b""
+    saved = io.BytesIO()
+    try:
+        torch.save(dict(state), saved)
+        torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+    except Exception as error:  # pickle's, and whatever a value's own methods raise
+        other = re.search(r"GLOBAL (\S+)", str(error))  # torch.load says which class it does not read
+        what = clip(str(error)) if other is None else f"torch.load would not read {other[1]}"
+        raise UsageError(f"state: give numbers, strings and tensors, in lists and dicts: {what}") from None
+    return saved.getvalue()
+
+
+def write_state(directory: Path, step: int, rank: int, state: bytes) -> CheckpointFile:
+    """Write a rank's state to the draft and to the disk."""
+    file = draft_folder(directory, step) / f"state-{rank}.pt"
+    with refusing(file):
+        file.write_bytes(state)
+        sync(file)
+        return CheckpointFile(file.name, len(state), _hash(file), [])
+
+
+def read_state(manifest: Manifest, rank: int, ranks: int) -> dict[str, Any]:
+    """A rank's state, with its tensors on the CPU; UsageError if it is not known which of several states it is."""
+    files = sorted((file.name for file in manifest.files if file.name.startswith("state")), key=lambda n: (len(n), n))
+    if len(files) > 1 and len(files) != ranks:
+        raise UsageError(
+            f"{manifest.folder}: the states of its {len(files)} ranks differ, and there are {ranks} ranks: resume "
+            f"with {len(files)}"
+        )
+    file = manifest.folder / files[rank if len(files) > 1 else 0] if files else None
+    if file is None or not file.stat().st_size:
+        return {}
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequence[CheckpointFile]) -> Path:

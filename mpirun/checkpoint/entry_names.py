@@ -16,6 +16,7 @@ from mpirun.checkpoint.disk_format import read_entries
 from mpirun.engine.core.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Slice, SlicedDim
+from mpirun.model.weight_names import unused_names, weight_names
 from schedgen.util.errors import UsageError
 
 _SHARE = re.compile(r"(.+)@(\d{1,9})/\d{1,9}(\.[^.@]+)?")
@@ -42,6 +43,12 @@ def slice_entry(entry: str, slice: Slice) -> str:
 def is_share(model: Model, stage: LocalStage, name: str) -> bool:
     """Whether a stage's tensor of this name is a tensor slice's share."""
     return model.slice_of(stage.index).count > 1 and name in stage.shape.sliced_dims
+
+
+def known_names(model: Model, stages: Mapping[int, LocalStage]) -> list[list[str]]:
+    """The names of each parameter and saved buffer of these stages, or of no stage, its entry first."""
+    names = [known for index, stage in stages.items() for known in weight_names(model, index, stage.module).values()]
+    return names + list(unused_names(model).values())
 
 
 def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:

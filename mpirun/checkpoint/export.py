@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
-from mpirun.checkpoint.entry_names import slice_entry
+from mpirun.checkpoint.entry_names import known_names, slice_entry
 from mpirun.checkpoint.gather import writing_rank, written_entries
 from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note
-from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.setup import RankPart
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Slice
-from mpirun.model.weight_names import unused_names, weight_names
+from mpirun.model.weight_names import unused_names
 from schedgen.util.errors import UsageError, listed
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
@@ -68,19 +67,13 @@ def whole_state(part: RankPart) -> dict[str, Tensor]:
     """
     entries = _entries(part)
     copies = {name: value.detach().to("cpu", copy=True) for name, value in entries.items()}
-    names = _known_names(part.setup.model, part.stages)
+    names = known_names(part.setup.model, part.stages)
     whole: dict[str, Tensor] = {}
     aliases: list[list[str]] = []
     for of_rank, names_of_rank in part.comm.gather((copies, names)) or ():
         whole |= of_rank
         aliases += names_of_rank
     return {alias: whole[known[0]] for known in aliases if known[0] in whole for alias in known} | whole
-
-
-def _known_names(model: Model, stages: Mapping[int, LocalStage]) -> list[list[str]]:
-    """The names of each parameter and saved buffer of these stages, or of no stage, its entry first."""
-    names = [known for index, stage in stages.items() for known in weight_names(model, index, stage.module).values()]
-    return names + list(unused_names(model).values())
 
 
 def _entries(part: RankPart) -> dict[str, Tensor]:

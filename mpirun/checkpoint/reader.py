@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.entry_names import Entries, untrained_tensors
-from mpirun.comm.fail_together import Stop, from_rank_0, together
+from mpirun.checkpoint.entry_names import Entries, known_names, untrained_tensors
+from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.comm.output import say
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Piece, pieces
@@ -26,7 +26,8 @@ from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import RankPart
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import SlicedDim
-from schedgen.util.errors import UsageError
+from mpirun.model.weight_names import unused_names
+from schedgen.util.errors import UsageError, listed
 
 
 def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Manifest | None:
@@ -72,10 +73,44 @@ def restore(manifest: Manifest, part: RankPart, optimizer: Optimizer) -> set[str
     read: set[str] = set()
     for stage in part.stages.values():
         reader = _StageReader(manifest.folder, part.setup.model, stage)
-        read.update(reader.restore_weights(weights))
+        read.update(reader.names)
+        reader.restore_weights(weights.read(reader.names, reader.dims))
         reader.restore_optimizer(kept, of_parameter, optimizer)
         part.beat()
     return read
+
+
+def load_whole(part: RankPart, state: Mapping[str, Tensor]) -> None:
+    """Give the model the values of rank 0's `state`, under any names that the whole model has for them. Collective.
+
+    Stop if names are missing or unexpected, or a value does not fit.
+    """
+    comm, model, stages = part.comm, part.setup.model, part.stages
+    known = {names[0]: names for of_rank in comm.allgather(known_names(model, stages)) for names in of_rank}
+    values = on_rank_0(comm, lambda: _by_entry(state, known)) or {}
+    readers = {index: _StageReader(Path("load_state_dict"), model, stage) for index, stage in stages.items()}
+    wanted = comm.allgather({index: reader.names for index, reader in readers.items()})
+    for index in range(part.header.stages):  # one at a time: a rank need not have memory for all
+        entries = {entry for of_rank in wanted for entry in of_rank.get(index, ())}
+        of_stage = comm.bcast({entry: values[entry].cpu() for entry in entries & values.keys()})
+        together(comm, lambda: readers[index].restore_weights(of_stage) if index in readers else None)
+        part.beat()
+    for name, (entry, *_) in unused_names(model).items():
+        value, tensor = comm.bcast(values[entry].cpu() if comm.rank == 0 else None), model.origin.unused[name]
+        if not tensor.is_meta:
+            tensor.data.copy_(value)
+
+
+def _by_entry(state: Mapping[str, Tensor], known: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    """The values by entry; `known`: by entry, the names that it may have. UsageError if they are not all of these."""
+    given = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+    wrong = {
+        "missing": [entry for entry, names in known.items() if given.keys().isdisjoint(names)],
+        "unexpected": given.keys() - {name for names in known.values() for name in names},
+    }
+    if found := [f"{what}: {listed(sorted(names))}" for what, names in wrong.items() if names]:
+        raise UsageError(f"load_state_dict: {'; '.join(found)}")
+    return {entry: given[name] for entry, names in known.items() for name in names if name in given}
 
 
 def check_all_read(manifest: Manifest, read: Iterable[Collection[str]]) -> None:
@@ -92,13 +127,12 @@ class _StageReader:
         self.entries = [model.entry_name(stage.index, name) for name in stage.names]
         self.places = dict(zip(self.entries, stage.layout, strict=True)) if stage.owned else {}
         self.dims = {model.entry_name(stage.index, name): dim for name, dim in stage.shape.sliced_dims.items()}
+        self.untrained = {model.entry_name(stage.index, name): x for name, x in untrained_tensors(stage).items()}
+        self.names = [*self.untrained, *self.places]  # of what it restores
 
-    def restore_weights(self, weights: Entries) -> Collection[str]:
-        """Restore frozen parameters, buffers, and the weights that this rank owns; returns their entries."""
-        untrained = {self.model.entry_name(self.stage.index, n): x for n, x in untrained_tensors(self.stage).items()}
-        names = [*untrained, *self.places]
-        values = weights.read(names, self.dims)
-        for entry, target in untrained.items():
+    def restore_weights(self, values: dict[str, Tensor]) -> None:
+        """Restore frozen parameters, buffers, and the weights that this rank owns, from values by entry."""
+        for entry, target in self.untrained.items():
             value = self._checked(entry, values.get(entry), target.shape, target.dtype, self.dims.get(entry))
             with torch.no_grad():
                 target.copy_(value)
@@ -108,7 +142,6 @@ class _StageReader:
             targets = self.stage.views_of_shard(shard, flat)
             for target, (entry, piece) in zip(targets, self._of_shard(shard), strict=True):
                 target.copy_(values[entry] if piece is None else piece.of_parameter(values[entry]))
-        return names
 
     def restore_optimizer(self, kept: Entries, of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer) -> None:
         """Restore the optimizer state of owned weights; `of_parameter`: the state's entries, by the parameter's."""

@@ -7,6 +7,7 @@ they divide its weights, this one gathers their shards first. Every tensor slice
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import sys
 import time
@@ -41,8 +42,8 @@ class CheckpointWriter:
         """
         self.part, self.optimizer = part, optimizer
         self.comm = comm = part.comm
-        names = [name for name in comm.allgather(optimizer.name) if name is not None]
-        self.settings = _settings(part, names[0] if names else "", schedule)
+        names = sorted(set().union(*comm.allgather(optimizer.names)))
+        self.settings = _settings(part, " and ".join(names), schedule)
         _, untrained = untrained_entries(part)
         together(comm, lambda: self._check_entries(untrained))
         self.directory: Path | None = None
@@ -92,16 +93,21 @@ class CheckpointWriter:
             self.lock.release()
             self.lock = None
 
-    def save(self, step: int, keep: int) -> bool:
-        """Write a checkpoint after `step` steps, and keep the newest `keep`; False if that failed. Collective."""
+    def save(self, step: int, keep: int, state: bytes = b"") -> bool:
+        """Write a checkpoint after `step` steps, and keep the newest `keep`; False if that failed. Collective.
+
+        `state`: this rank's of the script, as `state_bytes` makes it; if all ranks have the same, one writes it.
+        """
         comm, directory = self.comm, self.directory
         assert directory is not None
         together(comm, self.optimizer.check_saved)
         begin = time.perf_counter()
+        differs = len(set(comm.allgather(hashlib.sha256(state).digest()))) > 1
+        written = state if differs or (state and comm.rank == 0) else None
         try:
             on_rank_0(comm, lambda: disk_format.begin(directory, step))
             weights, kept = written_entries(self.part, self.optimizer.state)
-            of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, weights, kept)))
+            of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, weights, kept, written)))
             files = [file for of_rank in of_ranks or () for file in of_rank]
             on_rank_0(comm, lambda: disk_format.publish(directory, step, self.settings, files))
             on_rank_0(comm, lambda: disk_format.prune(directory, step, keep))
@@ -118,9 +124,9 @@ class CheckpointWriter:
         return True
 
     def _write_files(
-        self, directory: Path, step: int, weights: Mapping[str, Tensor], kept: Mapping[str, Any]
+        self, directory: Path, step: int, weights: Mapping[str, Tensor], kept: Mapping[str, Any], state: bytes | None
     ) -> list[CheckpointFile]:
-        files = []
+        files = [] if state is None else [disk_format.write_state(directory, step, self.comm.rank, state)]
         for kind, entries in (("weights", weights), ("optimizer", kept)):
             if entries:
                 files.append(disk_format.write_file(directory, step, kind, self.comm.rank, entries))

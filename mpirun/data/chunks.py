@@ -43,6 +43,18 @@ def one_per_sample(samples: int) -> Callable[[Any], bool]:
     return lambda x: type(x) in (list, tuple) and len(x) == samples > 0 and all(isinstance(value, TEXT) for value in x)
 
 
+def repeated(tree: Any, samples: int, length: int) -> Any:
+    """A batch of `samples` samples, with the same ones in turn behind them, up to `length`."""
+    places = [place % samples for place in range(length)]
+
+    def longer(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[places]
+        return type(leaf)([leaf[place] for place in places]) if isinstance(leaf, list | tuple) else leaf
+
+    return pytree.tree_map(longer, tree, is_leaf=one_per_sample(samples))
+
+
 def in_own_memory(x: Any) -> Any:
     """The tensor, copied if not aligned as torch aligns a new one: at other addresses some kernels round differently.
 

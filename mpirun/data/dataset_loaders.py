@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from mpirun.data.load_ahead import seed, set_states, states, states_kept
 from mpirun.data.loader import Loader, Step, deal
 from mpirun.data.microbatches import Microbatch
+from mpirun.data.values import digest_of
 from schedgen.util.errors import UsageError
 
 
@@ -51,6 +52,13 @@ class MapLoader(Loader):
         except (TypeError, NotImplementedError):
             kind = type(self.dataset).__name__
             raise UsageError(f"the dataset, a {kind}, has no length: give it __len__") from None
+        self.last_order: tuple[int, list[int]] = -1, []  # a sampler's, and its epoch
+        if self.sampler is not None or self.batch_sampler is not None:
+            order = self._sampled(0)
+            if order != self._sampled(0):
+                why = "let it draw from torch's default generator, which is seeded for each epoch, or by set_epoch"
+                raise UsageError(f"the sampler gives another order when it is asked again, as after a restart: {why}")
+            self.sample_count, self.order_digest = len(order), digest_of([order])
         self._check_samples(self.sample_count)
 
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
@@ -69,9 +77,35 @@ class MapLoader(Loader):
         is_last = self.sample_count is not None and step == len(self) - 1
         return Step(len(indices), is_last, collated)
 
+    def order(self, epoch: int) -> Sequence[int]:
+        """The dataset's indices in the order of an epoch; UsageError if a sampler gives another number of them."""
+        if self.order_digest is None:
+            return epoch_order(self.sample_count or 0, self.shuffle, self.seed, epoch)
+        if self.last_order[0] != epoch:
+            self.last_order = epoch, self._sampled(epoch)
+        count = len(self.last_order[1])
+        if count != self.sample_count:
+            raise UsageError(f"the sampler gives {count} indices for epoch {epoch}, not {self.sample_count} as first")
+        return self.last_order[1]
+
+    def _sampled(self, epoch: int) -> list[int]:
+        sampler: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
+        with states_kept():
+            seed(self.seed, epoch)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            given = list(sampler)
+        if self.batch_sampler is not None:
+            sizes = [len(of_step) for of_step in given]
+            wrong = [n for n in sizes[:-1] if n != self.step_size] + [n for n in sizes[-1:] if n > self.step_size]
+            if wrong:
+                step = f"{self.step_size} ({self.microbatches} microbatches of {self.microbatch_size})"
+                raise UsageError(f"a list of the batch_sampler has {wrong[0]} indices, but a step {step}")
+            given = [index for of_step in given for index in of_step]
+        return [int(index) for index in given]
+
     def _indices(self, epoch: int, step: int) -> list[int]:
-        order = epoch_order(self.sample_count or 0, self.shuffle, self.seed, epoch)
-        return [int(index) for index in order[step * self.step_size : (step + 1) * self.step_size]]
+        return [int(index) for index in self.order(epoch)[step * self.step_size : (step + 1) * self.step_size]]
 
     def _collated(self, step: int, number: int, indices: list[int]) -> Any:
         whole = getattr(self.dataset, "__getitems__", None)
@@ -79,13 +113,15 @@ class MapLoader(Loader):
         return (self.collate or default_collate)(items)
 
     def _steps(self, epoch: int, first: int) -> tuple[Dataset[Step], Iterable[int]]:
+        if not self.kind:
+            self.order(epoch)  # here, not in each worker
         return _NumberedSteps(self, epoch), count(first) if self.sample_count is None else range(first, len(self))
 
 
 class FunctionLoader(MapLoader):
     """The loader of a function `make(step, microbatch, rng) -> (input, target)`, which has no end."""
 
-    kind, name = "function", "a function that makes microbatches"
+    kind, name, ends = "function", "a function that makes microbatches", False
 
     def __post_init__(self) -> None:
         """Check the arguments."""

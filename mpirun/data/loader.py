@@ -31,7 +31,8 @@ from schedgen.util.errors import UsageError
 T = TypeVar("T")
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Batch:
     """The microbatches that one rank reads of a step."""
 
     epoch: int
@@ -40,14 +41,21 @@ class Batch(NamedTuple):
     # known yet, `microbatch_size` each.
     samples: list[int]
     microbatches: dict[int, Microbatch]  # those that this rank reads
+    size: int  # samples of a microbatch, with padding
     loader: Loader | None = None  # the loader that made the batch; None: a script made it
     is_last: bool = False  # of its epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """TypeError: it is one thing, not an input and a target."""
+        raise TypeError(
+            "a loader gives batches, which have what this rank reads: `for batch in loader: run.step(batch)`; for the "
+            "samples themselves take a torch DataLoader, and run.step((input, target))"
+        )
 
     @property
     def is_padded_in_part(self) -> bool:
         """Whether a microbatch has both samples and padding."""
-        loader = self.loader
-        return loader is not None and loader.fills and any(0 < real < loader.microbatch_size for real in self.samples)
+        return any(0 < real < self.size for real in self.samples)
 
 
 class Step(NamedTuple):
@@ -70,12 +78,17 @@ def deal(samples: Sequence[T], size: int, microbatches: int, fill: bool = True) 
     return [[samples[place % len(samples)] for place in places] for places in dealt]
 
 
+def real_samples(samples: int, size: int, microbatches: int) -> list[int]:
+    """By microbatch of a step with so many samples, how many of its `size` are no padding."""
+    return [min(size, max(0, samples - size * number)) for number in range(microbatches)]
+
+
 @dataclass(eq=False)
 class Loader(ABC):
-    """The batches of a dataset: an iteration goes through the rest of the epoch, the next one through the next epoch.
+    """The batches of a dataset: an iteration goes through an epoch, the next one through the next epoch.
 
-    Only one iteration at a time. Leaving one ends its processes; the next one, or a restart, continues after the last
-    batch that was trained on: later batches are returned again, unless the iteration was exhausted.
+    Only one iteration at a time. Leaving one ends its processes. If a batch of it was trained on, the next one begins
+    with the first batch of the next epoch; after a restart it goes on behind the last batch that was trained on.
 
     UsageError if an argument is wrong, or the dataset has no step.
 
@@ -88,6 +101,8 @@ class Loader(ABC):
                   leaves the step out
     collate       a list of samples -> a microbatch, instead of torch's default_collate
     fills         a microbatch that an epoch's last samples fill in part is padded; False: it has these alone
+    sampler       the dataset's indices in the order of an epoch, instead of `shuffle`
+    batch_sampler lists of such indices, each of a step
     """
 
     dataset: Any
@@ -102,12 +117,18 @@ class Loader(ABC):
     last: str = "pad"
     collate: Callable[[list[Any]], Any] | None = None
     fills: bool = True
+    sampler: Iterable[int] | None = None
+    batch_sampler: Iterable[Sequence[int]] | None = None
     sample_count: int | None = field(init=False, default=None)  # samples of an epoch; None: not known
     epoch: int = field(init=False, default=0)  # of the batch after the last one that was trained on
     step: int = field(init=False, default=0)  # of this batch, in its epoch
+    restored: bool = field(init=False, default=False)  # whether that is still the position of a checkpoint
+    order_digest: str | None = field(init=False, default=None)  # of a sampler's first epoch; None: there is no sampler
+    compared: int = field(init=False, default=-1)  # the last epoch of which ranks have compared a sampler's order
 
     kind: ClassVar[str] = ""  # of a dataset with an order of its own, whose number of samples is not known
     name: ClassVar[str]  # of such a dataset, in sentences
+    ends: ClassVar[bool] = True  # whether it has epochs
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -120,8 +141,11 @@ class Loader(ABC):
                 raise UsageError(f"the loader's {name} is {value}: it should be a whole number of {least} at least")
         if self.last not in ("pad", "drop"):
             raise UsageError(f"last: {self.last!r} is neither 'pad' nor 'drop': all microbatches have one shape")
-        if self.shuffle and self.kind:
+        orders = [self.shuffle, self.sampler is not None, self.batch_sampler is not None]
+        if any(orders) and self.kind:
             raise UsageError(f"{self.name} cannot be shuffled: its samples come in its own order")
+        if sum(orders) > 1:
+            raise UsageError("shuffle, sampler and batch_sampler each say the order of samples: give one of them")
         self.step_size = self.microbatch_size * self.microbatches  # samples
 
     def __len__(self) -> int:
@@ -138,6 +162,8 @@ class Loader(ABC):
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches; an exception of the dataset is raised from here, with its own message and traceback."""
+        if self.step and self.ends and not self.restored:  # the last iteration was left within the epoch
+            self.epoch, self.step = self.epoch + 1, 0
         with closing(self._batches()) as batches:
             for batch in batches:
                 yield batch
@@ -147,7 +173,8 @@ class Loader(ABC):
     def trained(self, batch: Batch) -> None:
         """Move the position behind this batch, but never back: a script may train again on a batch that it has kept."""
         after = (batch.epoch + 1, 0) if batch.is_last else (batch.epoch, batch.number + 1)
-        self.epoch, self.step = max((self.epoch, self.step), after)
+        if after > (self.epoch, self.step):
+            (self.epoch, self.step), self.restored = after, False
 
     @abstractmethod
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
@@ -171,10 +198,10 @@ class Loader(ABC):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of a `state()`; UsageError if other samples would follow."""
         for name, value in self._unchanging().items():
-            if state[name] != value:
+            if state.get(name) != value:
                 raise UsageError(
-                    f"the data of the checkpoint has {name} {state[name]}, but the loader {value}: other samples would "
-                    "follow"
+                    f"the data of the checkpoint has {name} {state.get(name)}, but the loader {value}: other samples "
+                    "would follow"
                 )
         samples = state["step"] * state["microbatches"] * state["microbatch_size"]
         step, rest = divmod(samples, self.step_size)
@@ -183,7 +210,7 @@ class Loader(ABC):
                 f"the data of the checkpoint goes on after {samples} samples of an epoch, which is in the middle of a "
                 f"step of {self.step_size} ({self.microbatches} microbatches of {self.microbatch_size})"
             )
-        self.epoch, self.step = state["epoch"], step
+        self.epoch, self.step, self.restored = state["epoch"], step, True
         if self.sample_count is not None and step >= len(self):  # where steps are larger, or the last is dropped now
             self.epoch, self.step = self.epoch + 1, 0
 
@@ -198,6 +225,7 @@ class Loader(ABC):
             "samples": self.kind if self.sample_count is None else self.sample_count,
             "shuffle": self.shuffle,
             "seed": self.seed,
+            "sampler": self.order_digest,
         }
 
     def _check_samples(self, samples: int) -> None:
@@ -211,6 +239,7 @@ class Loader(ABC):
 
     def _batches(self) -> Generator[Batch, None, None]:
         epoch, first, samples = self.epoch, self.step, 0
+        size = self.microbatch_size if self.fills else 0
         with closing(self._made(*self._steps(epoch, first))) as made_steps:
             for number in count(first):
                 with states_kept():
@@ -219,7 +248,7 @@ class Loader(ABC):
                     if made is None or (self.last == "drop" and samples < self.step_size):
                         break
                     mine = {mb: self._microbatch(mb, samples, of_mb) for mb, of_mb in made.collated.items()}
-                yield Batch(epoch, number, self._real(samples), mine, self, made.is_last)
+                yield Batch(epoch, number, self._real(samples), mine, size, self, made.is_last)
                 if made.is_last:
                     return
         if first == 0:
@@ -230,9 +259,7 @@ class Loader(ABC):
         yield from self._batches()
 
     def _real(self, samples: int) -> list[int]:
-        """By microbatch of a step with so many samples, how many of its own are no padding."""
-        size = self.microbatch_size
-        return [min(size, max(0, samples - begin)) for begin in range(0, self.step_size, size)]
+        return real_samples(samples, self.microbatch_size, self.microbatches)
 
     def _microbatch(self, number: int, samples: int, collated: Any) -> Microbatch:
         """A microbatch of a step from its collated samples; `samples`: of the step, without padding."""

@@ -151,7 +151,7 @@ def _local_stages(
             is_given=_has_values(setup.model.stages[index]),
             call=setup.model.origin.call,
         )
-        stages[index].tied_to_earlier = setup.model.tied_to_earlier(index, stages[index].names)
+        stages[index].outside_norm = setup.model.tied_to_earlier(index, stages[index].names)
     return dict(sorted(stages.items())), digests
 
 

@@ -141,14 +141,15 @@ class GradNorms:
     ) -> Callable[[np.ndarray], None]:
         """A function that writes this rank's numbers of a unit to their positions; `gradients`: of the unit's pieces.
 
-        It leaves out tied parameters that an earlier stage also has: the earlier stage contributes their norms.
+        It leaves out parameters that no optimizer has, and tied ones that an earlier stage also has, which contributes
+        their norms.
         `added`: numbers to add to the norms of an undivided stage, by parameter, shape (parameters,).
         """
         pairs = zip(self.by_unit.get(unit, []), [x for x in gradients if x.numel()], strict=True)
         own = [
             (entry, x)
             for entry, x in pairs
-            if entry.rank == self.rank and stage.names[entry.parameter] not in stage.tied_to_earlier
+            if entry.rank == self.rank and stage.names[entry.parameter] not in stage.outside_norm
         ]
         whole = [x for entry, x in own if not entry.has_sums]
         positions = [entry.positions.start for entry, _ in own if not entry.has_sums]

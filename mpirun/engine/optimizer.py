@@ -18,7 +18,7 @@ from schedgen.util.errors import UsageError, clip
 
 
 class Optimizer:
-    """One torch optimizer for every unit that a rank owns: a stage, or a shard of its weights."""
+    """The torch optimizers of every unit that a rank owns: a stage, or a shard of its weights."""
 
     def __init__(self, recipe: Recipe, model: Model, stages: Mapping[int, LocalStage], seed: int = 0) -> None:
         """`stages`: those of which the rank owns all weights or some shards. UsageError if the recipe fails.
@@ -32,6 +32,7 @@ class Optimizer:
             (index, shard): _new_parameters(stage, shard) for index, stage in stages.items() for shard in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
+        self.left_out: set[str] = set()  # the names of parameters that no optimizer has
         # Parameters of modules, and the weights that their `data` are, except within a step.
         self.views: list[tuple[nn.Parameter, Tensor]] = [
             pair
@@ -40,18 +41,22 @@ class Optimizer:
             for pair in zip(stage.parameters, stage.views(stage.weights), strict=True)
         ]
         for unit, parameters in self.parameters.items():
-            named = _named(model, stages[unit[0]], unit[1], parameters)
             if parameters:
-                self.by_unit[unit] = recipe.make(named, seed, unit[1])
+                stage = stages[unit[0]]
+                made = recipe.make(_named(model, stage, unit[1], parameters), seed, unit[1])
+                self.left_out |= made.left_out
+                stage.outside_norm |= {n for n in stage.names if model.entry_name(stage.index, n) in made.left_out}
+                if made.optimizers:
+                    self.by_unit[unit] = made
         # The stage, or version of it, that a unit's parameters point to now; the views of its weights and gradients.
         self.points_to: dict[Unit, tuple[LocalStage, list[Tensor], list[Tensor]]] = {}
         self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
 
     @property
-    def name(self) -> str | None:
-        """The name of the torch optimizer's class, as checkpoints record it; None if this rank has none."""
-        kinds = [type(made.optimizer) for made in self.by_unit.values()]
-        return f"{kinds[0].__module__}.{kinds[0].__qualname__}" if kinds else None
+    def names(self) -> set[str]:
+        """The names of the torch optimizers' classes, as checkpoints record them."""
+        kinds = {type(each) for made in self.by_unit.values() for each in made.optimizers}
+        return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
 
     def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
         """Add a pass's gradients to those of earlier passes; in the last pass the sums replace the buffers' totals."""
@@ -69,7 +74,7 @@ class Optimizer:
         """The optimizer's state for each parameter of a unit, or piece of one, by torch's names (exp_avg, ...)."""
         if unit not in self.by_unit:
             return []
-        by_parameter = self.by_unit[unit].optimizer.state
+        by_parameter = {x: kept for each in self.by_unit[unit].optimizers for x, kept in each.state.items()}
         return [
             {key: value for key, value in by_parameter.get(parameter, {}).items() if value is not None}
             for parameter in self.parameters[unit]
@@ -79,25 +84,26 @@ class Optimizer:
         """UsageError if an optimizer's state_dict has something that checkpoints lack."""
         for made in self.by_unit.values():
             if names := made.kept_elsewhere():
-                what = f"the optimizer {type(made.optimizer).__name__} keeps {clip(', '.join(names))}"
+                kinds = " and ".join(type(each).__name__ for each in made.optimizers)
+                what = f"the optimizer {kinds} keeps {clip(', '.join(names))}"
                 raise UsageError(f"{what}: checkpoints have only what it keeps in `state` by parameter")
 
     def restore(self, unit: Unit, state: Sequence[dict[str, Any]]) -> None:
         """Set the state of a unit to what `state` returned."""
         if unit not in self.by_unit:
             return
-        optimizer = self.by_unit[unit].optimizer
         by_parameter = {id(parameter): values for parameter, values in zip(self.parameters[unit], state, strict=True)}
-        in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        by_index = {index: by_parameter[id(parameter)] for index, parameter in enumerate(in_groups)}
-        by_index = {index: values for index, values in by_index.items() if values}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
-        for index, values in by_index.items():
-            loaded = optimizer.state[in_groups[index]]
-            for key, cast in loaded.items():  # torch casts all but the step to the parameter's type
-                value = values.get(key)
-                if key != "step" and isinstance(value, Tensor) and isinstance(cast, Tensor):
-                    loaded[key] = value.to(cast.device)
+        for optimizer in self.by_unit[unit].optimizers:
+            in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            by_index = {index: by_parameter[id(parameter)] for index, parameter in enumerate(in_groups)}
+            by_index = {index: values for index, values in by_index.items() if values}
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
+            for index, values in by_index.items():
+                loaded = optimizer.state[in_groups[index]]
+                for key, cast in loaded.items():  # torch casts all but the step to the parameter's type
+                    value = values.get(key)
+                    if key != "step" and isinstance(value, Tensor) and isinstance(cast, Tensor):
+                        loaded[key] = value.to(cast.device)
 
     def take_assigned(self) -> None:
         """Copy what another Engine has assigned to `data` of a module's parameters into the weights.
@@ -114,6 +120,8 @@ class Optimizer:
 
     def rate(self, step: int) -> float:
         """The learning rate of `step` on this rank: that of its first unit's first parameter group."""
+        if not self.by_unit:
+            return 0.0
         first = next(iter(self.by_unit.values()))
         first.set_rate(step)
         return first.rate

@@ -1,14 +1,16 @@
 """What a step does with gradients: the optimizer, made by a factory, its learning rate by step, and clipping.
 
-A factory makes one torch optimizer for the parameters that it is given: on a rank those of one unit that the rank owns
-(a stage, or a shard of its weights), in the single process of --verify those of the whole model.
+A factory makes torch optimizers, one or a list, for the parameters that it is given: on a rank those of one unit that
+the rank owns (a stage, or a shard of its weights), in the single process of --verify those of the whole model. What no
+optimizer has is not trained.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +47,8 @@ class NamedParameter(NamedTuple):
     whole: bool
 
 
-Factory = Callable[[Sequence[NamedParameter]], torch.optim.Optimizer]
+Several = Sequence[torch.optim.Optimizer]
+Factory = Callable[[Sequence[NamedParameter]], torch.optim.Optimizer | Several]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Recipe:
     """An optimizer's factory, its learning rate, and gradient clipping.
 
     rate         of a step, counted from 0, for all parameter groups; None: the rate that the factory sets
-    scheduler    makes a torch scheduler for an optimizer, stepped once per step; None: there is none
+    scheduler    makes a torch scheduler for an optimizer, stepped once per step; None: there is none. It begins with
+                 the `rate` of the first step
     clip         the largest norm of the whole gradient; None: no limit
     settings     what checkpoints record, by option
     elementwise  the user says that the optimizer steps element by element
@@ -67,33 +71,36 @@ class Recipe:
     elementwise: bool = False
 
     def make(self, named: Sequence[NamedParameter], seed: int = 0, shard: int = -1) -> SteppedOptimizer:
-        """The optimizer of these parameters; UsageError if the factory does not make one for all of them.
+        """The optimizers of these parameters; UsageError if two of them have one, or one has others.
 
         `seed`: the run's, for optimizers that draw numbers; `shard`: of the stage's weights; -1: they are not divided.
         """
         made = self.factory(named)
-        held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
-        missing = [entry.name for entry in named if id(entry.parameter) not in held]
-        if missing:
-            raise UsageError(
-                f"the optimizer leaves out {clip(', '.join(missing))}: freeze what is not to be trained (requires_grad)"
-            )
-        rates = {str(options.get("lr")) for options in group_options(made)}
+        optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        names = {id(entry.parameter): entry.name for entry in named}
+        held = Counter(id(parameter) for group in groups_of(optimizers) for parameter in group["params"])
+        if held.keys() - names.keys():
+            raise UsageError("the optimizer has other parameters than it is given: take those of the NamedParameters")
+        if twice := [names[x] for x, count in held.items() if count > 1]:
+            raise UsageError(f"two of the optimizers have {clip(', '.join(twice))}")
+        rates = {str(options.get("lr")) for options in group_options(optimizers)}
         if self.rate is not None and len(rates) > 1:
             raise UsageError(
                 f"the optimizer's groups have the rates {clip(', '.join(sorted(rates)))}, but lr sets one for all of "
                 "them: leave lr out, and change them from step to step by scheduler="
             )
         if not all(entry.whole for entry in named):
-            self._check_pieces(named, made)
-        return SteppedOptimizer(self, made, derived_seed(seed, shard + 1, named[0].name))
+            self._check_pieces(named, optimizers)
+        left_out = {name for x, name in names.items() if x not in held}
+        return SteppedOptimizer(self, optimizers, derived_seed(seed, shard + 1, named[0].name), left_out)
 
-    def _check_pieces(self, named: Sequence[NamedParameter], made: torch.optim.Optimizer) -> None:
+    def _check_pieces(self, named: Sequence[NamedParameter], optimizers: Several) -> None:
         """UsageError unless pieces of parameters are stepped element by element, and with the options of the whole."""
         piece = next(entry.name for entry in named if not entry.whole)
-        if not (self.elementwise or type(made) in ELEMENTWISE):
+        others = [type(each).__name__ for each in optimizers if not (self.elementwise or type(each) in ELEMENTWISE)]
+        if others:
             raise UsageError(
-                f"several ranks divide {piece}, and {type(made).__name__} is none of torch.optim's classes that step "
+                f"several ranks divide {piece}, and {others[0]} is none of torch.optim's classes that step "
                 "element by element: say Engine(elementwise=True) if it does, or divide no weights (shards 1, tensor 1)"
             )
         wholes = [
@@ -101,8 +108,7 @@ class Recipe:
             for entry in named
             for x in [entry.parameter]
         ]
-        of_wholes = _options_by_name(replace(self, scheduler=None).make(wholes).optimizer, wholes)
-        if _options_by_name(made, named) != of_wholes:
+        if _options_by_name(optimizers, named) != _options_by_name(self.make(wholes).optimizers, wholes):
             raise UsageError(
                 f"the optimizer's groups have other options for pieces of parameters, as of {piece}, than for the "
                 "whole: choose them by the names and shapes of NamedParameters"
@@ -110,14 +116,17 @@ class Recipe:
 
 
 class SteppedOptimizer:
-    """A torch optimizer that is stepped with the learning rate of the step."""
+    """The torch optimizers of some parameters, which are stepped with the learning rate of the step."""
 
-    def __init__(self, recipe: Recipe, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        """`optimizer`: what the recipe's factory made; `seed`: equal on ranks that step copies of its parameters."""
-        self.recipe, self.optimizer, self.seed = recipe, optimizer, seed
-        self.options = group_options(optimizer)  # before the scheduler, which may change them from step to step
-        self.scheduler = None if recipe.scheduler is None else recipe.scheduler(optimizer)
-        self.scheduled = 0  # steps that the scheduler has taken
+    def __init__(self, recipe: Recipe, optimizers: Several, seed: int, left_out: set[str]) -> None:
+        """`optimizers`: what the recipe's factory made; `seed`: equal on ranks that step copies of its parameters.
+
+        `left_out`: the names of the parameters that none of them has.
+        """
+        self.recipe, self.optimizers, self.seed, self.left_out = recipe, optimizers, seed, left_out
+        self.options = group_options(optimizers)  # before the schedulers, which may change them from step to step
+        self.schedulers: list[LRScheduler] = []  # of the optimizers, from the first step on
+        self.scheduled = 0  # steps that the schedulers have taken
 
     def step(self, step: int, seed: Callable[[int], None] = seed_generators, update: int = 0) -> None:
         """Step with the learning rate of `step`, counted from 0, and the random numbers of its update number `update`.
@@ -126,34 +135,40 @@ class SteppedOptimizer:
         """
         self.set_rate(step)
         seed((self.seed + step * SPREAD + update) % 2**63)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def set_rate(self, step: int) -> None:
         """Set the learning rate of `step`."""
-        if self.recipe.rate is not None:
-            rate = self.recipe.rate(step)
-            for group in self.optimizer.param_groups:
+        recipe = self.recipe
+        if recipe.rate is not None and not self.schedulers:
+            rate = recipe.rate(step)
+            for group in groups_of(self.optimizers):
                 group["lr"] = rate
-        elif self.scheduler is not None and self.scheduled < step:
+        if recipe.scheduler is not None and not self.schedulers:
+            self.schedulers = [recipe.scheduler(optimizer) for optimizer in self.optimizers]
+        if self.schedulers and self.scheduled < step:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns if, after --resume, it is stepped before the optimizer
-                while self.scheduled < step:
-                    self.scheduler.step()
-                    self.scheduled += 1
+                for _ in range(self.scheduled, step):
+                    for scheduler in self.schedulers:
+                        scheduler.step()
+                self.scheduled = step
 
     def kept_elsewhere(self) -> list[str]:
-        """Names of what its state_dict has and checkpoints lack: options that steps change, and state of no parameter.
+        """Names of what a state_dict has and checkpoints lack: options that steps change, and state of no parameter.
 
         A scheduler changes options, too, again after a restart: with one they are not looked at.
         """
-        groups = [] if self.scheduler is not None else zip(self.options, group_options(self.optimizer), strict=True)
+        groups = [] if self.recipe.scheduler else zip(self.options, group_options(self.optimizers), strict=True)
         changed = {key for was, now in groups for key in now if key != "lr" and now[key] != was.get(key)}
-        return [*sorted(changed), *(f"state of {key}" for key in self.optimizer.state if not isinstance(key, Tensor))]
+        others = [f"state of {key}" for each in self.optimizers for key in each.state if not isinstance(key, Tensor)]
+        return [*sorted(changed), *others]
 
     @property
     def rate(self) -> float:
         """The learning rate of the first group, as it is now; 0 if it has none, as Adafactor may choose one itself."""
-        rate = self.optimizer.param_groups[0].get("lr")
+        rate = self.optimizers[0].param_groups[0].get("lr")
         return 0.0 if rate is None else float(rate)
 
 
@@ -164,21 +179,24 @@ def is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str)
 
 
-def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def group_options(optimizers: Several) -> list[dict[str, Any]]:
     """The options of each parameter group that has parameters; tensors of one element as numbers."""
-    groups = [group for group in optimizer.param_groups if group["params"]]
     return [
         {
             key: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
             for key, x in group.items()
             if key not in NO_OPTIONS
         }
-        for group in groups
+        for group in groups_of(optimizers)
     ]
 
 
-def _options_by_name(optimizer: torch.optim.Optimizer, named: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:
+def groups_of(optimizers: Several) -> list[dict[str, Any]]:
+    """The parameter groups that have parameters."""
+    return [group for each in optimizers for group in each.param_groups if group["params"]]
+
+
+def _options_by_name(optimizers: Several, named: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:
     names = {id(entry.parameter): entry.name for entry in named}
-    groups = [group["params"] for group in optimizer.param_groups if group["params"]]
-    options = zip(groups, group_options(optimizer), strict=True)
-    return {names[id(parameter)]: of_group for parameters, of_group in options for parameter in parameters}
+    options = zip(groups_of(optimizers), group_options(optimizers), strict=True)
+    return {names[id(parameter)]: of_group for group, of_group in options for parameter in group["params"]}

@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import refusing
 from mpirun.comm.fail_together import Stop, first_difference
-from mpirun.data.dataset_loaders import FunctionLoader
+from mpirun.data.dataset_loaders import FunctionLoader, MapLoader
 from mpirun.data.loader import Batch, Loader
+from mpirun.data.values import digest_of
 from mpirun.engine.recipe import Factory, Recipe, is_plain
 from mpirun.training.schedule_and_model import is_scheme
 from schedgen.util.errors import UsageError, clip
@@ -55,8 +56,8 @@ def make_recipe(
     """The optimizer, its rate and clipping, as `Engine` takes them; UsageError if one is wrong or two conflict."""
     if isinstance(optimizer, Recipe):
         return optimizer
-    if lr is not None and scheduler is not None:
-        raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
+    if callable(lr) and scheduler is not None:
+        raise UsageError("lr and scheduler both say what the rate of a step is: give a number as lr, or one of them")
     is_number = isinstance(lr, Real) and not isinstance(lr, bool)
     if lr is not None and not callable(lr) and not (is_number and 0 <= lr < math.inf):
         raise UsageError(f"lr should be a number of at least 0, or a function of the step, not {lr!r}")
@@ -75,8 +76,8 @@ def make_recipe(
     rate = None if lr is None else rate_of
     made: Any = optimizer or torch.optim.AdamW
     if not callable(made):
-        what = f"an object of {type(made).__name__}"
-        raise UsageError(f"optimizer: give a class, or a function of a list of NamedParameters, not {what}")
+        ways = "a class, partial(torch.optim.SGD, lr=0.1), or a function of a list of NamedParameters"
+        raise UsageError(f"optimizer: give {ways}, not an object of {type(made).__name__}")
     kind = made.func if isinstance(made, partial) else made
     of_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     factory: Factory = (lambda named: made([entry.parameter for entry in named])) if of_class else made
@@ -97,6 +98,15 @@ def check_batches(loader: object, batches: int | None) -> None:
     tensors = isinstance(loader, tuple) and any(isinstance(x, Tensor) for x in loader)
     if tensors or isinstance(loader, Mapping | Batch):
         raise UsageError("this is one batch: give a list of batches, or what loader(...) returns")
+
+
+def check_same_order(comm: MPI.Intracomm, loader: Loader | None, epoch: int) -> None:
+    """Stop if ranks have different orders of an epoch from a sampler. Collective."""
+    if isinstance(loader, MapLoader) and loader.order_digest is not None and loader.compared != epoch:
+        loader.compared = epoch
+        if (difference := first_difference(comm, {epoch: digest_of([loader.order(epoch)])})) is not None:
+            where = "ranks {1} and {2} have got different orders of epoch {0} from the sampler".format(*difference)
+            raise Stop(f"{where}: it should give all ranks' samples, of which each takes its own, on every rank")
 
 
 def options_to_compare(given: Mapping[str, Any]) -> dict[str, Any]:

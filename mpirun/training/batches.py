@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import torch.utils._pytree as pytree
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, first_difference, together
-from mpirun.data.chunks import chunk, sample_count, spans
-from mpirun.data.loader import Batch
+from mpirun.data.chunks import chunk, repeated, sample_count, spans
+from mpirun.data.loader import Batch, real_samples
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, digest, input_and_target, plain
 from mpirun.data.values import copy_of, digest_of, named_leaves
 from mpirun.model.contract import Model, Pair
@@ -47,11 +48,11 @@ class StepBatches(MicrobatchSource):
             total = sum(weights)
             divisors = [total / weight if weight else math.inf for weight in weights]
             weighted = {mb: _weighted(made, divisors[mb]) for mb, made in batch.microbatches.items()}
-            batch = batch._replace(microbatches=weighted)
+            batch = replace(batch, microbatches=weighted)
         self.step, self.current = step, batch.microbatches
         if keep:  # copies: the script may change the tensors of its batch after the step
             copies = copy_of(dict(batch.microbatches)) if batch.loader is None else {}
-            self.kept[step] = batch._replace(microbatches=copies)
+            self.kept[step] = replace(batch, microbatches=copies)
             if weights is not None:
                 self.divisors[step] = divisors
 
@@ -139,21 +140,28 @@ def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, pass
     return [number * header.microbatches + mb for number in range(passes) for mb in numbers]
 
 
-def whole_batch(data: Any, count: int, pair: Pair, uneven: bool = False) -> Batch:
+def whole_batch(data: Any, count: int, pair: Pair, size: int | None = None, uneven: bool = False) -> Batch:
     """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError if it cannot be cut.
 
-    `uneven`: they may differ by a sample; one without samples is padding.
+    size    samples of a microbatch at least, to which the batch is padded; None: it may not be padded
+    uneven  microbatches may differ by a sample; one without samples is padding
     """
     data = plain((data,) if isinstance(data, torch.Tensor) else data)
     input_and_target(data, "the batch should be a pair (input, target), (input,) or a mapping, not")
     samples = sample_count(data)
-    if samples < 1 or (samples % count and not uneven):
+    if samples < 1 or (samples % count and size is None and not uneven):
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size: {SMALLER}")
-    sizes = [span.stop - span.start for span in spans(samples, count)]
+    size = 0 if uneven else max(size or 0, -(-samples // count))
+    real = [span.stop - span.start for span in spans(samples, count)]
+    if not uneven:
+        real = real_samples(samples, size, count)
+    if samples < size * count:
+        data = repeated(data, samples, size * count)
     microbatches = {}
-    for number, (part, size) in enumerate(zip(chunk(data, count, samples), sizes, strict=True)):
+    for number, part in enumerate(chunk(data, count, max(samples, size * count))):
         inputs, target = pair(part)
         leaves, names = named_leaves(inputs)
-        divisor = samples / size if size else math.inf
-        microbatches[number] = Microbatch(leaves, target, divisor, max(size, 1), int(not size), names)
-    return Batch(0, 0, sizes, microbatches)
+        divisor = samples / real[number] if real[number] else math.inf
+        full = size or max(real[number], 1)
+        microbatches[number] = Microbatch(leaves, target, divisor, full, full - real[number], names)
+    return Batch(0, 0, real, microbatches, size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.export import check_new, whole_state
 from mpirun.checkpoint.export import export as write_export
+from mpirun.checkpoint.reader import load_whole
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.run_comm import RunComm
 from mpirun.data.dataset_loaders import MapLoader, loader_class
@@ -40,6 +41,7 @@ from mpirun.training.arguments import (
     Optimizers,
     check_batches,
     check_same_options,
+    check_same_order,
     directory_of,
     make_recipe,
     options_to_compare,
@@ -52,7 +54,7 @@ from mpirun.training.saving import Checkpoints, beside
 from mpirun.training.schedule_and_model import ORDER, SIZES, Given, Models, load
 from mpirun.training.session import Result, Session, is_compared
 from mpirun.training.shapes import Shapes, check_loss_weight
-from mpirun.training.tensorboard_log import Log, make_log
+from mpirun.training.tensorboard_log import Log, make_log, step_numbers
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
 from schedgen.util.option_fields import checked
@@ -76,17 +78,21 @@ class Engine(OpenRun):
     loss_weight   target -> what a microbatch's loss is a mean over, if not over samples: say, the number of tokens
                   that count. The loss and the metrics of a step are then means over that
     example       one microbatch, a pair (input, target) or a mapping: its shapes and types matter, not its values
-    optimizer     a class, such as torch.optim.Adam, or a list of NamedParameters -> a torch optimizer of them all;
-                  None: torch.optim.AdamW
+    optimizer     a class, such as torch.optim.Adam, or a list of NamedParameters -> a torch optimizer or a list of
+                  them; what they leave out is not trained by this Engine. None: torch.optim.AdamW. A function is called
+                  for each stage, or shard of one, that a rank owns, when the Engine is built
     elementwise   the optimizer steps element by element, so that it may step pieces; known of torch's own classes
     lr            the learning rate of all parameter groups, or a function of the step, counted from 0; None: those of
                   the optimizer
-    scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step
+    scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step. It is called in the first
+                  step, for each torch optimizer, whose rate is then `lr`, if that is a number
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
     buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
                   microbatches of a step; empty: microbatches have one shape, those of a bare module any
-    log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
-                  to which they are written for TensorBoard
+    log           is called on rank 0 with the number of steps done and a step's numbers by name, or those of an
+                  evaluation ("eval/loss"); or a directory, to which they are written for TensorBoard
+    peak_flops    the most operations a second of a rank's device: `log` gets the used share of it, `mfu`, where a step
+                  counts 6 operations for each trained parameter and token
     export        the directory that `export` will write; it is refused at once if it is not empty
     comm          the ranks; None: all
 
@@ -117,6 +123,7 @@ class Engine(OpenRun):
         weights: str | os.PathLike[str] | None = None,
         buckets: Sequence[int] = (),
         log: Log | str | os.PathLike[str] | None = None,
+        peak_flops: float | None = None,
         export: str | os.PathLike[str] | None = None,
         comm: MPI.Intracomm | None = None,
         **options: Any,
@@ -150,13 +157,14 @@ class Engine(OpenRun):
                 self._schedule = str(Path(schedule).absolute())
             self.session = session = Session(comm, file, use.timeout, use.verify)
             session.end_with_script()
+            self.state = session.state  # what `save` writes besides, and `resume` reads
             self._shapes = together(comm, lambda: Shapes(comm, buckets, self._model, session.header))
             together(comm, lambda: check_loss_weight(loss_weight, self._model, session.header))
             self._loss_weight = loss_weight
             expanded = together(comm, lambda: expanded_model(self._model, session.header))
             self._reads = read_by(session.instructions, session.header, expanded, use.accumulate)
             self._count = session.header.microbatches * use.accumulate  # microbatches of a step
-            self._log = on_rank_0(comm, lambda: make_log(log, self._ending))
+            self._log, self._peak_flops = on_rank_0(comm, lambda: make_log(log, self._ending)), peak_flops
             if example is not None:
                 one = together(comm, lambda: whole_batch(example, 1, self._model.origin.pair))
                 self._build(shared(comm, one.microbatches[0]))
@@ -169,6 +177,11 @@ class Engine(OpenRun):
         """This process's number among the ranks, from 0."""
         return self.comm.rank
 
+    def print(self, *values: Any, **options: Any) -> None:
+        """Python's `print`, on rank 0 alone."""
+        if self.rank == 0:
+            print(*values, **options)
+
     @collective
     def loader(
         self,
@@ -180,6 +193,8 @@ class Engine(OpenRun):
         workers: int = 0,
         last: str = "pad",
         collate: Callable[[list[Any]], Any] | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
     ) -> Loader:
         """The batches of a dataset, of which this rank makes the microbatches that its list reads.
 
@@ -191,18 +206,24 @@ class Engine(OpenRun):
         workers          processes that load samples ahead; 0: this one loads them, between the steps
         last             what to do with an epoch's last samples if they do not fill a step: "pad" or "drop"
         collate          makes a batch from a list of items; None: torch's default
+        sampler          gives the dataset's indices in the order of an epoch, the same on all ranks: torch's generators
+                         are seeded for the epoch, and its `set_epoch(epoch)` is called, if it has one
+        batch_sampler    gives lists of indices, each of a step; the last alone may have fewer
         """
         loader = together(
             self.comm,
             lambda: loader_class(dataset)(
                 dataset, microbatch_size, self._count, self._reads, self._model.origin.pair,
                 shuffle=shuffle, seed=self._options.seed if seed is None else seed,
-                workers=workers, last=last, collate=collate, fills=not self._shapes.any,
+                workers=workers, last=last, collate=collate, sampler=sampler, batch_sampler=batch_sampler,
+                fills=not self._shapes.any,
             ),
         )  # fmt: skip
         options = {"shuffle": shuffle, "seed": loader.seed, "last": last, "collate": collate}
+        options |= {"sampler": sampler, "batch_sampler": batch_sampler}
         samples = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
         check_same_options(self.comm, {**samples, **options})
+        check_same_order(self.comm, loader, 0)
         if isinstance(loader, MapLoader):  # a stream is not read ahead: it may be read only once
             first = on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
             if self._prepared is None:
@@ -227,13 +248,12 @@ class Engine(OpenRun):
         session = self._running
         compared = is_compared(session.steps - session.begun)
         given = None if batch is None else self._batch(batch, f"step {session.steps + 1}", compared)
-        weights, tokens = self._begun.take(given)
-        result = session.step(weights, tokens)
+        weights, samples, tokens = self._begun.take(given)
+        result = session.step(weights, samples, tokens)
         if given is not None and given.loader is not None:
             given.loader.trained(given)
-        numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         if self._log is not None:
-            self._log(session.steps, numbers)
+            self._log(session.steps, step_numbers(session, result, self._peak_flops))
         if result.leave and leave:
             self.checkpoints.leave()
         return result
@@ -245,9 +265,13 @@ class Engine(OpenRun):
         It begins with the epoch's first batch, and leaves the loader's position alone. A list of batches,
         such as pairs (input, target), may replace the loader. A loader of a function has no end: it needs `batches`.
         """
-        return self._over(
+        found = self._over(
             loader, batches, lambda session, given: evaluate(session, given, self._loss_weight), scores=True
         )
+        if self._log is not None:
+            numbers = {"loss": found.loss, **found.metrics}
+            self._log(self.steps, {f"eval/{name}": value for name, value in numbers.items()})
+        return found
 
     @collective
     def predict(
@@ -286,13 +310,21 @@ class Engine(OpenRun):
         self._running.end_trace()
 
     @collective
-    def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        data: Loader | None = None,
+        keep: int = 3,
+        state: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
         The newest `keep` checkpoints are kept. A run saves to one directory, which is new or the one it resumed from.
         After steps that would be lost, a folder that cannot be used is replaced by one beside it, with a note. SIGTERM
-        saves as the last call did.
+        saves as the last call did. The dict `run.state` is saved, too, after an update by `state`: numbers, strings and
+        tensors, in lists and dicts, of each rank its own.
         """
+        self.state.update(state or {})
         return self.checkpoints.save(directory, data, keep)
 
     @collective
@@ -300,6 +332,8 @@ class Engine(OpenRun):
         """Continue from the newest whole checkpoint: weights, optimizer, step, and the position in `data`.
 
         Returns False if the directory has no checkpoint. In its place, a checkpoint that was found there, or None.
+        `run.state` gets what was saved of it, with tensors on the CPU. On another number of ranks that is possible if
+        all ranks had the same.
         """
         return self._built.checkpoints.resume(directory, data)
 
@@ -325,6 +359,18 @@ class Engine(OpenRun):
         session = self._begun.session
         with session.model_values():
             return whole_state(session.part)
+
+    @collective
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Give the whole model the values that rank 0 passes, by its own names, as `state_dict` returns them.
+
+        What the other ranks pass does not matter. The optimizer keeps its state.
+        """
+        session = self._built.session
+        refuse(self.comm, session.verifies, "load_state_dict: verify repeats all steps: load before the Engine is made")
+        session.interpreter.optimizer.take_assigned()
+        load_whole(session.part, state)
+        session.loaded()
 
     @collective
     def verify(self, tolerance: float | None = None) -> bool:
@@ -376,14 +422,15 @@ class Engine(OpenRun):
             self._running, self._model, self._options, self._recipe, self.host, source, self._shapes, self._loss_weight
         )
 
-    def _batch(self, batch: Any, name: str, compared: bool) -> Batch:
+    def _batch(self, batch: Any, name: str, compared: bool, size: int | None = None) -> Batch:
         """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
 
         `compared`: Stop, too, if ranks have made different ones themselves; `name`: of the batch, for the message.
+        `size`: of a microbatch, to which a script's own batch is padded; None: it may not be.
         """
         if not isinstance(batch, Batch):
             pair, uneven = self._model.origin.pair, self._shapes.any
-            batch = together(self.comm, lambda: whole_batch(batch, self._count, pair, uneven))
+            batch = together(self.comm, lambda: whole_batch(batch, self._count, pair, size, uneven))
             if compared:
                 check_same_batch(self.comm, batch, name)
         if len(batch.samples) != self._count:
@@ -392,6 +439,7 @@ class Engine(OpenRun):
             others = list(batch.loader.reads) != self._reads
             refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
+        check_same_order(self.comm, batch.loader, batch.epoch)
         if self._prepared is None:
             self._build(first_microbatch(self.comm, batch))
         return batch
@@ -412,9 +460,11 @@ class Engine(OpenRun):
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
+            size = 0  # of a microbatch: a script's smaller last batch is padded
             for number, given in enumerate(islice(self.generators.items(loader), batches)):
                 name = f"batch {number + 1}"
-                batch = self._batch(given, name, is_compared(number))
+                batch = self._batch(given, name, is_compared(number), size)
+                size = batch.size
                 yield self._begun.evaluator(batch, shapes.of(batch, name), padded, scores), batch
 
         whole = loader.from_the_start() if isinstance(loader, Loader) else contextlib.nullcontext()

@@ -66,6 +66,12 @@ def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[
         )
 
 
+def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> None:
+    """Name the parameters that no optimizer has; `names`: those of this rank. Collective."""
+    if left_out := sorted(set().union(*comm.gather(names) or ())):
+        note(comm, f"the optimizer leaves out {listed(left_out)}: this Engine does not train them")
+
+
 def note_uncaptured(comm: MPI.Intracomm, graphs: JobGraphs | None) -> None:
     """Name, once and as soon as it is known, the stages that are not captured as graphs, and why. Collective."""
     if graphs is None or graphs.told or not graphs.looked:

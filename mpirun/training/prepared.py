@@ -69,7 +69,8 @@ class Prepared:
             on_rank_0(session.comm, lambda: check_weights(model))
             setup = self._set_up(session.header, model, source)
             example = source.example
-            self._own = [1 / source.count] * source.count, source.count * tokens(example)
+            count = source.count
+            self._own = [1 / count] * count, count * example.size, count * tokens(example)
             session.build(setup)
         note_state(session.comm, setup, source.count)
         # Why padding cannot be removed from outputs, where they are the same in training and in evaluation.
@@ -82,8 +83,8 @@ class Prepared:
         self.evaluators: dict[Shape, Evaluator] = {}
         self.checkpoints = Checkpoints(session)
 
-    def take(self, batch: Batch | None) -> tuple[list[float], int]:
-        """Take the next step's batch; returns its losses' weights in the step's, and the elements of its targets.
+    def take(self, batch: Batch | None) -> tuple[list[float], int, int]:
+        """Take the next step's batch; returns its losses' weights in the step's, its samples, elements of its targets.
 
         None: the model makes the microbatches itself.
         """
@@ -101,7 +102,7 @@ class Prepared:
         if isinstance(batch.loader, FunctionLoader):
             if any(microbatch.size != size for microbatch in own):
                 raise UsageError(f"a function that makes microbatches should give {size} samples each, as at first")
-            batch = batch._replace(samples=[size] * len(batch.samples))
+            batch = replace(batch, samples=[size] * len(batch.samples))
         if min(batch.samples) < (max(batch.samples) if self.shapes.any else size):
             check_padding(session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
@@ -109,11 +110,12 @@ class Prepared:
             note_ignored_labels(session.comm, batch)
             self.labels_are_checked = True
         source.give(session.steps, batch, session.verifies, weights)
-        count = sum(batch.samples) * of_shape.tokens
+        samples = sum(batch.samples)
+        count = samples * of_shape.tokens
         if self.shapes.any:
             count = sum(tokens(microbatch) for microbatch in own if microbatch.padding < microbatch.size)
             count = count if batch.loader is None else session.comm.allreduce(count)
-        return shares(batch.samples if weights is None else weights), count
+        return shares(batch.samples if weights is None else weights), samples, count
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
         """Make the session step with the interpreter of this shape.

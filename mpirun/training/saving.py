@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from mpirun.checkpoint.disk_format import Manifest
+from mpirun.checkpoint.disk_format import Manifest, read_state, state_bytes
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.checkpoint.writer import CheckpointWriter
 from mpirun.comm.fail_together import Stop, refuse, together
@@ -85,6 +85,7 @@ class Checkpoints:
             unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
             refuse(run.comm, not position, unsaved)
             together(run.comm, lambda: data.restore(position))
+        run.state.update(together(run.comm, lambda: read_state(manifest, run.comm.rank, run.comm.size)))
         run.interpreter.optimizer.take_assigned()
         self.writer.resume(manifest)
         self.resumed = manifest.directory
@@ -122,6 +123,7 @@ class Checkpoints:
 
         Running statistics are then those of the checkpoint on every rank, as after a restart.
         """
+        state = together(self.session.comm, lambda: state_bytes(self.session.state))
         self.last, run = saving, self.session
         self.writer.settings.pop("loader", None)
         if saving.data is not None:
@@ -129,7 +131,7 @@ class Checkpoints:
         share_buffers(run.part)
         run.interpreter.optimizer.take_assigned()
         with run.watchdog.phase(SAVING):
-            return self.writer.save(run.steps, saving.keep)
+            return self.writer.save(run.steps, saving.keep, state)
 
     def leave(self) -> None:
         """Save as last, and end all ranks."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.model.stage_shape import StageShape
-from mpirun.training.notes import note_uncaptured, note_unreached
+from mpirun.training.notes import note_left_out, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification
@@ -54,6 +55,7 @@ class Result:
     lr         the learning rate of the first parameter group; 0 if it has none, or where nothing is trained
     metrics    what the loss returned besides its value: such means, too, by name
     seconds    that the step took on this rank
+    samples    without padding; 0 if the model makes its microbatches itself
     tokens     elements of the targets
     leave      some rank was asked to leave by SIGTERM
     """
@@ -64,6 +66,7 @@ class Result:
     lr: float
     metrics: Mapping[str, float]
     seconds: float
+    samples: int
     tokens: int
     leave: bool
 
@@ -93,6 +96,7 @@ class Session:
         self.end.callback(self.sigterm.give_back)
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
+        self.state: dict[str, Any] = {}  # what the script saves besides
         self.verification: Verification | None = None
         self.start: list[dict[Values, str]] = []  # digests of values that are compared before they are used
         self.interpreters: list[RunInterpreter] = []  # for microbatches of one shape each; one is in use
@@ -120,6 +124,7 @@ class Session:
             say(self.setup.device.description, sys.stdout)
         if not any(shape.parameter_names for shape in setup.shapes):
             note(self.comm, "no parameter is trainable: steps change nothing")
+        note_left_out(self.comm, self.interpreter.optimizer.left_out)
         self.sigterm.take()
 
     def check_start(self) -> None:
@@ -160,6 +165,10 @@ class Session:
     def resumed(self, steps: int) -> None:
         """A checkpoint of so many steps has replaced all values."""
         self.begun = self.steps = steps
+        self.loaded()
+
+    def loaded(self) -> None:
+        """All values have been replaced: those from before need not be the same on all ranks."""
         self.start = []
         hold(self.interpreter.stages.values())
 
@@ -200,10 +209,10 @@ class Session:
         with self.watchdog.phase(EXPORTING), buffers_shared(self.part):
             yield
 
-    def step(self, weights: list[float], tokens: int) -> Result:
+    def step(self, weights: list[float], samples: int, tokens: int) -> Result:
         """Do the next step. Stop if a number is not finite, unless such steps are skipped.
 
-        `weights`: of the microbatches' losses in the step's loss; `tokens`: elements of the step's targets.
+        `weights`: of the microbatches' losses in the step's loss; `samples`, `tokens`: as in a `Result`.
         """
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
         compared = is_compared(step - self.begun)
@@ -226,7 +235,8 @@ class Session:
             self.verification.record.losses.append(result.losses)
         metrics = means(result.metrics, weights, f"step {step + 1}")
         loss = mean(result.losses, weights)
-        return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, tokens, result.leave)
+        rate, leave = result.rate, result.leave
+        return Result(loss, result.losses, result.grad_norm, rate, metrics, seconds, samples, tokens, leave)
 
     @contextlib.contextmanager
     def _state_explained(self) -> Iterator[None]:

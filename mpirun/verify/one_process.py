@@ -32,7 +32,7 @@ def run_in_one_process(setup: Setup, header: Header, start: Start, steps: int, b
         of_step, total = model.forward_backward(step)
         losses.append(of_step)
         sizes = zip(total, tensor_norms(list(total.values()), setup.canonical), strict=True)
-        once = [0.0 if name in setup.model.tied_to_earlier(stage, [name]) else size for (stage, name), size in sizes]
+        once = [0.0 if model.is_outside_norm(*key) else size for key, size in sizes]
         if not np.isfinite([*of_step, *once]).all():
             for module, buffers in before:
                 set_buffers(module, buffers)
@@ -50,6 +50,11 @@ class _Model:
             self.stages.append(ReferenceStage(setup, stage, self.stages, start))
         self.parameters = {(stage.index, name): x for stage in self.stages for name, x in stage.parameters.items()}
         self.optimizer = optimizer_of(setup, self.stages)
+
+    def is_outside_norm(self, stage: int, name: str) -> bool:
+        """Whether a parameter's gradient is no part of the whole one: it is an earlier stage's, too, or not stepped."""
+        model, left_out = self.setup.model, set() if self.optimizer is None else self.optimizer.left_out
+        return name in model.tied_to_earlier(stage, [name]) or model.entry_name(stage, name) in left_out
 
     def forward_backward(self, step: int) -> tuple[list[float], dict[tuple[int, str], Tensor]]:
         """All microbatches of a step: their losses, and the gradient of every parameter."""

@@ -129,6 +129,7 @@ COMMANDS: Table = {
 # What scripts begin with, behind engine_scripts.PRELUDE.
 SCRIPT = '''
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DistributedSampler
 
 def step(*batches, data=rows, size=2, model=2, scheme="1f1b", **options):
     """Train on these batches, or those of a loader."""
@@ -201,7 +202,7 @@ SCRIPTS: Table = {
         "engine(clip=-1.0)": "clip -1.0 is not a positive number",
         "engine(clip='1')": "clip '1' is not a positive number",
         "engine(autocast='fp8')": "autocast 'fp8' is none of bf16",
-        "engine(lr=1.0, scheduler=StepLR)": "lr and scheduler both say what the learning rate is: give one of them",
+        "engine(lr=lambda step: 1.0, scheduler=StepLR)": "lr and scheduler both say what the rate of a step is...",
         "engine(buckets=64)": "buckets should be sizes, whole numbers of at least 1, not 64",
         "engine(buckets=(0,))": "buckets should be sizes, whole numbers of at least 1, not (0,)",
         "engine(mpirun.split(nn.Linear(4, 4), x, stages=1), buckets=(6,))": (
@@ -210,7 +211,8 @@ SCRIPTS: Table = {
         "engine(weights={})": f"weights, if the module does not have them itself: {DIRECTORY} dict",
         "engine(loss_weight=3)": "loss_weight should be a function of a target, not 3",
         "engine(optimizer=SGD(layers(1)[0].parameters()))": (
-            "optimizer: give a class, or a function of a list of NamedParameters, not an object of SGD"
+            "optimizer: give a class, partial(torch.optim.SGD, lr=0.1), or a function of a list of NamedParameters, "
+            "not an object of SGD"
         ),
         "step((x, x), model=1, scheme='gpipe', lr=lambda step: math.nan)": (
             "the learning rate of step 1 is nan, not a number"
@@ -235,8 +237,11 @@ SCRIPTS: Table = {
             "the batch's input is nested as ..., but that of the first was ..."
         ),
         # Optimizers and losses
-        "step(optimizer=lambda named: SGD([p.parameter for p in named[1:]]))": (
-            "the optimizer leaves out stage0.weight: freeze what is not to be trained (requires_grad)"
+        "step(optimizer=lambda named: SGD(layers(1)[0].parameters()))": (
+            "the optimizer has other parameters than it is given: take those of the NamedParameters"
+        ),
+        "step(optimizer=lambda named: [SGD([p.parameter for p in named])] * 2)": (
+            "two of the optimizers have stage0.weight, stage0.bias"
         ),
         "step(lr=0.1, optimizer=lambda named: SGD([dict(params=[p.parameter], lr=1 / len(p.shape)) for p in named]))": (
             "the optimizer's groups have the rates 0.5, 1.0, but lr sets one for all of them: leave lr out, and ..."
@@ -274,6 +279,9 @@ SCRIPTS: Table = {
             for option, values in DIFFERENT.items()
         },
         "call('loader', rows[rank:])": "ranks 0 and 1 were given different `samples of the dataset`: 8 and 7",
+        "with engine(2) as run:\n    run.loader(rows, sampler=DistributedSampler(rows, 2, rank))": (
+            "ranks 0 and 1 have got different orders of epoch 0 from the sampler: it should give all ranks' ..."
+        ),
         # Methods
         "call('save', folder / 'x', example=None)": FIRST,
         "call('resume', folder / 'x', example=None)": FIRST,
@@ -282,6 +290,15 @@ SCRIPTS: Table = {
         "call('export', 5)": f"export: {DIRECTORY} int",
         "call('resume', 'none', after=1)": "resume: this run has done steps already: make a new Engine",
         "call('save', folder / 'x', rows, after=1)": "data: give what loader(...) returns, not a list",
+        "call('save', folder / 'x', None, 3, {'best': np.float64(1)}, after=1)": "state: give numbers, strings ...",
+        "call('save', folder / 'x', None, 3, {'each': lambda: 1}, after=1)": "state: give numbers, strings ...",
+        "call('load_state_dict', {'stage0.weight': x[:4], 'other': x})": (
+            "load_state_dict: missing: stage0.bias, stage1.bias, stage1.weight; unexpected: other"
+        ),
+        "call('load_state_dict', {f'stage{k}.{n}': x for k in (0, 1) for n in ('weight', 'bias')})": (
+            "load_state_dict: stage0.weight is torch.float32 of shape (8, 4), but the model's is torch.float32 of ..."
+        ),
+        "call('load_state_dict', {}, verify=True)": "load_state_dict: verify repeats all steps: load before ...",
         "call('resume', folder / 'x', rows)": "data: give what loader(...) returns, not a list",
     },
     (4, 2): {

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from mpirun.engine.core.backward import Backward, WeightBackward
 from mpirun.engine.core.context import Act, Context, in_order
 from mpirun.engine.core.forward import Forward
@@ -88,7 +90,21 @@ class Interpreter:
 
     def execute(self) -> None:
         """Call the acts in their order, and show the watchdog which one runs."""
-        state = self.state
-        for row, act in enumerate(self.code):
+        state, code = self.state, self.code
+        if torch._C._autograd._profiler_enabled():
+            code = [in_range(act, i) for act, i in zip(code, self.context.instructions, strict=True)]
+        for row, act in enumerate(code):
             state[ROW] = row
             act()
+
+
+def in_range(act: Act, i: Instruction) -> Act:
+    """An act that torch.profiler shows as a range, such as `FWD 1.0`: the opcode, the stage and the microbatch."""
+    operand = i.buffer if i.kind else ".".join(str(number) for number in (i.stage, i.mb) if number >= 0)
+    name = f"{Op(i.op).name} {operand}".rstrip()
+
+    def run() -> None:
+        with torch.autograd.profiler.record_function(name):
+            act()
+
+    return run

@@ -107,7 +107,7 @@ class LocalStage:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
         module.to(device.torch)
         self.writes = [parameter._version for parameter, _ in self.first]  # torch's counts, by parameter
-        self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
+        self.outside_norm: set[str] = set()  # names of parameters that are an earlier stage's, too, or not stepped
         self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
 
     def _own(self, parameter: nn.Parameter, view: Tensor, holder: LocalStage | None) -> nn.Parameter:

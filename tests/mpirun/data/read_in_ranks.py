@@ -62,6 +62,7 @@ def main() -> None:
     for batch in loader:
         steps.append(numbers(batch))
         loader.trained(batch)
+        loader.restore(loader.state())  # as after a restart
         break
     steps += [numbers(batch) for batch in loader]
     steps += [numbers(batch) for batch in loader]

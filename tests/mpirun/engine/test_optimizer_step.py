@@ -77,6 +77,6 @@ KEPT: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str | None]] = {
 def test_what_checkpoints_would_lose_of_a_state_dict_is_refused(case):
     change, why = KEPT[case]
     optimizer, *_ = linear(lambda parameters: torch.optim.SGD(parameters, 0.1))
-    change(optimizer.by_unit[0, -1].optimizer)
+    change(optimizer.by_unit[0, -1].optimizers[0])
     with contextlib.nullcontext() if why is None else pytest.raises(UsageError, match=f"^the optimizer {why}"):
         optimizer.check_saved()

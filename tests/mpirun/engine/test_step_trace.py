@@ -105,3 +105,22 @@ def test_schedgen_reads_it_and_all_time_is_accounted_for(traced, traces, tmp_pat
     for worker in numbers["workers"]:
         assert worker["busy"] > 0 and min(worker["idle"].values()) >= 0
         assert worker["busy"] + sum(worker["idle"].values()) == pytest.approx(numbers["makespan"])
+
+
+def test_a_profiler_of_torch_shows_the_instructions(execute):
+    script = """
+from schedgen.ir.instructions import Op
+from torch.profiler import ProfilerActivity, profile
+with engine(2, "1f1b") as run:
+    run.step((x, x))
+    with profile(activities=[ProfilerActivity.CPU]) as shown:
+        run.step((x, x))
+    counts = {event.key: event.count for event in shown.key_averages()}
+    ranges = {name: count for name, count in counts.items() if name.split()[0] in Op.__members__}
+    assert sum(ranges.values()) == len(run.session.instructions), ranges
+    print(*sorted(name for name in ranges if re.match("FWD|SEND|NORM|STEP", name)), sep=", ")
+    run.step((x, x))
+"""
+    first = "FWD 0.0, FWD 0.1, NORM, SEND x.0.0, SEND x.0.1, STEP 0"
+    last = "FWD 1.0, FWD 1.1, NORM, SEND g.0.0, SEND g.0.1, STEP 1"
+    assert sorted(execute(2, script).out.splitlines()) == [first, last]

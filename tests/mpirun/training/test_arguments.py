@@ -22,8 +22,9 @@ from schedgen.util.errors import UsageError
 def test_an_optimizer_s_class_is_called_with_the_parameters_alone(given):
     weight = torch.nn.Parameter(torch.ones(1))
     made = make_recipe(given, 0.1, None, None).make([NamedParameter("weight", weight, weight.shape, True)])
-    (group,) = made.optimizer.param_groups
-    assert type(made.optimizer) is torch.optim.Adam and group["params"] == [weight] and "param_names" not in group
+    (optimizer,) = made.optimizers
+    (group,) = optimizer.param_groups
+    assert type(optimizer) is torch.optim.Adam and group["params"] == [weight] and "param_names" not in group
 
 
 def test_rates_are_numbers_of_any_type_that_are_not_negative():

@@ -95,3 +95,39 @@ with engine(verify=True) as run:
     endless = "mpirun: a function that makes microbatches has no end: say how many steps of it, batches="
     once = "mpirun: verify=True does all steps again, but an IterableDataset is read once: train without it"
     execute(1, script, out=["24", "18 6 8", *["2 1"] * 3], err=[endless, endless, once])
+
+
+def test_ranks_read_the_order_of_a_sampler_and_a_loop_that_is_left_early_is_not_taken_up_again(execute, tmp_path):
+    """A restart takes it up. Each sample is read by the rank that needs it."""
+    script = """
+from torch.utils.data import WeightedRandomSampler
+data = [(torch.full((4,), float(k)), torch.full((4,), float(k))) for k in range(24)]
+def loss(output, target):
+    return mse_loss(output, target), {"mean": target.mean()}
+def trained(name, leaves=()):
+    with engine(2, "ddp", loss=loss, example=(x[:2], x[:2])) as run:
+        loader, seen = run.loader(data, 2, sampler=WeightedRandomSampler([1.0] * 24, 16)), []
+        resumed = run.resume(folder / name, data=loader)
+        while loader.epoch < 3:
+            epoch = loader.epoch
+            for batch in loader:
+                seen.append((batch.epoch, batch.number, run.step(batch).metrics["mean"]))
+                run.save(folder / name, data=loader)
+                if (batch.epoch, batch.number) in leaves:
+                    break
+            if (batch.epoch, batch.number) == (0, 1) and name == "restarted":
+                break
+        return seen
+whole, left = trained("whole"), trained("left", [(0, 1), (1, 0)])
+assert len(whole) == 12 and left == whole[:2] + whole[4:5] + whole[8:], left
+assert trained("restarted", [(0, 1)]) + trained("restarted") == whole
+assert len({mean for *_, mean in whole}) > 6
+with engine(2, "ddp") as run:
+    try:
+        for images, labels in run.loader(data, 2):
+            pass
+    except TypeError as error:
+        print(str(error)[:29])
+"""
+    done = execute(2, script, tmp_path)
+    assert done.out.splitlines()[-2:] == ["a loader gives batches, which"] * 2

@@ -121,6 +121,50 @@ with engine(example=None) as run:
     execute(1, script, out=["0 1 5 4", "0 2 5 4", "1 0 5 4", "5 3 True"], err=[])
 
 
+def test_a_smaller_last_batch_of_a_torch_loader_is_padded(execute):
+    """Its samples alone count, whether its microbatches are whole or not, or it is the only batch."""
+    script = """
+from torch.utils.data import DataLoader
+x = torch.randn(23, 4, generator=torch.Generator().manual_seed(0))
+names = [f"row {k}" for k in range(23)]
+def loss(output, target):
+    found = mse_loss(output, target["y"])
+    return found, {"last": torch.tensor([float(name.split()[1]) for name in target["name"]]).mean()}
+for scheme in ("1f1b", "ddp"):
+    net = nn.Sequential(*layers(2))
+    expected = mse_loss(net(x), x).item()
+    with engine(list(net), scheme, loss=loss) as run:
+        for size in (10, 6, 64):
+            data = DataLoader([(row, {"y": row, "name": name}) for row, name in zip(x, names)], size)
+            found, outputs = run.evaluate(data), run.predict(data)
+            assert found.samples == 23 and abs(found.loss - expected) < 1e-6 and found.metrics["last"] == 11
+            assert outputs is None if rank else outputs.allclose(net(x), atol=1e-6)
+    print("same")
+with engine(2) as run:
+    print(refused(run.step, (x[:7], x[:7])))
+"""
+    execute(2, script, out=["same", "same", "2"] * 2)
+
+
+def test_a_log_has_evaluations_and_how_fast_steps_are(execute):
+    """And the share of the peak that is used: 6 operations for each of 40 parameters and 32 tokens."""
+    script = """
+def loss(output, target):
+    return mse_loss(output, target), {"a": output.sum()}
+logged = []
+log = lambda step, numbers: logged.append((step, numbers))
+with engine(2, "1f1b", loss=loss, log=log, peak_flops=1e3) as run:
+    seconds = run.step((x, x)).seconds
+    found = run.evaluate([(x, x)])
+assert bool(logged) == (rank == 0)
+for (step, numbers), (at, evaluated) in zip(logged[::2], logged[1::2], strict=True):
+    assert step == at == 1 and evaluated == {"eval/loss": found.loss, "eval/a": found.metrics["a"]}
+    assert numbers["samples_per_second"] == 8 / seconds and numbers["tokens_per_second"] == 32 / seconds
+    assert math.isclose(numbers["mfu"], 6 * 40 * 32 / seconds / 2e3) and numbers["peak_bytes"] > 2**20
+"""
+    execute(2, script, err=[])
+
+
 def test_a_script_s_own_loader_draws_in_an_evaluation_what_it_draws_in_a_plain_loop(execute):
     """So the shuffled batches of the next epoch are those of plain torch."""
     script = """

@@ -49,6 +49,7 @@ def loss(output, target):
     return (found, {name: found * (k + 1) for k, name in enumerate(names)}) if number else found
 torch.manual_seed(0)
 data, logged = [(row, torch.full((4,), k % 4 // 2.0)) for k, row in enumerate(torch.randn(16, 4))], []
+LOGGED = "loss grad_norm lr seconds samples_per_second tokens_per_second peak_bytes".split()
 with engine(2, "ddp", accumulate=2, loss=loss, log=lambda _, numbers: logged.append(numbers), example=None) as run:
     loader = run.loader(data[:9] if sys.argv[1] == "padded" else data, microbatch_size=2)
     for step in range(3):
@@ -56,7 +57,7 @@ with engine(2, "ddp", accumulate=2, loss=loss, log=lambda _, numbers: logged.app
             result = run.step(batch)
             means = {name: round(value / result.loss, 4) for name, value in result.metrics.items()}
             if run.rank == 0:
-                assert logged[-1].keys() == {"loss", "grad_norm", "lr", *result.metrics}
+                assert logged[-1].keys() == {*LOGGED, *result.metrics}
                 print(means)
 """
     padded, differ = scripts(2, [[script, how] for how in ("padded", "differ")])

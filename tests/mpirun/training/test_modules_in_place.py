@@ -306,3 +306,78 @@ for scheme in ("ddp", "1f1b", "fsdp"):
         assert run.verify() and losses == first.setdefault("losses", losses)
 """
     execute(2, TRAINED + script)
+
+
+@pytest.mark.parametrize("scheme, model", [("1f1b", "split"), ("fsdp", "modules"), ("ddp", "split")])
+def test_a_state_dict_of_the_whole_model_is_loaded_from_rank_0(execute, compiled, scheme, model):
+    """Under names of the module or of `state_dict`, between steps, too; the optimizer keeps what it has."""
+    script = """
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.unused = nn.Parameter(torch.zeros(3))
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+def made(seed):
+    torch.manual_seed(seed)
+    if sys.argv[2] == "split":
+        net = Tied()
+        return net, mpirun.split(net, x[:4], stages=2)
+    return None, [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)]
+(net, model), (_, other) = made(0), made(1)
+options = {"scheme": sys.argv[1], "optimizer": SGD, "lr": 0.1, "example": (x[:4], x[:4])}
+with engine(model, **options) as run, engine(other, **options) as into:
+    whole = {name: value.clone() for name, value in net.state_dict().items()} if net else run.state_dict()
+    into.load_state_dict(whole if rank == 0 else None)
+    for _ in range(2):
+        print(run.step((x, x)).loss == into.step((x, x)).loss, end=" ")
+        whole = run.state_dict()
+        into.step((x + 1, x))
+        into.load_state_dict(whole)
+        same = into.state_dict()
+        print(same.keys() == whole.keys() and all(same[name].equal(whole[name]) for name in whole))
+"""
+    file = compiled(scheme, stages=2, microbatches=2, workers=2, shards=2) if scheme == "fsdp" else scheme
+    execute(2, script, file, model, out=["True True"] * 4)
+
+
+def test_a_gan_s_generator_is_trained_through_a_discriminator_that_its_optimizer_leaves_out(execute):
+    """With the losses and norms of plain torch, which steps and clips the generator's parameters alone."""
+    script = """
+def nets():
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, size)) for size in (4, 1)]
+ones, adam = torch.ones(8, 1), torch.optim.Adam
+def plain():
+    g, d = nets()
+    of_g, of_d = adam(g.parameters(), 0.1), adam(d.parameters(), 0.1)
+    for step in range(3):
+        loss_d = mse_loss(d(torch.cat([x, g(x).detach()])), torch.cat([ones, -ones]))
+        of_d.zero_grad()
+        loss_d.backward()
+        of_d.step()
+        loss_g = mse_loss(d(g(x)), ones)
+        of_g.zero_grad()
+        loss_g.backward()
+        norm = nn.utils.clip_grad_norm_(g.parameters(), 0.5)
+        of_g.step()
+        yield from (loss_d.item(), loss_g.item(), norm.item())
+def ours():
+    g, d = nets()
+    def of_g(named):
+        return adam([x.parameter for x in named if x.name.startswith("0.")], 0.1)
+    both = mpirun.split_sequential(nn.Sequential(g, d), stages=1)
+    with engine([d], "ddp", optimizer=adam, lr=0.1, example=(x, ones)) as run_d:
+        with engine(both, "ddp", optimizer=of_g, clip=0.5, example=(x[:4], ones[:4])) as run_g:
+            for step in range(3):
+                with torch.no_grad():
+                    points = torch.cat([x, g(x)])
+                yield run_d.step((points, torch.cat([ones, -ones]))).loss
+                result = run_g.step((x, ones))
+                yield from (result.loss, result.grad_norm)
+torch.testing.assert_close([*ours()], [*plain()])
+"""
+    left_out = "1.0.bias, 1.0.weight, 1.2.bias, 1.2.weight"
+    execute(2, script, err=[f"mpirun: note: the optimizer leaves out {left_out}: this Engine does not train them"])

@@ -58,15 +58,16 @@ for kind, dataset in (("map", rows), ("stream", Stream()), ("function", lambda *
         with engine(2, example=(x[:2], x[:2]) if kind == "stream" else None) as run:
             loader = run.loader(dataset, 2)
             assert run.resume(folder / kind, data=loader) == (part != "whole")
-            for batch in itertools.islice(loader, 0 if run.steps else 1):
-                run.step(batch)
+            batches = iter(loader)
+            if not run.steps:
+                run.step(next(batches))
                 run.save(folder / kind, data=loader)
             if part == "saved":
                 assert run.save(folder / kind, data=loader)
             else:
                 run.export(folder / f"{kind}-{part}")
             assert (run.steps, loader.epoch, loader.step) == (1, 0, 1)
-            losses.append(run.step(next(iter(loader))).loss)
+            losses.append(run.step(next(batches)).loss)
     assert len({*losses}) == 1 and weights(f"{kind}-whole") == weights(f"{kind}-exported") != {}
 """
     execute(2, script, tmp_path)
@@ -97,7 +98,8 @@ def goes_on(name, steps, model=1, *given, **options):
             run.step((x, x))
         run.save(folder / name)
         of_units = run.session.interpreter.optimizer.by_unit.values()
-        kept = [x for unit in of_units for state in unit.optimizer.state.values() for x in state.values()]
+        made = [each for unit in of_units for each in unit.optimizers]
+        kept = [x for each in made for state in each.state.values() for x in state.values()]
         return [run.predict([(x, x)]), *kept]
 """
 
@@ -154,6 +156,65 @@ for number, (make, options) in enumerate((
     schedule = compiled("fsdp", stages=2, microbatches=2, workers=2, shards=2)
     done = execute(2, GOES_ON + script, tmp_path, schedule, err=[])
     assert done.out.count("resumed after step 2: ") == 4
+
+
+def test_several_optimizers_that_leave_something_out_are_resumed_under_another_cut(tmp_path, execute):
+    """The matrices have one, biases another; the first bias none, and it stays, and counts in no norm."""
+    script = """
+def some(named):
+    matrices = [x.parameter for x in named if x.name.endswith("weight")]
+    biases = [x.parameter for x in named if x.name.endswith("bias") and x.name != "0.bias"]
+    return [torch.optim.Muon(matrices, 0.1), *([SGD(biases, 0.1, momentum=0.9)] if biases else [])]
+def plain(steps):
+    net = nn.Sequential(*layers(2))
+    net[0].bias.requires_grad_(False)
+    made = [torch.optim.Muon([net[0].weight, net[1].weight], 0.1), SGD([net[1].bias], 0.1, momentum=0.9)]
+    for _ in range(steps):
+        loss = mse_loss(net(x), x)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        for each in made:
+            each.step()
+            each.zero_grad()
+    return loss.item(), norm.item(), net.state_dict()
+def goes_on(stages, steps):
+    net = nn.Sequential(*layers(2))
+    cut = mpirun.split(net, x[:4], stages=stages)
+    options = {"optimizer": some, "clip": 0.1, "verify": not steps, "example": (x[:4], x[:4])}
+    with engine(cut, "1f1b" if stages == 2 else "ddp", **options) as run:
+        assert steps == 0 or run.resume(folder) == (steps > 2)
+        while run.steps < (steps or 2):
+            result = run.step((x, x))
+        assert run.verify() if steps == 0 else run.save(folder)
+        if steps == 4:
+            run.print("optimizers", json.load(open(folder / "step-00000004" / "manifest.json"))["optimizer"])
+            loss, norm, weights = plain(4)
+            found = result.loss, result.grad_norm, run.state_dict()
+            torch.testing.assert_close(found, (loss, norm, {} if rank else dict(weights)))
+goes_on(2, 0)
+goes_on(1, 2)
+goes_on(2, 4)
+"""
+    done = execute(2, script, tmp_path)
+    assert "optimizers torch.optim.Muon and torch.optim.sgd.SGD" in done.out.splitlines()
+    note = "mpirun: note: the optimizer leaves out 0.bias: this Engine does not train them"
+    assert done.err.splitlines() == [note] * 3
+
+
+def test_a_scheduler_is_made_in_the_first_step_and_begins_with_lr(tmp_path, execute):
+    """So it may use what is made after the Engine."""
+    script = """
+from torch.optim.lr_scheduler import LinearLR
+with engine(2, "1f1b", optimizer=SGD, lr=0.5, scheduler=lambda made: LinearLR(made, 1.0, 0.0, len(loader))) as run:
+    loader = run.loader(rows, 2)
+    rates = [run.step(batch).lr for _ in range(2) for batch in loader]
+    run.save(folder, data=loader)
+with engine(2, "1f1b", optimizer=SGD, lr=0.5, scheduler=lambda made: LinearLR(made, 1.0, 0.0, 4)) as run:
+    run.resume(folder)
+    run.print(rates, run.step((x, x)).lr)
+"""
+    done = execute(2, script, tmp_path, err=[])
+    assert done.out.splitlines()[-1] == "[0.5, 0.25, 0.0, 0.0] 0.0"
 
 
 def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, execute):

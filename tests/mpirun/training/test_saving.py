@@ -154,6 +154,39 @@ for found in (False, True):
     assert [line for line in done.out.splitlines() if line[0].isdigit()] == ["143 [1, 2]", "143 [3, 4]"] * 2
 
 
+def test_what_a_script_saves_of_its_own_is_resumed(execute, tmp_path):
+    """Of each rank its own, unless all have the same: then any number of ranks gets it. SIGTERM saves the newest."""
+    begins = """
+def run_of(name, own):
+    with engine(2) as run:
+        known = {"best": 1.5, "names": ["a", {"b": None}], "average": x[:2] + rank * own}
+        if not run.resume(folder / name):
+            assert run.state == {}
+            run.step((x, x))
+            run.save(folder / name, state=known)
+            run.state["best"] = 2.5
+            signal.raise_signal(signal.SIGTERM)
+            assert refused(run.step, (x, x)) == 143
+            files = [sorted(path.name for path in step.glob("*.pt")) for step in sorted((folder / name).glob("step-*"))]
+            run.print(name, *files)
+        else:
+            assert run.state.pop("average").equal(known.pop("average")) and run.state == {**known, "best": 2.5}
+            run.print(name, run.state["best"])
+"""
+    script = "run_of('same', 0)\nrun_of('differ', 1)"
+    done = execute(2, begins + script, tmp_path)
+    names = ["['state-0.pt']", "['state-0.pt', 'state-1.pt']"]
+    assert [line for line in done.out.splitlines() if "state" in line] == [
+        f"{name} {files} {files}" for name, files in zip(("same", "differ"), names, strict=True)
+    ], done
+    again = execute(2, begins + script, tmp_path)
+    assert [line for line in again.out.splitlines() if line.endswith(" 2.5")] == ["same 2.5", "differ 2.5"], again
+    alone = execute(1, begins + "run_of('same', 0)\nrun_of('differ', 1)", tmp_path, code=2)
+    folder = tmp_path / "differ" / "step-00000002"
+    differ = f"mpirun: {folder}: the states of its 2 ranks differ, and there are 1 ranks: resume with 2"
+    assert alone.out.splitlines()[-1] == "same 2.5" and alone.err.splitlines()[-1] == differ, alone
+
+
 def test_checkpoints_have_the_tensors_of_which_a_module_saves_copies(tmp_path, execute):
     script = """
 class Cloned(nn.Linear):
