@@ -93,15 +93,18 @@ def hold(stages: Iterable[LocalStage]) -> None:
             _ELSEWHERE.pop(parameter, None)
 
 
-def check_frozen(stages: Iterable[LocalStage]) -> None:
-    """UsageError if one of this rank's stages has frozen parameters that another run trains on other ranks alone."""
-    for stage in stages if _ELSEWHERE else ():
-        trained = set(map(id, stage.parameters))
-        if any(x in _ELSEWHERE and id(x) not in trained for x in stage.module.parameters()):
-            raise UsageError(
-                f"stage {stage.index} has frozen parameters that another Engine trains, and this rank has not their "
-                "values: give both Engines the scheme ddp"
-            )
+def check_frozen(stages: Iterable[LocalStage], known: int) -> int:
+    """UsageError if one of this rank's stages has frozen parameters that another run trains on other ranks alone.
+
+    Returns how many parameters are trained on other ranks; nothing is looked at if they are as many as `known`.
+    """
+    frozen = (x for stage in stages for x in stage.module.parameters() if not x.requires_grad)
+    if len(_ELSEWHERE) != known and any(x in _ELSEWHERE for x in frozen):
+        raise UsageError(
+            "this Engine has frozen parameters that another Engine trains, and this rank has not their values: give "
+            "both Engines the scheme ddp"
+        )
+    return len(_ELSEWHERE)
 
 
 def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:

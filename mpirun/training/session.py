@@ -95,6 +95,7 @@ class Session:
         self.sigterm = Sigterm()
         self.end.callback(self.sigterm.give_back)
         self.begun = 0  # steps done before this run
+        self.elsewhere = 0  # parameters that other ranks train, when they were last looked at
         self.steps = 0  # steps done
         self.state: dict[str, Any] = {}  # what the script saves besides
         self.verification: Verification | None = None
@@ -133,7 +134,7 @@ class Session:
         Or if a script has written values where ranks have only shards of them. UsageError if this rank has no current
         values of what it computes with.
         """
-        check_frozen(self.interpreter.stages.values())
+        self.elsewhere = check_frozen(self.interpreter.stages.values(), self.elsewhere)
         while self.start:
             check_same_start(self.comm, self.start.pop())
         if self.header.shard_owners:
