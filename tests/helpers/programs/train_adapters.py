@@ -80,13 +80,15 @@ def engine(scheme: str, cut: Cut, verify: bool) -> Engine:
     )  # fmt: skip
 
 
-def train(run: Engine, loader: Loader, steps: int) -> list[Any]:
-    """Train until so many steps are done; return the loss and the norm of each."""
+def train(run: Engine, loader: Loader, folder: Path | None = None) -> list[Any]:
+    """Train until STEPS steps are done; return the loss and the norm of each. `folder`: to save to on the way."""
     numbers = []
     for batch in loader:
         result = run.step(batch)
         numbers.append([result.loss, result.grad_norm])
-        if run.steps == steps:
+        if folder is not None and run.steps == SAVED:
+            run.save(folder, data=loader)
+        if run.steps == STEPS:
             break
     return numbers
 
@@ -97,9 +99,7 @@ def trained(scheme: str, other: str) -> dict[str, Any]:
     cut = mpirun.split(network(), {"input_ids": torch.zeros(SAMPLES, LENGTH, dtype=torch.long)}, points=points)
     run, out = engine(scheme, cut, True), io.StringIO()
     loader = run.loader(DATA, SAMPLES)
-    numbers = train(run, loader, SAVED)
-    run.save(FOLDER / f"saved-{scheme}", data=loader)
-    numbers += train(run, loader, STEPS)
+    numbers = train(run, loader, FOLDER / f"saved-{scheme}")
     with contextlib.redirect_stdout(out):
         verified = run.verify()
     run.export(FOLDER / scheme)
@@ -111,7 +111,7 @@ def trained(scheme: str, other: str) -> dict[str, Any]:
     run = engine(other, cut, False)
     loader = run.loader(DATA, SAMPLES)
     run.resume(FOLDER / f"saved-{scheme}", data=loader)
-    resumed = train(run, loader, STEPS)
+    resumed = train(run, loader)
     run.export(FOLDER / f"resumed-{scheme}")
     run.close()
     return {"numbers": numbers, "resumed": resumed, "verified": [verified, out.getvalue()], "names": names}
