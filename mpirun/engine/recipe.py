@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +161,9 @@ class SteppedOptimizer:
 
         A scheduler changes options, too, again after a restart: with one they are not looked at.
         """
-        groups = [] if self.recipe.scheduler else zip(self.options, group_options(self.optimizers), strict=True)
+        groups = (
+            [] if self.recipe.scheduler else zip_longest(self.options, group_options(self.optimizers), fillvalue={})
+        )
         changed = {key for was, now in groups for key in now if key != "lr" and now[key] != was.get(key)}
         others = [f"state of {key}" for each in self.optimizers for key in each.state if not isinstance(key, Tensor)]
         return [*sorted(changed), *others]
