@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from mpirun.watchdog import DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
+from mpirun.watchdog import DONE, FAILED, NOTHING, PHASE, PHASES, SETTING_UP, TRYING, WAIT, WORDS
 from mpirun.watchdog.hang_report import Rank, State, different_calls, explain_hang, in_a_line, kernel_state
 from mpirun.watchdog.hosts import SILENCE, Hosts, Link
 
@@ -31,6 +31,7 @@ REPORT = 1.0  # seconds between two reports to the other watchdogs, and comparis
 SET_UP = 300.0  # seconds without a move that the set-up may take, if the time limit is not longer
 LAST_WORDS = 5.0  # seconds that a failing rank has to report why and to end the others
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
+FOLLOWS = 1.0  # seconds within which a rank that has died is gone after those that the launcher has ended for it
 DIED = "ended without a word: killed, perhaps by SIGTERM or for lack of memory"
 DIED_AT = {PHASES[TRYING]: "MPI died on GPU memory: take gpu messages host"}
 
@@ -128,7 +129,17 @@ class WatchdogProcess:
             rank.gone = True
             self._hear_failures()
             if rank.words[PHASE] != DONE:
-                self._rank_died(rank.state(self.host))
+                self._rank_died(self._cause(rank).state(self.host))
+
+    def _cause(self, rank: Rank) -> Rank:
+        """The rank that died by itself: the launcher ends those that wait for it, and they may be gone sooner."""
+        until = time.monotonic() + (0 if self.spoken or rank.words[WAIT] == NOTHING else FOLLOWS)
+        while time.monotonic() < until:
+            for other in self.ranks:
+                if other.words[WAIT] == NOTHING and other.words[PHASE] != DONE and kernel_state(other.pid) is None:
+                    return other
+            time.sleep(TICK)
+        return rank
 
     def _rank_died(self, state: State) -> None:
         """A rank ended before it was done: the first host's watchdog says so, and all ranks are ended."""
