@@ -64,35 +64,23 @@ def exit_by(
 def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, shows_traceback: bool) -> NoReturn:
     """Print one message, then end all ranks: without Abort the others would wait for this one for ever.
 
-    Often all ranks fail alike: then rank 0 speaks for them.
+    Often all ranks fail alike, or are interrupted: then rank 0 speaks for them.
     """
-    if isinstance(error, KeyboardInterrupt):
-        _end_by_interrupt(comm, position)
-    is_of_worker = _of_worker(error)
+    interrupted, is_of_worker = isinstance(error, KeyboardInterrupt), _of_worker(error)
+    code = 130 if interrupted else 1
+    where = "" if interrupted and not comm.rank else f"rank {comm.rank} on {socket.gethostname()}: {position}"
     try:
-        if comm.rank:
-            time.sleep(3 * PASSED_ON)  # rank 0, if it fails, too, ends this one
-        if shows_traceback and not is_of_worker:
-            traceback.print_exception(error)
-        where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
-        print(f"mpirun: {where}{raised(error)}{raised_at(error)}", file=sys.stderr, flush=True)
-        time.sleep(PASSED_ON)
+        with contextlib.suppress(KeyboardInterrupt):
+            if comm.rank:
+                time.sleep(3 * PASSED_ON)  # rank 0, if it ends, too, ends this one
+            if shows_traceback and not (interrupted or is_of_worker):
+                traceback.print_exception(error)
+            what = "interrupted" if interrupted else f"{raised(error)}{raised_at(error)}"
+            print(f"mpirun: {where}{what}", file=sys.stderr, flush=True)
+            time.sleep(PASSED_ON)
     finally:
-        comm.Abort(1)
-    raise SystemExit(1)
-
-
-def _end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
-    """Print "interrupted", then end all ranks. Usually all of them are interrupted: then rank 0 speaks for them."""
-    where = ""
-    with contextlib.suppress(KeyboardInterrupt):
-        if comm.rank:
-            where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
-            time.sleep(3 * PASSED_ON)  # rank 0 ends this one
-        print(f"mpirun: {where}interrupted", file=sys.stderr, flush=True)
-        time.sleep(PASSED_ON)
-    comm.Abort(130)
-    raise SystemExit(130)
+        comm.Abort(code)
+    raise SystemExit(code)
 
 
 def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
