@@ -70,11 +70,11 @@ class Progress:
 
 
 def _metrics(path: str, begun: int) -> TextIO:
-    """The file that takes rows; rows of steps before `begun` stay in it."""
+    """The file that takes rows; rows of steps before `begun` stay in it, but for one that a kill has cut."""
     if path == "-":
         return sys.stdout
     file = Path(path)
     if file.is_file():
-        rows = file.read_text().splitlines(keepends=True) if begun else []
+        rows = [row for row in file.read_text().splitlines(keepends=True) if begun and row.endswith("\n")]
         file.write_text("".join(row for row in rows if json.loads(row)["step"] < begun))
     return file.open("a")

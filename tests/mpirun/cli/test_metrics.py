@@ -30,9 +30,9 @@ def saved(several, command, tmp_path_factory) -> Path:
 
 
 def test_a_run_that_goes_on_keeps_the_rows_of_steps_that_are_done(mistakes, command, saved):
-    """Those of a step that will be done again are dropped."""
+    """Those of a step that will be done again are dropped, and one that a kill has cut."""
     rows = saved / "rows"
-    rows.write_text(rows.read_text() + '{"step": 2}\n')
+    rows.write_text(rows.read_text() + '{"step": 2}\n{"ste')
     again = [*command, "--resume", saved / "saved", "--metrics", rows, "--steps"]
     for count in (2, 4):  # first no step is left to do, then two are
         (ended,) = mistakes(1, [[*again, count]])
