@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import NamedTuple
@@ -76,14 +77,19 @@ def given_digests(model: Model, header: Header, rank: int) -> dict[Values, str]:
     return digests
 
 
-def check_unwritten(stages: Iterable[LocalStage]) -> None:
-    """UsageError if the script has written to a parameter of a module of which the rank owns shards."""
-    for stage in stages:
-        if stage.owns_separate_shards and [parameter._version for parameter, _ in stage.first] != stage.writes:
-            raise UsageError(
-                f"the script has written to a parameter of stage {stage.index}, which ranks have in shards, where this "
-                "would be lost: load values with run.load_state_dict, or train without shards"
-            )
+def check_unwritten(comm: MPI.Intracomm, stages: Iterable[LocalStage]) -> None:
+    """Stop if the script has written to a parameter of a module of which ranks own shards. Collective."""
+    written = [
+        stage.index
+        for stage in stages
+        if stage.owns_separate_shards and [parameter._version for parameter, _ in stage.first] != stage.writes
+    ]
+    first = comm.allreduce(min(written, default=math.inf), MPI.MIN)  # in every step: `together` takes ten times as long
+    if first < math.inf:
+        raise Stop(
+            f"the script has written to a parameter of stage {first}, which ranks have in shards, where this would be "
+            "lost: load values with run.load_state_dict, or train without shards"
+        )
 
 
 def hold(stages: Iterable[LocalStage]) -> None:

@@ -129,8 +129,7 @@ class Engine(OpenRun):
         **options: Any,
     ) -> None:
         given = dict(locals())
-        names = (*SIZES, *ORDER)
-        compiled = {name: value for name in names if (value := options.pop(name, None)) is not None}
+        compiled = {name: value for name in (*SIZES, *ORDER) if (value := options.pop(name, None)) is not None}
         for unknown in options.keys() - {each.name for each in fields(RunOptions)}:
             raise TypeError(f"Engine has no argument {unknown}: help(mpirun.Engine) lists them")
         comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
@@ -138,20 +137,18 @@ class Engine(OpenRun):
         self._prepared: Prepared | None = None
         self._loaders: WeakSet[Loader] = WeakSet()  # loaders known to read what this run's ranks read
         with self._beginning():
-            self._options = together(comm, lambda: checked(RunOptions(**options)))
+            use = self._options = together(comm, lambda: checked(RunOptions(**options)))
             check_same_options(comm, options_to_compare({**given, **compiled, **vars(self._options)}))
-            folder, self._recipe = together(comm, lambda: (
+            self._weights_directory, self._recipe = together(comm, lambda: (
                 None if weights is None else directory_of("weights, if the module does not have them itself", weights),
                 make_recipe(optimizer, lr, scheduler, self._options.clip, elementwise),
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(comm, lambda: check_new(directory_of("export", export)))
             self._keep_threads()
-            use = self._options
             self.host = use_host(comm, use)
-            taken = Given(model, loss, stages, folder, use.seed, loss_of)
+            taken = Given(model, loss, stages, self._weights_directory, use.seed, loss_of)
             file, self._model = load(comm, schedule, microbatches, taken, compiled)
-            self._weights_directory = folder
             self._schedule: str | None = None  # the file, which no trace may overwrite
             if isinstance(schedule, str | os.PathLike) and Path(schedule).is_file():
                 self._schedule = str(Path(schedule).absolute())
@@ -249,7 +246,8 @@ class Engine(OpenRun):
         compared = is_compared(session.steps - session.begun)
         given = None if batch is None else self._batch(batch, f"step {session.steps + 1}", compared)
         weights, samples, tokens = self._begun.take(given)
-        result = session.step(weights, samples, tokens)
+        compared = compared and (given is None or given.loader is not None)  # else all of it is compared already
+        result = session.step(weights, samples, tokens, compared)
         if given is not None and given.loader is not None:
             given.loader.trained(given)
         if self._log is not None:

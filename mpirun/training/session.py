@@ -138,7 +138,7 @@ class Session:
         while self.start:
             check_same_start(self.comm, self.start.pop())
         if self.header.shard_owners:
-            together(self.comm, lambda: check_unwritten(self.interpreter.stages.values()))
+            check_unwritten(self.comm, self.interpreter.stages.values())
 
     def add_interpreter(self, setup: Setup) -> RunInterpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
@@ -210,13 +210,13 @@ class Session:
         with self.watchdog.phase(EXPORTING), buffers_shared(self.part):
             yield
 
-    def step(self, weights: list[float], samples: int, tokens: int) -> Result:
+    def step(self, weights: list[float], samples: int, tokens: int, compared: bool) -> Result:
         """Do the next step. Stop if a number is not finite, unless such steps are skipped.
 
-        `weights`: of the microbatches' losses in the step's loss; `samples`, `tokens`: as in a `Result`.
+        `weights`: of the microbatches' losses in the step's loss; `samples`, `tokens`: as in a `Result`; `compared`:
+        Stop, too, if ranks make different microbatches.
         """
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
-        compared = is_compared(step - self.begun)
         if compared:
             self.interpreter.microbatches.record_digests()
         with self._state_explained():
@@ -235,9 +235,8 @@ class Session:
         if self.verification is not None:
             self.verification.record.losses.append(result.losses)
         metrics = means(result.metrics, weights, f"step {step + 1}")
-        loss = mean(result.losses, weights)
-        rate, leave = result.rate, result.leave
-        return Result(loss, result.losses, result.grad_norm, rate, metrics, seconds, samples, tokens, leave)
+        numbers = mean(result.losses, weights), result.losses, result.grad_norm, result.rate
+        return Result(*numbers, metrics, seconds, samples, tokens, result.leave)
 
     @contextlib.contextmanager
     def _state_explained(self) -> Iterator[None]:
@@ -274,8 +273,9 @@ class Session:
     def position(self) -> str:
         """The step, and where this rank is in its list; empty outside of a step."""
         row = self.watchdog.state[ROW]
-        line = f"line {self.schedule.first_line + row}: {self.instructions[row]}: "
-        return "" if row < 0 else f"step {self.steps + 1}: {line}"
+        if row < 0:
+            return ""
+        return f"step {self.steps + 1}: line {self.schedule.first_line + row}: {self.instructions[row]}: "
 
     def leave(self, saved: bool) -> None:
         """Stop after SIGTERM, on all ranks together: a nonzero exit code makes launchers end the other ranks."""
