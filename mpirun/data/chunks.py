@@ -1,11 +1,12 @@
-"""Cuts a batch into microbatches along dimension 0 of its tensors."""
+"""Cuts a batch into microbatches along dimension 0 of its tensors, and joins pieces again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -41,6 +42,13 @@ def _pieces(leaf: Any, cuts: list[slice]) -> list[Any]:
 def one_per_sample(samples: int) -> Callable[[Any], bool]:
     """A function: whether a part of a pytree is a list or tuple of `samples` entries that are strings or None."""
     return lambda x: type(x) in (list, tuple) and len(x) == samples > 0 and all(isinstance(value, TEXT) for value in x)
+
+
+def joined(pieces: Sequence[Any]) -> Any:
+    """The pieces of a leaf, tensors or lists, joined along dimension 0; of anything else the first."""
+    if isinstance(pieces[0], Tensor):
+        return torch.cat(list(pieces))
+    return type(pieces[0])(chain.from_iterable(pieces)) if isinstance(pieces[0], list | tuple) else pieces[0]
 
 
 def repeated(tree: Any, samples: int, length: int) -> Any:

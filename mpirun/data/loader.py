@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mpirun.data.chunks import in_own_memory
 from mpirun.data.load_ahead import items_of, start_worker, states_kept
-from mpirun.data.microbatches import Microbatch, plain
+from mpirun.data.microbatches import Microbatch, Pair, plain
 from mpirun.data.values import named_leaves
 from schedgen.util.errors import UsageError
 
@@ -83,6 +83,14 @@ def real_samples(samples: int, size: int, microbatches: int) -> list[int]:
     return [min(size, max(0, samples - size * number)) for number in range(microbatches)]
 
 
+def microbatch_of(pair: Pair, collated: Any, samples: int, real: int, size: int) -> Microbatch:
+    """A microbatch of a step of `samples` samples, of which it has `real`; `size`: with padding, 0: without."""
+    data, target = pytree.tree_map(in_own_memory, pair(collated))
+    leaves, names = named_leaves(data)
+    size = size or max(real, 1)
+    return Microbatch(leaves, target, samples / real if real else math.inf, size, size - real, names)
+
+
 @dataclass(eq=False)
 class Loader(ABC):
     """The batches of a dataset: an iteration goes through an epoch, the next one through the next epoch.
@@ -109,7 +117,7 @@ class Loader(ABC):
     microbatch_size: int
     microbatches: int
     reads: Sequence[int]
-    pair: Callable[[Any], tuple[Any, Any]]
+    pair: Pair
     _: KW_ONLY
     shuffle: bool = False
     seed: int = 0
@@ -248,7 +256,8 @@ class Loader(ABC):
                     if made is None or (self.last == "drop" and samples < self.step_size):
                         break
                     mine = {mb: self._microbatch(mb, samples, of_mb) for mb, of_mb in made.collated.items()}
-                yield Batch(epoch, number, self._real(samples), mine, size, self, made.is_last)
+                real = real_samples(samples, self.microbatch_size, self.microbatches)
+                yield Batch(epoch, number, real, mine, size, self, made.is_last)
                 if made.is_last:
                     return
         if first == 0:
@@ -258,17 +267,11 @@ class Loader(ABC):
         self.epoch, self.step = epoch + 1, 0  # steps are larger than before a restart, or the last is dropped now
         yield from self._batches()
 
-    def _real(self, samples: int) -> list[int]:
-        return real_samples(samples, self.microbatch_size, self.microbatches)
-
     def _microbatch(self, number: int, samples: int, collated: Any) -> Microbatch:
         """A microbatch of a step from its collated samples; `samples`: of the step, without padding."""
-        data, target = pytree.tree_map(in_own_memory, self.pair(plain(collated)))
-        leaves, names = named_leaves(data)
-        real = self._real(samples)[number]
-        divisor = samples / real if real else math.inf
-        size = self.microbatch_size if self.fills or not real else real
-        return Microbatch(leaves, target, divisor, size, size - real, names)
+        real = real_samples(samples, self.microbatch_size, self.microbatches)[number]
+        padded = self.microbatch_size if self.fills or not real else 0
+        return microbatch_of(self.pair, plain(collated), samples, real, padded)
 
     def _made(self, steps: Dataset[Step], numbers: Iterable[int] | None) -> Generator[Step, None, None]:
         """The steps that torch's DataLoader makes, ahead if there are workers."""

@@ -24,6 +24,7 @@ from mpirun.data.values import digest_of, named_leaves
 from schedgen.util.errors import UsageError
 
 MakeBatch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
+Pair = Callable[[Any], tuple[Any, Any]]  # collated samples -> (input, target)
 DATASET = "the dataset's items should be pairs (input, target), (input,) or mappings: collated is"
 Shape = tuple[tuple[str, tuple[int, ...] | None], ...]  # by leaf of an input, its name and size; None: not a tensor
 

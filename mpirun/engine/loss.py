@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from mpirun.comm.fail_together import refuse
-from mpirun.data.chunks import one_per_sample
+from mpirun.data.chunks import joined, one_per_sample
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.values import to_device
 from mpirun.engine.core.context import Score
@@ -152,11 +151,11 @@ class MinibatchLoss:
         outputs, targets, sizes = zip(*(parts[number] for number in sorted(parts)), strict=True)
         _, spec = tree_flatten(targets[0], is_leaf=one_per_sample(sizes[0]))
         leaves = zip(*(spec.flatten_up_to(target) for target in targets), strict=True)
-        target = tree_unflatten(map(_joined, leaves), spec)  # a leaf that is not by sample is taken once
+        target = tree_unflatten(map(joined, leaves), spec)  # a leaf that is not by sample is taken once
         self.seed()
         with autocast(self.device.type, self.autocast_dtype):
-            joined = [torch.cat(pieces) for pieces in zip(*outputs, strict=True)]
-            made = loss_and_metrics(self.model.loss, loss_input(joined), Microbatch([], target, 1.0))
+            output = loss_input(list(map(joined, zip(*outputs, strict=True))))
+            made = loss_and_metrics(self.model.loss, output, Microbatch([], target, 1.0))
         check_real(*made)
         return made
 
@@ -186,10 +185,3 @@ class MinibatchLoss:
                 target = without_padding("target", batch.target, batch)
                 parts[number] = without_padding("output", outputs, batch), target, batch.size - batch.padding
         return parts
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """The parts of a leaf, tensors or lists, joined; of anything else the first."""
-    if isinstance(parts[0], Tensor):
-        return torch.cat(list(parts))
-    return type(parts[0])(chain.from_iterable(parts)) if isinstance(parts[0], list | tuple) else parts[0]

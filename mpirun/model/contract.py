@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from mpirun.data.microbatches import MakeBatch, input_and_target
+from mpirun.data.microbatches import MakeBatch, Pair, input_and_target
 from mpirun.model.dataflow import Input, Reads, Value, model_graph
 from mpirun.model.parallel_layers import UNSLICED, Slice
 from schedgen.ir.graph_file import ModelGraph
 
 Layers = Mapping[str, Callable[[], nn.Module]]
 StageEntry = Layers | Callable[[], nn.Module] | nn.Module
-Pair = Callable[[Any], tuple[Any, Any]]  # collated samples -> (input, target)
 Weights = Callable[[Collection[str]], Mapping[str, Tensor]]  # names -> values of those that exist
 
 

@@ -13,10 +13,10 @@ from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, first_difference, together
 from mpirun.data.chunks import chunk, repeated, sample_count, spans
-from mpirun.data.loader import Batch, real_samples
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, digest, input_and_target, plain
-from mpirun.data.values import copy_of, digest_of, named_leaves
-from mpirun.model.contract import Model, Pair
+from mpirun.data.loader import Batch, microbatch_of, real_samples
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, Pair, digest, input_and_target, plain
+from mpirun.data.values import copy_of, digest_of
+from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input
 from mpirun.model.loss import without_padding
 from schedgen.ir.header import Header
@@ -152,16 +152,9 @@ def whole_batch(data: Any, count: int, pair: Pair, size: int | None = None, unev
     if samples < 1 or (samples % count and size is None and not uneven):
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size: {SMALLER}")
     size = 0 if uneven else max(size or 0, -(-samples // count))
-    real = [span.stop - span.start for span in spans(samples, count)]
-    if not uneven:
-        real = real_samples(samples, size, count)
+    real = [span.stop - span.start for span in spans(samples, count)] if uneven else real_samples(samples, size, count)
     if samples < size * count:
         data = repeated(data, samples, size * count)
-    microbatches = {}
-    for number, part in enumerate(chunk(data, count, max(samples, size * count))):
-        inputs, target = pair(part)
-        leaves, names = named_leaves(inputs)
-        divisor = samples / real[number] if real[number] else math.inf
-        full = size or max(real[number], 1)
-        microbatches[number] = Microbatch(leaves, target, divisor, full, full - real[number], names)
-    return Batch(0, 0, real, microbatches, size)
+    parts = zip(chunk(data, count, max(samples, size * count)), real, strict=True)
+    made = [microbatch_of(pair, part, samples, number, size) for part, number in parts]
+    return Batch(0, 0, real, dict(enumerate(made)), size)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpirun.comm.fail_together import Stop, on_rank_0
+from mpirun.data.chunks import joined
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.forward_list import ForwardList, Outcome
@@ -145,12 +146,12 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
         return ordered[0] if ordered else None
     leaves = zip(*map(pytree.tree_leaves, ordered), strict=True)
     try:
-        joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in leaves]
+        of_all = list(map(joined, leaves))
     except RuntimeError as error:
         raise UsageError(
             f"predict: outputs cannot be joined along dimension 0: {error}: take each of them with each="
         ) from None
-    return pytree.tree_unflatten(joined, pytree.tree_structure(ordered[0]))
+    return pytree.tree_unflatten(of_all, pytree.tree_structure(ordered[0]))
 
 
 def _run(
