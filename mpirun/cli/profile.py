@@ -1,296 +1,56 @@
-"""`python -m mpirun profile`: what a model's stages cost here, in the form that `schedgen simulate --profile` reads.
-
-seconds      Every rank computes all stages by a schedule of one worker, with the interpreter that runs use, and times
-             its instructions. All ranks do so at once, and share cores and memory bandwidth as they do in a run.
-             Whole and split backwards alternate, so that whatever else the machine does slows both.
-overhead     On a CPU, the part of a job's seconds outside of the stage's module and of autograd.
-bytes        The same on all ranks: rank 0 counts them with the memory tracker, in a step of its own.
-alpha, beta  Messages are timed between neighbouring ranks.
-"""
+"""`python -m mpirun profile`: the profile of a model that is given by its name."""
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
-import numpy as np
 from mpi4py import MPI
-from tqdm import tqdm
 
 from mpirun.cli.optimizer import optimizer
 from mpirun.cli.options import ProfileOptions
-from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
-from mpirun.comm.link_speed import measure_link_speed
-from mpirun.comm.output import note, print_notes, write_output
-from mpirun.engine.build import build_interpreter
-from mpirun.engine.core.context import Act
-from mpirun.engine.core.interpreter import Interpreter
-from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.memory_tracker import MemoryCount, track_memory
+from mpirun.comm.fail_together import from_rank_0, together
+from mpirun.comm.output import print_notes
 from mpirun.engine.options import RunOptions, SetupOptions, values_of
-from mpirun.engine.other_sums import parameters_of_tie
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.setup import Setup, set_up, text_microbatches, use_host
-from mpirun.model.dataflow import ALIGN
+from mpirun.engine.setup import set_up, text_microbatches, use_host
 from mpirun.model.load_model import load_model
+from mpirun.training import profile
 from schedgen.checker import checked
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.graph_file import ModelGraph
-from schedgen.ir.instructions import F, Instruction, Kind, Op, W
-from schedgen.ir.program import Program
-from schedgen.ir.stage_graph import StageGraph
-from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
-from schedgen.util.files import check_writable
-
-MICROBATCHES = 8  # of a step
-STEADY = 0.05  # a spread of the steps' seconds below which nothing else disturbed them
-OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
-Key = tuple[int, int]  # an opcode and a stage
-BufferKey = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
 
 
-class Bytes(NamedTuple):
-    """What an instruction does to the bytes alive on its rank."""
-
-    before: int
-    peak: int
-    after: int
-    defined: int  # bytes of the buffers it makes: x, g
-
-    @property
-    def kept(self) -> int:
-        """Bytes that the instruction leaves alive besides `defined`."""
-        return max(0, self.after - self.before - self.defined)
-
-    @property
-    def workspace(self) -> int:
-        """Bytes at the peak besides those alive before the instruction and those that it leaves alive."""
-        return max(0, self.peak - self.before - self.defined - self.kept)
-
-
-class _Stopwatch:
-    """Counts the seconds that stages' modules and their backwards take."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def watch(self, stage: LocalStage) -> None:
-        """Count this stage's seconds, too, from now on."""
-        methods = ((stage.module, "forward"), *((stage, f"backward{half}") for half in ("", "_input", "_weight")))
-        for owner, name in methods:
-            setattr(owner, name, self._timed(getattr(owner, name)))
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            begin = time.perf_counter()
-            result = method(*arguments)
-            self.seconds += time.perf_counter() - begin
-            return result
-
-        return timed
-
-
-class Profile:
-    """One rank's part of a profile."""
+class Profile(profile.Profile):
+    """One rank's part of the command."""
 
     def __init__(self, comm: MPI.Intracomm, options: ProfileOptions) -> None:
-        self.comm, self.options = comm, options
-        on_rank_0(comm, lambda: check_writable("--output", options.output))
-        self.program = from_rank_0(comm, lambda: _schedule(options))
-        self.instructions = self.program.instructions(0)
-        self.current: Instruction | None = None
-        self.setup = self._set_up()
-        if self.setup.model.loss_of == "minibatch":
-            raise Stop("a loss of the whole minibatch cannot be profiled: jobs are measured two microbatches at a time")
-        together(comm, lambda: self.setup.device.try_messages(comm))
-
-    def _set_up(self) -> Setup:
-        comm, options, header = self.comm, self.options, self.program.header
+        graph, self.steps = from_rank_0(comm, lambda: _graph(options)), options.steps
         host = use_host(comm, options)
         with print_notes(comm):
-            model = together(comm, lambda: load_model(options.model, header.model_stages, options.seed))
-        source = text_microbatches(comm, model, options, header)
-        recipe = Recipe(partial(optimizer, options), clip=options.clip)
-        return set_up(comm, header, model, source, RunOptions(**values_of(options, SetupOptions)), recipe, host)
-
-    def position(self) -> str:
-        """The instruction being executed, for error messages; empty outside of a step."""
-        return "" if self.current is None else f"{self.current}: "
+            model = together(comm, lambda: load_model(options.model, graph.stages, options.seed))
+        source = text_microbatches(comm, model, options, profile.MICROBATCHES)
+        recipe, of_run = Recipe(partial(optimizer, options), clip=options.clip), values_of(options, SetupOptions)
+        prepare = partial(
+            set_up, comm, unsliced_model=model, source=source, options=RunOptions(**of_run), recipe=recipe, host=host
+        )
+        super().__init__(comm, graph, prepare, ("--output", options.output))
 
     def execute(self) -> int:
         """Measure, and write the file on rank 0; returns the exit code. Collective."""
-        sizes = on_rank_0(self.comm, self._bytes) or {}
-        seconds = self._seconds()
-        alpha, beta = measure_link_speed(self.comm, self.setup.device, self.setup.crowded)
-        if self.comm.size == 1:
-            note(self.comm, "one rank has no links: alpha and beta are 0")
-        elif not beta:
-            note(self.comm, "other programs disturbed the links: long messages took no longer than short ones, and "
-                 "beta is 0")  # fmt: skip
-        if self.setup.crowded:
-            note(self.comm, "there are more ranks on a host than cores: jobs are timed while all ranks compute, and "
-                 "plan cannot know that a waiting rank leaves its core to others")  # fmt: skip
-        profile = {**seconds, "alpha": alpha, "beta": beta, **sizes}
-        on_rank_0(self.comm, lambda: _write(self.options.output, profile))
+        self.write(self.steps)
         return 0
 
-    def _interpreter(self) -> Interpreter:
-        return build_interpreter(MPI.COMM_SELF, self.program, self.instructions, self.setup)
 
-    def _bytes(self) -> dict[str, object]:
-        """Bytes by stage. The same in every run: they depend on no time, nor on what was measured before."""
-        measured: dict[Key, list[Bytes]] = {}
-        gc.collect()
-        gc.disable()  # a collection at an arbitrary moment would change the counts: now cycles stay alive
-        machine = self._interpreter()
-        with track_memory(self.setup.device.torch) as memory:
-            for i, act in zip(self.instructions, machine.code, strict=True):
-                self.current = i
-                measured.setdefault((i.op, i.stage), []).append(_execute(machine, i, act, memory))
-        gc.enable()
-        self.current = None
-        stages = range(len(self.setup.shapes))
-        weight = [shape.weight_bytes for shape in self.setup.shapes]
-        graph, dataflow = self.program.header.graph, self.setup.dataflow
-        by_edge = {"per_consumer": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
-        return {
-            "activation": [measured[Op.FWD, s][0].defined for s in stages],
-            **by_edge,
-            "weight": weight,
-            "saved": [max(job.kept for job in measured[Op.FWD, s]) for s in stages],
-            "half": [max(job.kept for job in measured[Op.BWD_I, s]) for s in stages],
-            "workspace": {
-                direction: [max(job.workspace for job in measured[OPS[direction], s]) for s in stages]
-                for direction in ("F", "B", "I", "W")
-            },
-            **({"tied": self._tied()} if self.program.header.tied else {}),
-            "owned": [weight[s] + measured[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
-        }
-
-    def _tied(self) -> list[int]:
-        """By tie: the bytes of the trained parameters that its stages share, as `tied_sum` packs them."""
-        sizes = []
-        for stages in self.program.header.tied:
-            shape = self.setup.shapes[stages[0]]
-            shared = {name for names in parameters_of_tie(self.setup.model, stages) for name in names[stages[0]]}
-            places = zip(shape.parameter_names, shape.layout, strict=True)
-            lengths = [place.end - place.begin for name, place in places if name in shared]
-            sizes.append(sum(-(-length // ALIGN) * ALIGN for length in lengths))
-        return sizes
-
-    def _seconds(self) -> dict[str, object]:
-        """Seconds of jobs and STEPs, and overheads of jobs, by stage: medians over ranks of each rank's medians."""
-        steps, silent = self.options.steps, self.comm.rank > 0 or not sys.stderr.isatty()
-        machine, inside = together(self.comm, self._interpreter), _Stopwatch()
-        on_cpu = self.setup.device.kind == "cpu"
-        for stage in machine.stages.values() if on_cpu else ():
-            inside.watch(stage)
-        self._step(machine, {}, inside)  # to warm up
-        self.comm.Barrier()
-        measured: dict[Key, list[tuple[float, float]]] = {}
-        of_steps = [self._step(machine, measured, inside) for _ in tqdm(range(steps), unit="step", disable=silent)]
-        if (most := max(self.comm.allgather(spread(of_steps)))) > STEADY:
-            note(self.comm, f"the machine was busy: the middle half of the {steps} steps took times that differ by "
-                 f"{most:.0%}; profile again when nothing else runs")  # fmt: skip
-        medians = self.comm.allgather({key: np.median(pairs, axis=0).tolist() for key, pairs in measured.items()})
-        seconds, overhead = (
-            {
-                name: [float(np.median([of_rank[op, s][k] for of_rank in medians])) for s in machine.stages]
-                for name, op in OPS.items()
-            }
-            for k in (0, 1)
-        )
-        del overhead["step"]
-        return {**seconds, "overhead": overhead} if on_cpu else {**seconds}
-
-    def _step(self, machine: Interpreter, measured: dict[Key, list[tuple[float, float]]], inside: _Stopwatch) -> float:
-        """Execute and time every instruction once: its seconds, and its overhead. Returns the seconds of all."""
-        total = 0.0
-        for i, act in zip(self.instructions, machine.code, strict=True):
-            self.current = i
-            machine.microbatches.forget()  # so that each reader makes them anew, as on several ranks
-            inside.seconds, begin = 0.0, time.perf_counter()
-            act()
-            self.setup.device.finish()
-            seconds = time.perf_counter() - begin
-            measured.setdefault((i.op, i.stage), []).append((seconds, seconds - inside.seconds))
-            total += seconds
-        self.current = None
-        return total
-
-
-def spread(seconds: Sequence[float]) -> float:
-    """How far the middle half of these are apart, as a share of the median."""
-    low, middle, high = np.percentile(seconds, (25, 50, 75))
-    return float((high - low) / middle)
-
-
-def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount) -> Bytes:
-    machine.microbatches.forget()
-    before = memory.live
-    memory.reset_peak()
-    act()
-    peak = memory.peak
-    read, made = _buffers(machine.header.graph, i)
-    # A copy replaces each buffer: a buffer that a forward or BWD_I keeps stays alive beside it, as it would after FREE.
-    for key in (*read, *made):
-        buffer = machine.context.buffers.get(*key)
-        buffer.value = buffer.value.clone()
-    return Bytes(before, peak, memory.live, sum(machine.context.buffers.get(*key).value.nbytes for key in made))
-
-
-def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[BufferKey]]:
-    """The g that an instruction is the last to read, and the x and g that it makes."""
-    read: list[BufferKey] = []
-    if i.op == Op.FWD:
-        return read, [(Kind.X, i.stage, i.mb, consumer) for consumer in graph.output_consumers(i.stage)]
-    if i.op not in (Op.BWD, Op.BWD_I):
-        return read, []
-    read += [(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in graph.consumers[i.stage]]
-    return read, [(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in graph.producers[i.stage]]
-
-
-def _schedule(options: ProfileOptions) -> Program:
+def _graph(options: ProfileOptions) -> ModelGraph:
     if options.schedule is None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MpirunWarning)  # the set-up makes the model again, and then warns
-            return _one_worker(load_model(options.model, options.stages or 1, options.seed).graph())
+            return load_model(options.model, options.stages or 1, options.seed).graph()
     try:
         header = checked(options.schedule).header
     except OSError as error:
         raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
-    graph = header.model_graph
-    if options.stages not in (None, graph.stages):
-        raise UsageError(f"--stages {options.stages}: {options.schedule} has {graph.stages}")
-    return _one_worker(ModelGraph(graph.stages, graph.edges, graph.per_consumer, header.model_ties))
-
-
-def _one_worker(graph: ModelGraph) -> Program:
-    """The program of a step on one worker.
-
-    Microbatches go in pairs, so that a stage does two jobs of a kind in a row: the state of the caches is then between
-    that of 1F1B and of GPipe. The backwards of one pair are whole, those of the next are split.
-    """
-
-    def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
-        job = np.where(d == F, s, 3 * graph.stages - 2 * s + (d == W))
-        return (b // 2 * (3 * graph.stages + 2) + job) * 2 + b % 2
-
-    scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split=True)
-    scheme = scheme._replace(
-        unsplit_backward=lambda s, b: (0 * s + b) // 2 % 2 == 0, edges=graph.edges, per_consumer=graph.per_consumer
-    )
-    return compile(scheme, Sizes(graph.stages, MICROBATCHES, 1), Options(tied=graph.tied))
-
-
-def _write(path: str, profile: dict[str, object]) -> None:
-    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items())
-    write_output("--output", path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    if options.stages not in (None, header.model_stages):
+        raise UsageError(f"--stages {options.stages}: {options.schedule} has {header.model_stages}")
+    return profile.graph_of(header)

@@ -81,14 +81,12 @@ def use_host(comm: MPI.Intracomm, options: SetupOptions) -> Host:
     return Host(device=device, crowded=cores < 1)
 
 
-def text_microbatches(
-    comm: MPI.Intracomm, model: Model, options: SetupOptions, header: Header, passes: int = 1
-) -> Microbatches:
-    """The microbatches that a model makes itself, from the text that rank 0 reads. Collective."""
+def text_microbatches(comm: MPI.Intracomm, model: Model, options: SetupOptions, count: int) -> Microbatches:
+    """The microbatches that a model makes itself, `count` a step, from the text that rank 0 reads. Collective."""
     text = bytearray(from_rank_0(comm, lambda: training_text(options.text, model.length)))
     assert model.batch is not None
     tokens = torch.frombuffer(text, dtype=torch.uint8)
-    return Microbatches(model.batch, tokens, options.seed, header.microbatches * passes)
+    return Microbatches(model.batch, tokens, options.seed, count)
 
 
 def set_up(

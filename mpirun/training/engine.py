@@ -308,6 +308,16 @@ class Engine(OpenRun):
         self._running.end_trace()
 
     @collective
+    def profile(self, path: str | os.PathLike[str], steps: int = 10) -> None:
+        """Write on rank 0 what the stages and messages cost here, as `python -m mpirun profile` does.
+
+        The file is for `--profile` of schedgen's commands, and for `plan`: seconds and bytes by stage, for microbatches
+        like the run's first. `steps` are timed, in which every rank computes all stages, with copies of the weights and
+        optimizers of its own, for which it needs memory. The training stays as it is: the next step has the same bits.
+        """
+        self._built.profile(os.fspath(path), steps)
+
+    @collective
     def save(
         self,
         directory: str | os.PathLike[str],
@@ -394,12 +404,10 @@ class Engine(OpenRun):
 
     @property
     def _built(self) -> Prepared:
-        session = self._running
         if self._prepared is None:
             if self._model.batch is None:
                 raise Stop("give Engine(example=(input, target)), one microbatch, or make a loader first")
-            passes = self._options.accumulate
-            self._build(text_microbatches(self.comm, self._model, self._options, session.header, passes))
+            self._build(text_microbatches(self.comm, self._model, self._options, self._count))
         assert self._prepared is not None
         return self._prepared
 

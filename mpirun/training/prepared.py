@@ -20,7 +20,7 @@ from mpirun.data.dataset_loaders import FunctionLoader, StreamLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
 from mpirun.engine.first_step import RunInterpreter
-from mpirun.engine.options import RunOptions
+from mpirun.engine.options import RunOptions, SetupOptions, values_of
 from mpirun.engine.recipe import Recipe
 from mpirun.engine.setup import Host, Setup, set_up
 from mpirun.model.check_weights import check_weights
@@ -29,6 +29,7 @@ from mpirun.model.loss import loss_input, why_uncut
 from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.notes import note_ignored_labels, note_state
+from mpirun.training.profile import Copies, Profile, graph_of
 from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
 from mpirun.training.shapes import Shapes, check_padding
@@ -65,6 +66,7 @@ class Prepared:
         """
         self.session, self.source, self.shapes, self.weigh = session, source, shapes, weigh
         self.model, self._set_up = model, partial(set_up, session.comm, options=options, recipe=recipe, host=host)
+        self.measured = RunOptions(**values_of(options, SetupOptions))  # what a profile has of the options
         with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(model))
             setup = self._set_up(session.header, model, source)
@@ -164,6 +166,22 @@ class Prepared:
             has, had = (clip(", ".join(names)) for names in (example.names, self.names))
             raise Stop(f"the input of a microbatch has {has}, but that of the first had {had}")
         return example
+
+    def profile(self, path: str, steps: int) -> None:
+        """Write a profile of the stages to a file; Stop if no step would be timed."""
+        session, source = self.session, self.source
+        if steps < 1:
+            raise Stop(f"profile: nothing is measured in {steps} steps")
+        for stage in session.interpreter.stages.values():
+            stage.give_back()  # before the first step, too, modules have values, which are copied
+        session.setup.device.use_words(ready=False)  # until the next step: a profile allocates memory
+        source = Copies(source.example) if isinstance(source, StepBatches) else source
+        set_up = partial(self._set_up, unsliced_model=self.model, source=source, options=self.measured)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
+            profile = Profile(session.comm, graph_of(session.header), set_up, ("profile", path))
+            profile.beat = session.beat
+            profile.write(steps)
 
     def free(self) -> None:
         """Free the MPI resources of all interpreters and evaluators."""

@@ -29,5 +29,5 @@ PHASES = (
 NOTHING, OTHERS = -1, -2
 METHODS = (
     "", "loader", "step", "evaluate", "predict", "save", "resume", "export", "state_dict", "verify", "close",
-    "begin_trace", "end_trace", "load_state_dict",
+    "begin_trace", "end_trace", "load_state_dict", "profile",
 )  # fmt: skip

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from mpirun.cli.profile import spread
+from mpirun.training.profile import spread
 from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
