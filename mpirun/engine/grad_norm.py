@@ -1,4 +1,4 @@
-"""Gradient norms: of every parameter, whose pieces may be on several ranks, and of the whole gradient.
+"""Gradient norms: of every parameter, whose pieces may be on several ranks, and of the whole gradient; clipping by it.
 
 With --canonical a norm has the same bits however the parameter is divided. Squares are added in float64 along a binary
 tree whose leaves are the parameter's 64-byte lines; no shard boundary cuts a line. The owner of a piece contributes the
@@ -176,6 +176,11 @@ class GradNorms:
             else math.hypot(*numbers[positions])
             for positions, nodes in self.parameters
         ]
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """The factor that a gradient of this norm is multiplied by, as in torch.nn.utils.clip_grad_norm_."""
+    return min(limit / (norm + 1e-6), 1.0)
 
 
 def _nodes(piece: Piece) -> list[Node]:

@@ -1,4 +1,4 @@
-"""The optimizers of a rank, one for every unit that it owns, made by the run's recipe; and gradient clipping."""
+"""The optimizers of a rank, one for every unit that it owns, made by the run's recipe."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mpirun.engine.core.grad_buffers import GradBuffer
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit, pieces
+from mpirun.engine.grad_norm import clip_factor
 from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer
 from mpirun.model.contract import Model
 from mpirun.model.meta_values import like_parameter
@@ -192,8 +193,3 @@ def _named(model: Model, stage: LocalStage, shard: int, parameters: Sequence[nn.
         NamedParameter(names[number], parameter, shapes[number], False)
         for number, parameter in zip(numbers, parameters, strict=True)
     ]
-
-
-def clip_factor(norm: float, limit: float) -> float:
-    """The factor that a gradient of this norm is multiplied by, as in torch.nn.utils.clip_grad_norm_."""
-    return min(limit / (norm + 1e-6), 1.0)

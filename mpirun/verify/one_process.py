@@ -12,8 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
-from mpirun.engine.grad_norm import tensor_norms
-from mpirun.engine.optimizer import clip_factor
+from mpirun.engine.grad_norm import clip_factor, tensor_norms
 from mpirun.engine.setup import Setup
 from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
