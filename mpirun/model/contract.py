@@ -28,7 +28,8 @@ class Origin(NamedTuple):
                 cut. A buffer, or a frozen parameter, has the same value in all stages that have it.
     aliases     by a parameter's or buffer's name in the module, its other names there: weights may have any of them.
     pair        collated samples of a loader -> (input, target); stages count the leaves of this input.
-    traced      whether stages are for microbatches of one shape.
+    traced      whether stages are for microbatches of one shape, or of one for each of `buckets`.
+    buckets     the sizes that it was traced on.
     check_eval  raises UsageError if stages would not compute in eval mode what the module does.
     join        (stages, numbers) -> the fields stages, tied and reads of a Model whose stage k joins the next
                 numbers[k] of these stages; UsageError if they are not the stages that were cut. None: only stages that
@@ -44,6 +45,7 @@ class Origin(NamedTuple):
     aliases: Mapping[str, Sequence[str]] = {}
     pair: Pair = input_and_target
     traced: bool = False
+    buckets: tuple[int, ...] = ()
     check_eval: Callable[[], None] = lambda: None
     join: Callable[[Sequence[StageEntry], Sequence[int]], Mapping[str, Any]] | None = None
     rebuild: Callable[[Any], Any] | None = None

@@ -88,7 +88,8 @@ class Engine(OpenRun):
                   step, for each torch optimizer, whose rate is then `lr`, if that is a number
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
     buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
-                  microbatches of a step; empty: microbatches have one shape, those of a bare module any
+                  microbatches of a step; empty: those of `split`, else microbatches have one shape, those of a bare
+                  module any
     log           is called on rank 0 with the number of steps done and a step's numbers by name, or those of an
                   evaluation ("eval/loss"); or a directory, to which they are written for TensorBoard
     peak_flops    the most operations a second of a rank's device: `log` gets the used share of it, `mfu`, where a step

@@ -7,7 +7,7 @@ Some schedules and losses allow one shape only, or no padding: the checks are he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 from mpi4py import MPI
@@ -16,6 +16,7 @@ from mpirun.comm.fail_together import Stop
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Shape
 from mpirun.model.contract import Model
+from mpirun.model.split.module_io import bucket_sizes
 from mpirun.training.batches import SMALLER
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
@@ -25,20 +26,21 @@ class Shapes:
     """The shapes of the microbatches so far, in a run or an evaluation."""
 
     def __init__(self, comm: MPI.Intracomm, buckets: Sequence[int], model: Model, header: Header) -> None:
-        """`buckets`: the sizes that are declared; empty: there is one shape.
+        """`buckets`: the sizes that are declared; empty: those that `split` has traced, else there is one shape.
 
         UsageError if they are no sizes, or if the model or the schedule needs microbatches of one shape.
         """
-        if not isinstance(buckets, Iterable) or any(type(size) is not int or size < 1 for size in buckets):
-            raise UsageError(f"buckets should be sizes, whole numbers of at least 1, not {buckets!r}")
-        one_shape = {
-            "what split has traced has one shape: give modules or a Model": model.origin.traced,
+        traced, sizes = model.origin.buckets, bucket_sizes(buckets or model.origin.buckets)
+        refused = {
+            f"split has traced {traced or 'one shape'}: give it these buckets=, too": (
+                model.origin.traced and not {*sizes} <= {*traced}
+            ),
             "a loss of the whole minibatch needs microbatches of one shape": model.loss_of == "minibatch",
             "this schedule updates stages one by one: all steps need one shape": not header.has_flush,
         }
-        for why in [why for why, applies in one_shape.items() if applies and buckets]:
+        for why in [why for why, applies in refused.items() if applies and sizes]:
             raise UsageError(f"buckets: {why}")
-        self.comm, self.buckets = comm, tuple(buckets)
+        self.comm, self.buckets = comm, sizes
         self.any = model.origin.call is not None and not self.buckets  # no shape is checked
         self.by_size: dict[int | None, Shape] = {}
 

@@ -206,7 +206,7 @@ SCRIPTS: Table = {
         "engine(buckets=64)": "buckets should be sizes, whole numbers of at least 1, not 64",
         "engine(buckets=(0,))": "buckets should be sizes, whole numbers of at least 1, not (0,)",
         "engine(mpirun.split(nn.Linear(4, 4), x, stages=1), buckets=(6,))": (
-            "buckets: what split has traced has one shape: give modules or a Model"
+            "buckets: split has traced one shape: give it these buckets=, too"
         ),
         "engine(weights={})": f"weights, if the module does not have them itself: {DIRECTORY} dict",
         "engine(loss_weight=3)": "loss_weight should be a function of a target, not 3",
@@ -267,6 +267,9 @@ SCRIPTS: Table = {
         ),
         "step(data=of_lengths(6), buckets=(6, 7), example=None)": (
             "the microbatches of step 1 have shapes (2, 6, 4) and (2, 7, 4): all of one step must have the same..."
+        ),
+        "step((x, x), (x[:, :3], x), model=mpirun.split(nn.PReLU(), x[:4], stages=1, buckets=(4, 6)), scheme='ddp')": (
+            "input [0] of a microbatch is ... of shape (4, 3), but the module was traced on ... of shape (4, 4): ..."
         ),
         "step(data=of_lengths(6, 9), buckets=(6, 8), example=None)": (
             "the microbatches of step 2 have shape (2, 9, 4), not one of buckets=(6, 8)..."

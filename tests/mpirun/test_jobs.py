@@ -13,10 +13,6 @@ import torch
 
 JOBS = Path(__file__).parents[1] / "jobs"
 SCRIPTS = sorted(str(file.relative_to(JOBS)) for file in JOBS.glob("*/*.py") if file.name in ("ours.py", "pipeline.py"))
-# Scripts that are written for what an Engine cannot do yet, and what that is.
-WAITING = {
-    "seq2seq/pipeline.py": "split(buckets=)",
-}
 # Of the changed lines; a pipeline has to be told where to cut, so it may have more than data parallelism.
 MOST, MOST_OF = 30, {"cnn/ours.py": 12}
 # Forwards in bfloat16: sums of gradients, one a microbatch, are rounded to 8 bits.
@@ -48,8 +44,6 @@ def plain(launch, tmp_path_factory) -> Callable[[str], tuple[list[str], Path]]:
 def test_a_job_has_few_changed_lines_and_the_losses_of_plain_torch(script, plain, launch, tmp_path):
     file = JOBS / script
     assert changed_lines((file.parent / "plain.py").read_text(), file.read_text()) <= MOST_OF.get(script, MOST)
-    if script in WAITING:
-        pytest.skip(WAITING[script])
     lines, folder = plain(file.parent.name)
     done = launch(2, tmp_path, program=(str(file),))
     assert done.code == 0, done.err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
@@ -14,11 +14,31 @@ from schedgen.util.errors import UsageError
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's forward
 
 
+def bucket_sizes(buckets: Iterable[int]) -> tuple[int, ...]:
+    """The sizes that are declared as `buckets`; UsageError if they are none."""
+    if not isinstance(buckets, Iterable) or any(type(size) is not int or size < 1 for size in buckets):
+        raise UsageError(f"buckets should be sizes, whole numbers of at least 1, not {buckets!r}")
+    return tuple(buckets)
+
+
+def of_bucket(call: Call, size: int) -> Call:
+    """A call with `size` in place of that of dimension 1, of the first tensor that has one, in all dimensions but 0."""
+    sizes = [x.shape[1] for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and x.dim() > 1]
+    if not sizes:
+        raise UsageError("buckets are sizes of dimension 1 of the input, but no tensor of the example has one")
+
+    def resized(x: Tensor) -> Tensor:
+        return x.new_zeros([*x.shape[:1], *(size if length == sizes[0] else length for length in x.shape[1:])])
+
+    return pytree.tree_map_only(Tensor, resized, call)
+
+
 class Example(NamedTuple):
     """The input that a module was traced on: every microbatch has its nesting, shapes and types."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]  # tensors in args and kwargs have no data
+    buckets: Mapping[int, Example] = {}  # by size, the inputs that it was traced on; a microbatch has the shapes of one
 
     def leaves(self, data: Any) -> tuple[Any, ...]:
         """The leaves of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor.
@@ -41,12 +61,18 @@ class Example(NamedTuple):
         leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in self.kwargs}))
         if structure != pytree.tree_structure((self.args, self.kwargs)):
             raise UsageError("the batch's input is not nested as the example of split, with the same keys in one order")
-        for (path, expected), leaf in zip(pytree.tree_leaves_with_path((self.args, self.kwargs)), leaves, strict=True):
-            if _traced_part(leaf) != _traced_part(expected):
-                raise UsageError(
-                    f"input {pytree.keystr(path)[3:]} of a microbatch is {_traced_part(leaf)}, but the module was "
-                    f"traced on {_traced_part(expected)}: every microbatch has the example's shapes"
-                )
+
+        def wrong(example: Example) -> list[tuple[str, str, str]]:
+            expected = zip(pytree.tree_leaves_with_path((example.args, example.kwargs)), leaves, strict=True)
+            parts = [(pytree.keystr(path)[3:], _traced_part(leaf), _traced_part(x)) for (path, x), leaf in expected]
+            return [part for part in parts if part[1] != part[2]]
+
+        for name, has, traced in min(map(wrong, self.buckets.values() or [self]), key=len):
+            one = f", of one of buckets={(*self.buckets,)}" if self.buckets else ""
+            raise UsageError(
+                f"input {name} of a microbatch is {has}, but the module was traced on {traced}: every microbatch has "
+                f"the example's shapes{one}"
+            )
         return tuple(leaves)
 
     def pair(self, collated: Any) -> tuple[tuple[Any, ...], Any]:

@@ -8,6 +8,7 @@ are the *body* of the graph: each is computed once, in one stage, and sent to ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -123,6 +124,11 @@ def is_buffer(root: fx.Node) -> bool:
     return root.op == "get_attr"
 
 
+def value_of(exported: ExportedGraph, node: fx.Node) -> Any:
+    """A value, without data, that a node returned in the trace."""
+    return node.meta["val"] if "val" in node.meta else exported.state[str(node.target)]
+
+
 def value_bytes(node: fx.Node) -> int:
     """Bytes of the tensors that a node returns."""
     return sum(x.numel() * x.element_size() for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor))
@@ -167,14 +173,11 @@ def _count_flops(exported: ExportedGraph) -> dict[fx.Node, int]:
     if fake is None:
         return flops
 
-    def value(node: fx.Node) -> Any:
-        return node.meta["val"] if "val" in node.meta else exported.state[str(node.target)]
-
     with fake, torch.no_grad(), FlopCounterMode(display=False) as counter:
         for node in exported.graph.nodes:
             if node.op != "call_function" or node.target is getitem or not node.all_input_nodes:
                 continue
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), partial(value_of, exported))
             shapes = tree_map(lambda x: x.shape if isinstance(x, Tensor) else x, (args, kwargs))
             call = f"{node.target} {shapes}"
             if call not in by_call:

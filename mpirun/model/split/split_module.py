@@ -5,11 +5,13 @@
 3. Choose the nodes that begin stages (cut_points): none lies between a value and a change of it in place.
 4. Decide whether parameters that several stages use are sent or replicated.
 5. Build a module for each stage (stage_modules).
+
+With buckets there is a graph for each, cut at the same places, and a stage has one module for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import getitem
 from typing import Any
@@ -30,10 +32,10 @@ from mpirun.model.split.cut_points import (
 )
 from mpirun.model.split.errors import warn_user
 from mpirun.model.split.export_graph import ExportedGraph, export_graph
-from mpirun.model.split.module_io import Call
+from mpirun.model.split.module_io import Call, bucket_sizes, of_bucket
 from mpirun.model.split.node_dependencies import Dependencies
 from mpirun.model.split.split_result import Cut
-from mpirun.model.split.stage_modules import StageBuilder
+from mpirun.model.split.stage_modules import BucketStage, StageBuilder
 from mpirun.model.split.train_eval import compare_with_eval, keep_eval_mode
 from schedgen.util.errors import UsageError
 
@@ -49,6 +51,7 @@ def split(
     points: Collection[str] = (),
     shared: str = "transmit",
     init: Init | None = None,
+    buckets: Iterable[int] = (),
 ) -> Cut:
     """The stages of `module`, traced on the example of one microbatch's input.
 
@@ -58,24 +61,38 @@ def split(
     whether parameters that several stages use are sent by the first ("transmit") or copied and tied ("replicate").
     `init`: for a module on the meta device, a function that gives a submodule its own parameters and buffers, in
     place, on the ranks that build them (default: the model's _init_weights, or the submodule's reset_parameters).
+    `buckets`: sizes that dimension 1 of the input may have, as of Engine: the module is traced on each, which replaces
+    the example's size in all dimensions but 0, and is cut where the first is.
     UsageError, with the line of the model that is the reason, if the module cannot be split.
     """
     args, kwargs = _call(example, example_kwargs)
     _check_options(module, shared)
     _warn_of_what_is_lost(module)
     meta = meta_module(module, init)
-    check_eval = _eval_check(module, args, kwargs)
+    sizes = bucket_sizes(buckets)
+    calls = [of_bucket((args, kwargs), size) for size in sizes] or [(args, kwargs)]
+    check_eval = _eval_check(module, calls)
     try:
-        dependencies = _trace(module, args, kwargs)
+        traces = [_trace(module, *call) for call in calls]
     except UsageError as error:
         raise error.with_traceback(None) from None  # each rank prints it, if the script has made no Engine yet
-    starts = _starts(dependencies, module, stages, points)
-    check_changes_in_place(dependencies, starts)
+    starts: list[list[fx.Node]] = []  # by trace
+    for dependencies in traces:
+        found = [node.name for of_trace in starts[:1] for node in of_trace]
+        starts.append(_starts(dependencies, module, stages, points, found))
+        check_changes_in_place(dependencies, starts[-1])
     warn_of_batch_statistics(module)
     aliases, in_eval_mode = tensor_aliases(module), not any(part.training for part in module.modules())
 
-    def cut_at(starts: Sequence[fx.Node]) -> Cut:
-        cut = _build_stages(dependencies, starts, shared)
+    def cut_at(starts: Sequence[Sequence[fx.Node]]) -> Cut:
+        modules = [BucketStage() for _ in range(len(starts[0]) + 1)]
+        cuts = [_build_stages(trace, at, shared, modules) for trace, at in zip(traces, starts, strict=True)]
+        cut = cuts[0]
+        if sizes:
+            _check_alike(dict(zip(sizes, cuts, strict=True)), own_tensors(module).keys())
+            examples = [trace.exported.example for trace in traces]
+            example = examples[0]._replace(buckets=dict(zip(sizes, examples, strict=True)))
+            cut = cut._replace(stages=[*modules], example=example)
         if in_eval_mode:
             keep_eval_mode(cut.stages)
         unused = _unused(module, cut.stages, aliases)
@@ -83,17 +100,19 @@ def split(
         return cut._replace(meta=meta, join=join, origin=origin)
 
     def join(numbers: Sequence[int]) -> Cut:
-        return cut_at([starts[begin - 1] for begin in accumulate(numbers[:-1])])
+        return cut_at([[of_trace[begin - 1] for begin in accumulate(numbers[:-1])] for of_trace in starts])
 
     return cut_at(starts)
 
 
-def _build_stages(dependencies: Dependencies, starts: Sequence[fx.Node], shared: str) -> Cut:
+def _build_stages(
+    dependencies: Dependencies, starts: Sequence[fx.Node], shared: str, modules: Sequence[BucketStage]
+) -> Cut:
     stage_of = _stages_of_nodes(dependencies, starts)
     used_by = _stages_of_shared_parameters(dependencies, stage_of)
     results, output = dependencies.exported.output()
     senders = {name: users[0] for name, users in used_by.items() if shared == "transmit"}
-    built = StageBuilder(dependencies, stage_of, results, senders).build()
+    built = StageBuilder(dependencies, stage_of, results, senders, modules).build()
     check_reads(built.reads, len(built.modules))
     bodies: list[list[fx.Node]] = [[] for _ in built.modules]
     for node in dependencies.body:
@@ -110,6 +129,20 @@ def _build_stages(dependencies: Dependencies, starts: Sequence[fx.Node], shared:
     )
 
 
+def _check_alike(cuts: Mapping[int, Cut], names: Collection[str]) -> None:
+    """UsageError unless the cuts of all buckets have the same parameters and buffers, of these names, and edges."""
+
+    def of_stages(cut: Cut) -> tuple[object, ...]:
+        return [own_tensors(stage).keys() & names for stage in cut.stages], cut.reads, cut.tied, cut.output
+
+    (first, one), *others = cuts.items()
+    for size in [size for size, other in others if of_stages(other) != of_stages(one)]:
+        raise UsageError(
+            f"buckets: for {size} stages would have other parameters, or send other values, than for {first}: cut "
+            "elsewhere, by points="
+        )
+
+
 def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
     if not isinstance(example_kwargs, Mapping | None):
         raise UsageError(f"example_kwargs should be a mapping from names, not {type(example_kwargs).__name__}")
@@ -120,24 +153,24 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
     return (), dict(example)
 
 
-def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+def _eval_check(module: nn.Module, calls: Iterable[Call]) -> Callable[[], None]:
     """A function for `Origin.check_eval`: it compares eval mode with the mode that the module is in now."""
     module = without_values(module) if is_on_meta(module) else module  # a run gives values to the stages it builds
     traced = [(part, part.training) for part in module.modules()]
 
-    def exported(modes: Sequence[tuple[nn.Module, bool]]) -> ExportedGraph:
+    def exported(call: Call, modes: Sequence[tuple[nn.Module, bool]]) -> ExportedGraph:
         before = [(part, part.training) for part in module.modules()]
         try:
             for part, mode in modes:
                 part.training = mode
-            return export_graph(module, args, kwargs)
+            return export_graph(module, *call)
         finally:
             for part, mode in before:
                 part.training = mode
 
     def check() -> None:
-        if any(mode for _, mode in traced):
-            compare_with_eval(exported(traced), exported([(part, False) for part, _ in traced]))
+        for call in calls if any(mode for _, mode in traced) else ():
+            compare_with_eval(exported(call, traced), exported(call, [(part, False) for part, _ in traced]))
 
     return check
 
@@ -169,7 +202,9 @@ def _starts(
     module: nn.Module,
     stages: int | None,
     points: Collection[str],
+    found: Collection[str],
 ) -> list[fx.Node]:
+    """The nodes that begin stages; `found`: their names in another bucket's graph, where their costs chose them."""
     marked, named = starts_at_pipe_splits(dependencies), starts_at_modules(dependencies, module, points)
     starts = dependencies.ordered({*marked, *named})
     if len(starts) < len(marked) + len(named):
@@ -177,6 +212,8 @@ def _starts(
     if not starts:
         if stages is None:
             raise UsageError("say how many stages, or at which points to cut")
+        if found:
+            return [node for node in dependencies.body if node.name in found]
         return balanced_stages(dependencies, stages)
     if stages not in (None, len(starts) + 1):
         raise UsageError(f"points and pipe_split() make {len(starts) + 1} stages, not {stages}")

@@ -102,6 +102,7 @@ class Cut(NamedTuple):
             origin=self.origin._replace(
                 pair=input_and_target if self.example is None else self.example.pair,
                 traced=self.example is not None,
+                buckets=() if self.example is None else tuple(self.example.buckets),
                 join=None if cut_at is None else join,
                 rebuild=None if self.output is None else self.output.rebuild,
             ),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,12 +14,36 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.meta_values import like
 from mpirun.model.rng import RandomOp
-from mpirun.model.split.node_dependencies import Dependencies, is_buffer, value_bytes
-from mpirun.model.split.train_eval import RegionOp, counters_of, mode_op
+from mpirun.model.split.node_dependencies import Dependencies, is_buffer, value_bytes, value_of
+from mpirun.model.split.train_eval import Constant, RegionOp, counters_of, mode_op
+from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
 LAYERS = "__layers__"  # the submodule that holds a stage's operations that draw, follow the mode or are in a region
 RANDOM_OPS = "__draws__"  # that of those that draw, by whose names they are seeded
+
+
+class BucketStage(nn.Module):
+    """A stage with a graph for each bucket, all of them on its one set of parameters and buffers.
+
+    graphs  by the shapes of the arguments of forward, the function that the graph generates
+    known   by name of an operation, parameter, buffer or constant, what tells it from others of that name
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: dict[tuple[torch.Size, ...], Callable[..., Any]] = {}
+        self.known: dict[str, object] = {}
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The result of the graph for inputs of these shapes."""
+        return self.graphs[tuple(x.shape for x in inputs)](self, *inputs)
+
+    def name_of(self, name: str, what: object) -> tuple[str, bool]:
+        """The name here of what a graph calls `name`, and whether it is new: another graph may have it, or another."""
+        while self.known.get(name, what) != what:
+            name += "_"
+        return name, self.known.setdefault(name, what) is what
 
 
 class StageModules(NamedTuple):
@@ -39,10 +63,14 @@ class StageBuilder:
         stage_of: Mapping[fx.Node, int],
         results: Sequence[fx.Node],
         owners: Mapping[str, int],
+        modules: Sequence[BucketStage],
     ) -> None:
-        """`results`: what the last stage returns; `owners`: by parameter that is sent, the stage that sends it."""
+        """`results`: what the last stage returns; `owners`: by parameter that is sent, the stage that sends it.
+
+        `modules`: by stage; other buckets may have put graphs there.
+        """
         self.dependencies, self.stage_of, self.results, self.owners = dependencies, stage_of, results, owners
-        self.exported = dependencies.exported
+        self.exported, self.modules = dependencies.exported, modules
         self.count = max(stage_of.values()) + 1
         self.counters = counters_of(self.exported.graph)
         self.sent: list[set[fx.Node]] = [set() for _ in range(self.count)]  # by stage
@@ -90,7 +118,7 @@ class StageBuilder:
     def _module(
         self, stage: int, nodes: Sequence[fx.Node], received: Sequence[fx.Node], outputs: Sequence[fx.Node]
     ) -> fx.GraphModule:
-        graph, root = fx.Graph(), nn.Module()
+        graph, root = fx.Graph(), self.modules[stage]
         new = {node: graph.placeholder(node.name) for node in received}
         for node in nodes:
             if node not in new:
@@ -104,6 +132,11 @@ class StageBuilder:
         ]
         graph.output(returned[0] if len(returned) == 1 else tuple(returned))
         module = fx.GraphModule(root, graph, f"Stage{stage}")
+        forward, shapes = type(module).forward, tuple(value_of(self.exported, node).shape for node in received)
+        if root.graphs.setdefault(shapes, forward).__code__ != forward.__code__:
+            raise UsageError(
+                f"buckets: stage {stage} gets the same shapes in several, but computes other values: cut elsewhere"
+            )
         for name in self.exported.temporary & {name for name, _ in module.named_buffers()}:
             owner, _, attribute = name.rpartition(".")
             module.get_submodule(owner)._non_persistent_buffers_set.add(attribute)
@@ -112,11 +145,10 @@ class StageBuilder:
         }
         return module
 
-    def _copied(self, root: nn.Module, graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _copied(self, root: BucketStage, graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """A copy of a node; a call of a layer if it draws, follows train and eval mode, or is in a region."""
         if node.op != "call_function":
-            self._put(root, str(node.target))
-            return graph.node_copy(node)
+            return graph.create_node("get_attr", self._put(root, str(node.target)), name=node.name)
         operation: Any = node.target
         if operation is aten.view.default and self.dependencies.root(node) not in self.dependencies.writes:
             operation = aten.reshape.default  # received values may have other strides than were traced
@@ -129,15 +161,20 @@ class StageBuilder:
         if layer is None:
             return graph.create_node("call_function", operation, args, kwargs, node.name)
         where, name = (RANDOM_OPS, node.name) if draws else (LAYERS, f"{node.name}_op")  # "to" could be no module
-        if not hasattr(root, where):
-            root.add_module(where, nn.Module())
-        root.get_submodule(where).add_module(name, layer)
-        return graph.create_node("call_module", f"{where}.{name}", args, kwargs, node.name)
+        path, is_new = root.name_of(f"{where}.{name}", _traits(layer))
+        if is_new:
+            if not hasattr(root, where):
+                root.add_module(where, nn.Module())
+            root.get_submodule(where).add_module(path.rpartition(".")[2], layer)
+        return graph.create_node("call_module", path, args, kwargs, node.name)
 
-    def _put(self, root: nn.Module, name: str) -> None:
-        """Give a stage what `name` refers to: a parameter or buffer itself if no stage has it yet, else a copy."""
-        value = self.exported.state[name]
-        owner, _, attribute = name.rpartition(".")
+    def _put(self, stage: BucketStage, name: str) -> str:
+        """Give a stage what `name` refers to, a parameter or buffer itself if no stage has it yet; its name there."""
+        value, root = self.exported.state[name], cast("nn.Module", stage)
+        put, is_new = stage.name_of(name, Constant(value))
+        if not is_new:
+            return put
+        owner, _, attribute = put.rpartition(".")
         for part in owner.split(".") if owner else ():
             if not hasattr(root, part):
                 root.add_module(part, nn.Module())
@@ -148,9 +185,16 @@ class StageBuilder:
             if isinstance(own, nn.Parameter):
                 setattr(root, attribute, own)
             else:
-                root.register_buffer(attribute, own)
+                root.register_buffer(attribute, own, name not in self.exported.temporary)
         else:
             setattr(root, attribute, copy.deepcopy(value))
+        return put
+
+
+def _traits(layer: nn.Module) -> list[object]:
+    """What tells an operation from others of its name."""
+    parts = [(type(part), vars(part)) for part in layer.modules()]
+    return [(kind, {name: value for name, value in own.items() if name[0] != "_"}) for kind, own in parts]
 
 
 def _insert_device_lookups(graph: fx.Graph) -> None:

@@ -151,7 +151,7 @@ def _operations(exported: ExportedGraph, in_train: bool) -> list[tuple[fx.Node, 
             values[node] = "input", exported.inputs[node]
         elif node.op == "get_attr":
             name = str(node.target)
-            values[node] = _Constant(exported.state[name]) if name in exported.temporary else name
+            values[node] = Constant(exported.state[name]) if name in exported.temporary else name
         elif node.op == "output":
             operations.append((node, (fx.node.map_arg(exported.results, values.__getitem__), exported.spec)))
         elif node.op == "call_function":
@@ -169,17 +169,18 @@ def _operations(exported: ExportedGraph, in_train: bool) -> list[tuple[fx.Node, 
     return operations
 
 
-class _Constant:
-    """What a graph has besides parameters and saved buffers; equal if it is one object, or tensors of equal values."""
+class Constant:
+    """What a graph refers to; equal if it is one object, or tensors of equal values."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        mine, its = self.value, other.value if isinstance(other, _Constant) else None
+        """Whether they are the same."""
+        mine, its = self.value, other.value if isinstance(other, Constant) else None
         if mine is its or not (isinstance(mine, Tensor) and isinstance(its, Tensor)):
             return mine is its
         alike = (mine.shape, mine.dtype) == (its.shape, its.dtype)
-        return alike and bool(((mine == its) | (mine.isnan() & its.isnan())).all())
+        return alike and not mine.is_meta and bool(((mine == its) | (mine.isnan() & its.isnan())).all())
 
     __hash__ = None  # type: ignore[assignment]

@@ -18,7 +18,7 @@ loader, tests = (DataLoader(data, batch_sampler=buckets(data)) for data in (trai
 net = Seq2Seq()
 tokens = torch.zeros(4, LENGTHS[0], dtype=torch.long)
 cut = mpirun.split(net, (tokens, tokens), stages=2, shared="replicate", buckets=LENGTHS)
-run = mpirun.Engine("1f1b", cut, microbatches=2, buckets=LENGTHS, loss=loss_of, optimizer=torch.optim.Adam, lr=3e-3)
+run = mpirun.Engine("1f1b", cut, microbatches=2, loss=loss_of, optimizer=torch.optim.Adam, lr=3e-3)
 for epoch in range(3):
     for source, target in loader:
         loss = run.step(((source, target[:, :-1]), target[:, 1:])).loss
