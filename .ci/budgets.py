@@ -11,14 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
-    "schedgen": 16_070,
+    "schedgen": 16_140,
     "schedgen/ir": 2_760,
     "schedgen/compiler": 2_070,
     "schedgen/analysis": 450,
     "schedgen/checker": 920,
     "schedgen/simulator": 1_830,
-    "schedgen/schemes": 1_450,
-    "schedgen/planner": 3_140,
+    "schedgen/schemes": 1_527,
+    "schedgen/planner": 3_117,
     "schedgen/report": 1_870,
     "schedgen/cli": 880,
     "schedgen/util": 740,
@@ -34,10 +34,10 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 630,
     "mpirun/examples": 530,
-    "tests": 31_800,
+    "tests": 31_945,
     "tests/jobs": 1_030,
 }
-WORDS = 13_535
+WORDS = 13_649
 
 
 def lines(room: Path) -> int:

@@ -35,6 +35,7 @@ from schedgen.planner.plan import pipedream, plan
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
+from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import read_profile
@@ -100,6 +101,10 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
     sizes = {name: getattr(options, name) for name in Sizes._fields}
     if options.scheme.endswith(".csv"):
         scheme, own_sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
+        if isinstance(R := options.replicas, int):
+            workers, batches = R * (own_sizes.workers or 1), R * own_sizes.microbatches
+            own_sizes = own_sizes._replace(workers=workers, microbatches=batches, replicas=R)
+            scheme = replicated(scheme, own_sizes, options.interleave)
         for name, value in sizes.items():
             if value not in (None, getattr(own_sizes, name)):
                 given = ",".join(map(str, value)) if isinstance(value, tuple) else value
@@ -108,7 +113,7 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
     sizes["stages"] = options.stages or stages
     if missing := [f"--{name}" for name in ("stages", "microbatches") if sizes[name] is None]:
         raise UsageError(f"compile needs {' and '.join(missing)} (see schedgen compile --help)")
-    return load(options.scheme, Sizes(**sizes), options.tensor), Sizes(**sizes)
+    return load(options.scheme, Sizes(**sizes), options.tensor, options.interleave), Sizes(**sizes)
 
 
 def _substages(graph: ModelGraph, stages: int, name: str) -> int:

@@ -111,7 +111,11 @@ class CompileOptions(Options, LoopOptions):
 
     scheme: str = argument("SCHEME|FILE", f"{', '.join(SCHEMES)}, FILE.py with w and n, or torch's FILE.csv")
     group: int | None = option("--group N", "microbatches in turn (interleaved-1f1b), or of an update (2bw)", count)
-    replicas: Sequence[int] | None = option("--replicas R,R,...", "workers of each stage (1f1b-rr, ...)", listed(count))
+    replicas: int | Sequence[int] | None = option(
+        "--replicas R", "replicas of the scheme, on W / R workers each; R,R,...: workers of each stage (1f1b-rr, ...)",
+        lambda text: listed(count)(text) if "," in text else count(text),
+    )  # fmt: skip
+    interleave: bool = switch("--interleave", "replica r has ranks r, r+R, ...; default: consecutive ones", "replicas")
     shards: Sequence[int] | None = option(
         "--shards K", "shards of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
         listed(count),

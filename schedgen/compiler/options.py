@@ -11,6 +11,7 @@ from schedgen.ir.cost import read_cost
 from schedgen.ir.limits import check_jobs
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
+from schedgen.schemes.replicas import dealt
 from schedgen.schemes.scheme import MODES, Scheme, Sizes, no_order
 from schedgen.util.errors import NeedsOption, UsageError, number_of
 from schedgen.util.option_fields import count, natural, option, switch
@@ -142,7 +143,7 @@ def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> No
 def apply_options(scheme: Scheme, sizes: Sizes, options: Options) -> Scheme:
     """The scheme with the order, the mode and the updates that the options give in place of its own."""
     if options.n is not None:
-        scheme = scheme._replace(n=ORDERS[options.n](sizes), order=options.n)
+        scheme = scheme._replace(n=dealt(ORDERS[options.n](sizes), scheme.replicas), order=options.n)
     if options.n is not None or options.mode not in (None, scheme.mode):  # these marks belong to the scheme's own order
         scheme = scheme._replace(unsplit_backward=None, delayed_send=None)
     return scheme._replace(mode=options.mode or scheme.mode, updates=options.updates or scheme.updates)
