@@ -143,7 +143,7 @@ def _write_checked(program: Program, output: str) -> None:
 
 def run_compare(options: CompareOptions) -> int:
     """Print the numbers of every scheme that fits; a note on stderr says if a w or an n was slow."""
-    sizes = Sizes(options.stages, options.microbatches, options.workers)
+    sizes = Sizes(options.stages, options.microbatches, options.workers, replicas=options.replicas)
     if options.cost and "B" not in options.cost and "I" not in options.cost:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
     with _slow_schemes_noted():

@@ -201,6 +201,7 @@ class CompareOptions(Form):
     stages: int = option("--stages S", "stages of the model", count, required=True)
     microbatches: int = option("--microbatches B", "microbatches of a step", count, required=True)
     workers: int = option("--workers W", "ranks", count, required=True)
+    replicas: int | None = option("--replicas R", "replicas of every scheme, each on W / R workers", count)
     memory_limit: int | None = option("--memory-limit M", LIMIT, count)
     cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; I and W default to half of B", read_cost)
 
