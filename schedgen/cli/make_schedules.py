@@ -18,7 +18,7 @@ from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
-from schedgen.ir.cost import DEFAULT_COST, REDO, Amount
+from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, durations
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
@@ -32,6 +32,7 @@ from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.partition import link_bandwidth, partition, prefixes
 from schedgen.planner.plan import pipedream, plan
+from schedgen.planner.stage_costs import cost_ratios
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
@@ -51,6 +52,8 @@ def run_compile(options: CompileOptions) -> int:
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
         scheme = _with_graph(scheme, graph, substages)
+    if options.profile is not None:
+        options = _with_times(options, scheme, sizes.stages * substages, graph)
     with _slow_schemes_noted():
         program = compile(
             scheme,
@@ -66,6 +69,15 @@ def run_compile(options: CompileOptions) -> int:
         check_compiled(program)
         _write_checked(program, options.output)
     return 0
+
+
+def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:
+    """The options with the profile's times, and their mean ratios to F for the file; `stages`: of the model."""
+    edges = (graph.edges if graph else scheme.edges) or chain(stages)
+    text, shown = read_text(options.profile or "-"), display_name(options.profile or "-")
+    times, _ = read_profile(text, shown, stages, edges, ties=len(graph.tied) if graph else 0, counted="the model has")
+    own = durations(times, 1 if options.forward else 3 if scheme.split else 2, shown)
+    return replace(options, times=times, cost=cost_ratios(own))
 
 
 def _dump_to(folder: str) -> Dump:

@@ -121,6 +121,7 @@ class CompileOptions(Options, LoopOptions):
         listed(count),
     )  # fmt: skip
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
+    profile: str | None = option("--profile P", "JSON with durations by stage, for greedy", file=READ, without="cost")
     dump_passes: str | None = option("--dump-passes DIR", "a new folder for the list after each pass of compiling")
     output: str = option("-o --output FILE", SCHEDULE, required=True, file=WRITTEN)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from schedgen.ir.cost import read_cost
+from schedgen.ir.cost import Amount, read_cost
 from schedgen.ir.limits import check_jobs
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
@@ -39,6 +39,7 @@ class Options:
     cost: Mapping[str, float] | None = option(
         "--cost F=1,B=2", "durations that greedy orders by; default: F=1,B=2 or F=1,I=1,W=1", read_cost
     )
+    times: Mapping[str, Amount] | None = None  # the same by stage, for greedy alone: `cost` is what the file says
     weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time", count, 2)
     fan_out: int = option("--fan-out K", "copies of a stage, or sums, that one worker sends, others relay", count, 2)
     prefetch: int = option("--prefetch K", "how many jobs before its SEND a receive is posted", natural, 1)
