@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 630,
     "mpirun/examples": 530,
-    "tests": 31_962,
+    "tests": 31_954,
     "tests/jobs": 1_030,
 }
 WORDS = 13_656

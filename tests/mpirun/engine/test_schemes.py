@@ -61,8 +61,6 @@ TWO_OWNERS = """
 VEE = """
     def w(s, b, d, *, workers):
         return abs(s - workers + (s < workers)), abs(s - workers + (s < workers))
-    def n(s, b, d, *, stages):
-        return b * 2 * stages + (s if d == 0 else 2 * stages - 1 - s)
 """
 AN_IDLE_WORKER = """
     def w(s, b, d):

@@ -91,8 +91,7 @@ def test_a_found_order_runs_in_replicas(run, tmp_path):
     assert run("compile", csv, "--replicas", 2, "--output", both).code == 0
     scheme = json.loads((tmp_path / "both.json").read_text())["scheme"]
     assert scheme == {"name": "found", "workers": 4, "stages": 4, "microbatches": 8, "replicas": 2}
-    same = run("diff", both, both), run("draw", both), run("check", both)
-    assert [each.code for each in same] == [0] * 3 and "4 workers in 2 replicas" in same[1].out
+    assert "4 workers in 2 replicas" in run("draw", both).out and run("diff", both, both).code == 0
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,6 @@ def test_a_found_order_runs_in_replicas(run, tmp_path):
         (("1f1b", "--microbatches", 1), "--replicas 2: each needs a microbatch, not 1 microbatch for all"),
         (("1f1b", "--replicas", "2,2,1,1"), "1f1b takes one number of --replicas, those of the whole scheme"),
         (("mine.py",), "mine with --replicas needs --workers, those of all replicas"),
-        (("ddp", "--shards", 2), "--shards: w names several owners of the weights of stage 0"),
     ],
 )
 def test_what_is_no_number_of_replicas_is_refused(run, tmp_path, monkeypatch, arguments, reason):
