@@ -126,7 +126,7 @@ lint: venv
 # first and the last stage. REPLICAS has two stages, the first with three replicas; SHARDED has two stages, each in
 # weight shards on all workers; TENSOR has two stages of four substages each, in two tensor slices. BUFFERS, with two
 # weight buffers, has 12 microbatches: with 8, every update would use the first version. NAME.graph is the stage
-# graph of NAME's model. The schedules in forward/ contain only forwards.
+# graph of NAME's model. zb-v-replicas is two replicas of two workers. The schedules in forward/ contain only forwards.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream
 TWO_STAGES := interleaved-1f1b interleaved-zb depth-first breadth-first hanayo zb-v v-half v-min dualpipe-v
 TIED       := 1f1b-tied
@@ -134,7 +134,7 @@ REPLICAS   := 1f1b-rr
 SHARDED    := fsdp-sharded
 TENSOR     := 1f1b-tensor
 BUFFERS    := pipedream-2bw
-GOLDEN     := $(ONE_STAGE) $(TWO_STAGES) $(TIED) $(REPLICAS) $(SHARDED) $(TENSOR) $(BUFFERS)
+GOLDEN     := $(ONE_STAGE) $(TWO_STAGES) $(TIED) $(REPLICAS) zb-v-replicas $(SHARDED) $(TENSOR) $(BUFFERS)
 COMMA      := ,
 FORWARD    := 1f1b fsdp
 traces: $(GOLDEN:%=traces/%.json) $(FORWARD:%=traces/forward/%.json)
@@ -142,10 +142,10 @@ traces: $(GOLDEN:%=traces/%.json) $(FORWARD:%=traces/forward/%.json)
 $(FORWARD:%=traces/forward/%.json): traces/forward/%.json: venv
 	$(BIN)/schedgen compile $* --stages 4 --microbatches 8 --workers 4 --forward --output $@
 $(GOLDEN:%=traces/%.json): traces/%.json: venv
-	$(BIN)/schedgen compile $(patsubst %-g4,%,$(patsubst %-tied,%,$(patsubst %-sharded,%,$(patsubst %-tensor,%,$*)))) \
+	$(BIN)/schedgen compile $(patsubst %-g4,%,$(patsubst %-tied,%,$(patsubst %-sharded,%,$(patsubst %-tensor,%,$(*:%-replicas=%))))) \
 	    --stages $(if $(filter $*,$(TWO_STAGES)),8,$(if $(filter $*,$(REPLICAS) $(SHARDED) $(TENSOR)),2,4)) \
 	    --microbatches $(if $(filter $*,$(BUFFERS)),12,8) --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) \
-	    $(if $(filter $*,$(REPLICAS)),--replicas 3$(COMMA)1) $(if $(filter $*,$(SHARDED)),--shards 4) \
+	    $(if $(filter $*,$(REPLICAS)),--replicas 3$(COMMA)1) $(if $(findstring -replicas,$*),--replicas 2) $(if $(filter $*,$(SHARDED)),--shards 4) \
 	    $(if $(filter $*,$(TENSOR)),--tensor 2) $(addprefix --graph ,$(wildcard traces/$*.graph)) --output $@
 
 # SVG depends on the version of matplotlib: these are made by the one in .ci/constraints.txt.

@@ -146,16 +146,15 @@ def _compile(
     if scheme in DATA_PARALLEL and model.loss_of == "minibatch":
         options = {"n": "breadth-first", **options}
     given = {name: options[name] for name in SIZES if name in options}
-    for name, count in (("replicas", stages), ("shards", 1)):
-        if isinstance(given.get(name), int):
-            given[name] = (given[name],) * count
+    if isinstance(given.get("shards"), int):
+        given["shards"] = (given["shards"],)
     sizes = Sizes(stages, workers if microbatches is None else microbatches, workers, **given)
     of_order = {name: options[name] for name in ORDER if name in options}
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
         try:
             sizes = sizes.checked()
-            loaded = load_scheme("1f1b-rr" if scheme == "1f1b" and sizes.replicas else scheme, sizes)
+            loaded = load_scheme("1f1b-rr" if scheme == "1f1b" and isinstance(sizes.replicas, tuple) else scheme, sizes)
             if model.reads is not None or loaded.edges is None:  # else the scheme's own edges say what stages read
                 loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
             program = compile(loaded, sizes, Options(tied=graph.tied, **of_order))

@@ -18,7 +18,7 @@ from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
-from schedgen.ir.cost import DEFAULT_COST, REDO, Amount
+from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, durations
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
@@ -32,9 +32,11 @@ from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.partition import link_bandwidth, partition, prefixes
 from schedgen.planner.plan import pipedream, plan
+from schedgen.planner.stage_costs import cost_ratios
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
+from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import read_profile
@@ -50,6 +52,8 @@ def run_compile(options: CompileOptions) -> int:
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
         scheme = _with_graph(scheme, graph, substages)
+    if options.profile is not None:
+        options = _with_times(options, scheme, sizes.stages * substages, graph)
     with _slow_schemes_noted():
         program = compile(
             scheme,
@@ -65,6 +69,15 @@ def run_compile(options: CompileOptions) -> int:
         check_compiled(program)
         _write_checked(program, options.output)
     return 0
+
+
+def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:
+    """The options with the profile's times, and their mean ratios to F for the file; `stages`: of the model."""
+    edges = (graph.edges if graph else scheme.edges) or chain(stages)
+    text, shown = read_text(options.profile or "-"), display_name(options.profile or "-")
+    times, _ = read_profile(text, shown, stages, edges, ties=len(graph.tied) if graph else 0, counted="the model has")
+    own = durations(times, 1 if options.forward else 3 if scheme.split else 2, shown)
+    return replace(options, times=times, cost=cost_ratios(own))
 
 
 def _dump_to(folder: str) -> Dump:
@@ -100,6 +113,10 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
     sizes = {name: getattr(options, name) for name in Sizes._fields}
     if options.scheme.endswith(".csv"):
         scheme, own_sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
+        if isinstance(R := options.replicas, int):
+            workers, batches = R * (own_sizes.workers or 1), R * own_sizes.microbatches
+            own_sizes = own_sizes._replace(workers=workers, microbatches=batches, replicas=R)
+            scheme = replicated(scheme, own_sizes, options.interleave)
         for name, value in sizes.items():
             if value not in (None, getattr(own_sizes, name)):
                 given = ",".join(map(str, value)) if isinstance(value, tuple) else value
@@ -108,7 +125,7 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
     sizes["stages"] = options.stages or stages
     if missing := [f"--{name}" for name in ("stages", "microbatches") if sizes[name] is None]:
         raise UsageError(f"compile needs {' and '.join(missing)} (see schedgen compile --help)")
-    return load(options.scheme, Sizes(**sizes), options.tensor), Sizes(**sizes)
+    return load(options.scheme, Sizes(**sizes), options.tensor, options.interleave), Sizes(**sizes)
 
 
 def _substages(graph: ModelGraph, stages: int, name: str) -> int:
@@ -138,7 +155,7 @@ def _write_checked(program: Program, output: str) -> None:
 
 def run_compare(options: CompareOptions) -> int:
     """Print the numbers of every scheme that fits; a note on stderr says if a w or an n was slow."""
-    sizes = Sizes(options.stages, options.microbatches, options.workers)
+    sizes = Sizes(options.stages, options.microbatches, options.workers, replicas=options.replicas)
     if options.cost and "B" not in options.cost and "I" not in options.cost:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
     with _slow_schemes_noted():

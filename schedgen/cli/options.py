@@ -111,12 +111,17 @@ class CompileOptions(Options, LoopOptions):
 
     scheme: str = argument("SCHEME|FILE", f"{', '.join(SCHEMES)}, FILE.py with w and n, or torch's FILE.csv")
     group: int | None = option("--group N", "microbatches in turn (interleaved-1f1b), or of an update (2bw)", count)
-    replicas: Sequence[int] | None = option("--replicas R,R,...", "workers of each stage (1f1b-rr, ...)", listed(count))
+    replicas: int | Sequence[int] | None = option(
+        "--replicas R", "replicas of the scheme, on W / R workers each; R,R,...: workers of each stage (1f1b-rr, ...)",
+        lambda text: listed(count)(text) if "," in text else count(text),
+    )  # fmt: skip
+    interleave: bool = switch("--interleave", "replica r has ranks r, r+R, ...; default: consecutive ones", "replicas")
     shards: Sequence[int] | None = option(
         "--shards K", "shards of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
         listed(count),
     )  # fmt: skip
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
+    profile: str | None = option("--profile P", "JSON with durations by stage, for greedy", file=READ, without="cost")
     dump_passes: str | None = option("--dump-passes DIR", "a new folder for the list after each pass of compiling")
     output: str = option("-o --output FILE", SCHEDULE, required=True, file=WRITTEN)
 
@@ -197,6 +202,7 @@ class CompareOptions(Form):
     stages: int = option("--stages S", "stages of the model", count, required=True)
     microbatches: int = option("--microbatches B", "microbatches of a step", count, required=True)
     workers: int = option("--workers W", "ranks", count, required=True)
+    replicas: int | None = option("--replicas R", "replicas of every scheme, each on W / R workers", count)
     memory_limit: int | None = option("--memory-limit M", LIMIT, count)
     cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; I and W default to half of B", read_cost)
 

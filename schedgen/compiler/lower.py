@@ -72,6 +72,7 @@ def header_of(placed: PlacedScheme) -> Header:
     scheme, options = placed.scheme, placed.options
     _, stages, microbatches = placed.compute.shape
     counts = [len(owners) for owners in placed.shard_owners]
+    accumulated = scheme.replicas * (scheme.accumulated or stages)
     header = Header(
         scheme={
             "name": scheme.name, "workers": placed.workers, "stages": stages, "microbatches": microbatches,
@@ -88,7 +89,7 @@ def header_of(placed: PlacedScheme) -> Header:
             "recompute": _named(placed.recompute),
             **({} if options.memory_limit is None else {"memory_limit": options.memory_limit}),
             **({} if scheme.updates == FLUSH else {"updates": scheme.updates}),
-            **({"accumulated": scheme.accumulated or stages} if scheme.updates == TWO_BUFFERS else {}),
+            **({"accumulated": accumulated} if scheme.updates == TWO_BUFFERS else {}),
         },
         graph=placed.graph,
         tied=placed.tied,

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from schedgen.ir.cost import read_cost
+from schedgen.ir.cost import Amount, read_cost
 from schedgen.ir.limits import check_jobs
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
+from schedgen.schemes.replicas import dealt
 from schedgen.schemes.scheme import MODES, Scheme, Sizes, no_order
 from schedgen.util.errors import NeedsOption, UsageError, number_of
 from schedgen.util.option_fields import count, natural, option, switch
@@ -38,6 +39,7 @@ class Options:
     cost: Mapping[str, float] | None = option(
         "--cost F=1,B=2", "durations that greedy orders by; default: F=1,B=2 or F=1,I=1,W=1", read_cost
     )
+    times: Mapping[str, Amount] | None = None  # the same by stage, for greedy alone: `cost` is what the file says
     weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time", count, 2)
     fan_out: int = option("--fan-out K", "copies of a stage, or sums, that one worker sends, others relay", count, 2)
     prefetch: int = option("--prefetch K", "how many jobs before its SEND a receive is posted", natural, 1)
@@ -142,7 +144,7 @@ def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> No
 def apply_options(scheme: Scheme, sizes: Sizes, options: Options) -> Scheme:
     """The scheme with the order, the mode and the updates that the options give in place of its own."""
     if options.n is not None:
-        scheme = scheme._replace(n=ORDERS[options.n](sizes), order=options.n)
+        scheme = scheme._replace(n=dealt(ORDERS[options.n](sizes), scheme.replicas), order=options.n)
     if options.n is not None or options.mode not in (None, scheme.mode):  # these marks belong to the scheme's own order
         scheme = scheme._replace(unsplit_backward=None, delayed_send=None)
     return scheme._replace(mode=options.mode or scheme.mode, updates=options.updates or scheme.updates)

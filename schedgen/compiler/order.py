@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from schedgen.compiler.greedy_order import greedy
 from schedgen.compiler.job_waits import cycle, may_start, wait_arrays
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.cost import redo_duration
+from schedgen.ir.cost import by_stage, own_costs, redo_duration
 from schedgen.ir.instructions import DIRECTIONS, B, W
 from schedgen.ir.job_graph import JobGraph
 from schedgen.util.arrays import Flags, Ints, Numbers, Times
@@ -49,14 +49,26 @@ def order(placed: PlacedScheme) -> Times:
 
 def _lengths(placed: PlacedScheme) -> Times:
     """The duration of each job: an unsplit I includes its W, and a backward includes the forward that it redoes."""
-    length, cost = np.empty(placed.compute.shape), placed.exact_cost
-    times = [cost[direction] for direction in DIRECTIONS[len(length)]]
-    length[:] = np.array(times, np.float64)[:, None, None]
+    length, cost = np.empty(placed.compute.shape), _costs_by_stage(placed)
+    length[:] = np.stack([cost[direction] for direction in DIRECTIONS[len(length)]])
     if placed.unsplit_backward.any():
-        length[:, placed.unsplit_backward] = [[cost["F"]], [cost["I"] + cost["W"]], [0.0]]
+        length[B] += length[W] * placed.unsplit_backward
+        length[W, placed.unsplit_backward] = 0.0
     if placed.redone.any():
-        length[B, placed.redone] += redo_duration(cost)
+        length[B] += redo_duration(cost) * placed.redone
     return length.ravel()
+
+
+def _costs_by_stage(placed: PlacedScheme) -> dict[str, Times]:
+    """The duration of each direction's jobs by stage, (S, 1); a slice takes its share of a stage's time."""
+    T, sliced, stages = placed.tensor_parallel.degree, placed.tensor_parallel.sliced, placed.graph.stages
+    times = placed.options.times
+    if times is None:
+        return {name: by_stage(cost, stages)[:, None] for name, cost in placed.exact_cost.items()}
+    seconds = {name: np.repeat(by_stage(time, stages // T), T) / np.where(sliced, T, 1) for name, time in times.items()}
+    own = own_costs(seconds, len(placed.compute))
+    unit = min(least for time in own.values() if (least := time.min()) > 0) / 1000
+    return {name: np.rint(time / unit)[:, None] for name, time in own.items()}  # whole, so that sums are exact
 
 
 def strict(

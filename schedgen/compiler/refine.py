@@ -33,7 +33,8 @@ def _substages(placed: PlacedScheme) -> PlacedScheme:
         n = np.repeat(rank, P, axis=1) + np.where(backward, P - 1 - p, p)
     recompute = np.zeros((stages * P, n.shape[2]), bool)
     if isinstance(options.recompute, str):  # torchgpipe's words
-        recompute[:, : None if options.recompute == "all" else -1] = True
+        kept = 0 if options.recompute == "all" else placed.scheme.replicas  # each replica has one of the last
+        recompute[:, : n.shape[2] - kept] = True
     else:
         for redone in options.recompute:  # a stage, or a pair of a stage and a microbatch
             recompute[redone] = True

@@ -7,7 +7,7 @@ A pipeline of P workers may run W/P times side by side, each with its share of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
     replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
     recompute: bool  # of all stages, or none
     scheme: Scheme
-    sizes: Sizes
+    sizes: Sizes  # of all replicas
     costs: Sequence[StageCosts]
 
 
@@ -72,14 +72,12 @@ def candidates(
             if all(costs.layer_counts != other.layer_counts for other in ways):
                 ways.append(costs)
     tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
-    for name, pipeline, replicas in _pipelines(workers, microbatches, *tried):
+    for name, sizes, replicas in _pipelines(workers, microbatches, *tried):
         try:
-            scheme = load(name, pipeline)
+            scheme = load(name, sizes)
         except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
             continue
-        if replicas > 1 and pipeline.groups is None and name not in GROUPED.values():
-            scheme = replicated(scheme, replicas, workers // replicas)
-        sizes = pipeline._replace(microbatches=microbatches, workers=workers)
+        sizes = sizes._replace(replicas=None)  # else a search of orders would also begin with those of other schemes
         for recompute in (False, True):
             yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[sizes.stages - 1])
     best = partition(prefixes(layers), workers, bandwidth)
@@ -91,7 +89,7 @@ def candidates(
 
 
 def _pipelines(workers: int, microbatches: int, numbers: range, single: int) -> Iterator[tuple[str, Sizes, int]]:
-    """(scheme, sizes of one pipeline, number of pipelines), even if the scheme refuses them.
+    """(scheme, sizes, number of pipelines), even if the scheme refuses them.
 
     The stages are one of `numbers`, or `single`, a stage a layer; 0: not tried.
     """
@@ -100,7 +98,7 @@ def _pipelines(workers: int, microbatches: int, numbers: range, single: int) -> 
         if P > 1:
             for name, chunks in PIPELINES.items():
                 for stages in _looped(P, chunks, numbers, single):
-                    yield name, Sizes(stages, -(-microbatches // D), P), D
+                    yield name, Sizes(stages, microbatches, workers, replicas=D if D > 1 else None), D
         for name, ungrouped in GROUPED.items():
             if P > 1:
                 for stages in _looped(P, (1, *CHUNKS), numbers, single):
@@ -114,27 +112,6 @@ def _looped(workers: int, chunks: Sequence[int], numbers: range, single: int) ->
     """The stages of a scheme of so many a worker: one of `numbers`, or `single`."""
     each = range(chunks[0], chunks[-1] + 1)
     return [workers * v for v in each if workers * v == single or (v in chunks and workers * v in numbers)]
-
-
-def replicated(scheme: Scheme, replicas: int, workers: int) -> Scheme:
-    """D replicas of a scheme of `workers` side by side: microbatch b is number b // D of replica b mod D."""
-    D = replicas
-
-    def w(s: Any, b: Any, d: Any) -> Any:
-        weights, compute = scheme.w(s, b // D, d)
-        return weights + workers * (b % D), compute + workers * (b % D)
-
-    def of_replica(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        return function and (lambda s, b: function(s, b // D))
-
-    return scheme._replace(
-        workers=D * workers,
-        w=w,
-        n=lambda s, b, d: scheme.n(s, b // D, d),
-        unsplit_backward=of_replica(scheme.unsplit_backward),
-        delayed_send=of_replica(scheme.delayed_send),
-        parameters={**scheme.parameters, "replicas": D},
-    )
 
 
 class CandidateBound(NamedTuple):

@@ -163,7 +163,8 @@ def _numbers(program: Program, name: str, sizes: Sizes, with_cost: bool) -> Sche
     members = np.array([len(group) for group in header.groups])
     reduced = members[table.group[table.op == Op.ALLREDUCE]]
     rings = round(float((2 * (reduced - 1) / reduced).sum()))  # each member sends 2 (m - 1) / m
-    options: dict[str, Any] = {name: getattr(sizes, name) for name in ("stages", "microbatches", "workers", "groups")}
+    given = ("stages", "microbatches", "workers", "replicas", "groups")
+    options: dict[str, Any] = {name: getattr(sizes, name) for name in given}
     options["cost"] = ",".join(f"{d}={time}" for d, time in header.cost.items()) if with_cost else None
     options["memory-limit"] = header.memory_limit
     arguments = "".join(f" --{option} {value}" for option, value in options.items() if value is not None)

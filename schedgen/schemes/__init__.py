@@ -33,6 +33,7 @@ from schedgen.schemes import (
 )
 from schedgen.schemes.building_block import third
 from schedgen.schemes.orders import ORDERS
+from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_file import load_file
 from schedgen.util.errors import UsageError
@@ -100,17 +101,22 @@ weights: a forward uses the newest version, its backward the same; --updates ver
 }  # fmt: skip
 
 
-def load(name: str | os.PathLike[str], sizes: Sizes, tensor: int = 1) -> Scheme:
+def load(name: str | os.PathLike[str], sizes: Sizes, tensor: int = 1, interleave: bool = False) -> Scheme:
     """The scheme called `name`, or the one that the file `name` defines; UsageError if sizes do not fit it.
 
-    `tensor`: slices of each stage. `sizes.workers` counts all workers; schemes that do not place slices see 1/T of it.
+    `tensor`: slices of each stage. `sizes.workers` counts all workers; schemes that do not place slices see 1/T of it,
+    and those that run as `sizes.replicas` replicas 1/R of it. `interleave`: as for `replicated`.
     """
     name = os.fspath(name)
     sizes, tensor = sizes.checked(), count.check("tensor", tensor)
+    if isinstance(sizes.replicas, int):
+        return replicated(load(name, sizes.per_replica(), tensor), sizes, interleave)
     if name in SCHEMES:
         built_in, sizes = SCHEMES[name], sizes.per_slice(tensor)
         check_jobs(sizes.stages, sizes.microbatches, per_pair=2)  # some make lists of all jobs
-        for option in ("groups", "chunks", "group", "replicas"):
+        if sizes.replicas is not None and "replicas" not in built_in.module.PARAMETERS:
+            raise UsageError(f"{name} takes one number of --replicas, those of the whole scheme")
+        for option in ("groups", "chunks", "group"):
             if getattr(sizes, option) is not None and option not in built_in.module.PARAMETERS:
                 raise UsageError(f"{name} takes no --{option}")
         scheme: Scheme = built_in.module.scheme(sizes, name, **built_in.variant)
@@ -129,4 +135,4 @@ def describe() -> str:
     for name, built_in in SCHEMES.items():
         options = " ".join(f"--{option}" for option in ("stages", "microbatches", *built_in.module.PARAMETERS))
         lines += [f"{name}  {options}", *(f"    {line}" for line in built_in.text.splitlines() if line), ""]
-    return "\n".join([*lines, f"Orders for --n: {', '.join(ORDERS)}."])
+    return "\n".join([*lines, f"Each also takes --replicas R. Orders for --n: {', '.join(ORDERS)}."])

@@ -16,7 +16,7 @@ PARAMETERS = ("replicas", "group")
 def scheme(sizes: Sizes, name: str) -> Scheme:
     """PipeDream-2BW with equally many replicas of all stages, one by default; m >= the microbatches in flight."""
     plain = round_robin.scheme(sizes, name, TWO_BUFFERS)
-    replicas = sizes.replicas or (1,)
+    replicas = sizes.replicas if isinstance(sizes.replicas, tuple) else (1,)
     if len(set(replicas)) > 1:
         raise UsageError(f"{name} has equally many replicas of each stage, not {','.join(map(str, replicas))}")
     in_flight = sizes.stages * replicas[0]

@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
     groups: int | None = None
     chunks: int | None = None
     group: int | None = None  # microbatches that pass a stage one after another
-    replicas: tuple[int, ...] | None = None  # of each stage
+    replicas: int | tuple[int, ...] | None = None  # of the whole scheme, or of each stage
     shards: tuple[int, ...] | None = None  # parts that weights are divided into: for all stages, or for each
 
     def spread(self, name: str, what: str) -> int:
@@ -52,13 +52,24 @@ class Sizes(NamedTuple):
                 whole[name] = count.check(name, value)
         return self._replace(**whole)
 
-    def per_slice(self, tensor: int) -> Sizes:
-        """The sizes for one of `tensor` slices: workers divided by it; UsageError if that is not a whole number."""
+    def per_slice(self, tensor: int, option: str = "tensor") -> Sizes:
+        """The sizes for one of `tensor` slices, or what `option` counts: workers divided by it; UsageError if they do
+        not divide.
+        """
         if self.workers is None:
             return self
         if self.workers % tensor:
-            raise UsageError(f"--tensor {tensor}: {self.workers} workers are no multiple of it")
+            raise UsageError(f"--{option} {tensor}: {self.workers} workers are no multiple of it")
         return self._replace(workers=self.workers // tensor)
+
+    def per_replica(self) -> Sizes:
+        """The sizes for the replica with most microbatches, of a number of replicas; UsageError if these do not fit."""
+        assert isinstance(self.replicas, int)
+        if self.microbatches < self.replicas:
+            few = number_of(self.microbatches, "microbatch")
+            raise UsageError(f"--replicas {self.replicas}: each needs a microbatch, not {few} for all")
+        share = -(-self.microbatches // self.replicas)
+        return self.per_slice(self.replicas, "replicas")._replace(microbatches=share, replicas=None)
 
 
 class Scheme(NamedTuple):
@@ -83,8 +94,9 @@ class Scheme(NamedTuple):
     edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer); None: the chain
     per_consumer: tuple[int, ...] = ()  # stages that give each of several consumers an output of its own
     updates: str = FLUSH  # when weights change: one of UPDATES
-    accumulated: int | None = None  # with updates 2bw: microbatches of an update; None: as many as stages
+    accumulated: int | None = None  # with updates 2bw: a replica's microbatches of an update; None: as many as stages
     by_slice: bool = False  # w takes the slice t of a stage
+    replicas: int = 1  # groups of workers to which microbatches are dealt out: see `replicated`
 
 
 def no_order(s: Any, b: Any, d: Any) -> Any:

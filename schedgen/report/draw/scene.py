@@ -129,11 +129,13 @@ def build_scene(name: str, file: str, program: Program, timeline: Timeline, size
 def size_text(scene: Scene) -> str:
     """Workers, stages and microbatches, as in "4 workers, 4 stages, 8 microbatches"."""
     header = scene.program.header
+    replicas = header.scheme.get("replicas")
+    groups = f" in {replicas} replicas" if isinstance(replicas, int) else ""
     degree = len(header.slices_of(0))
     slices = f" ({header.model_stages} in {degree} slices each)" if degree > 1 else ""
     counts = (header.workers, "worker"), (header.stages, "stage"), (header.microbatches, "microbatch")
     workers, stages, microbatches = (number_of(count, one) for count, one in counts)
-    return f"{workers}, {stages}{slices}, {microbatches}"
+    return f"{workers}{groups}, {stages}{slices}, {microbatches}"
 
 
 def title(scene: Scene) -> str:

@@ -18,11 +18,11 @@ from schedgen.cli.main import main as schedgen
 GOLDEN = (
     "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v",
     "fsdp", "fsdp-sharded", "fslpp", "gpipe", "hanayo", "interleaved-1f1b", "interleaved-zb", "lpp", "v-half", "v-min",
-    "zb-h1", "zb-h2", "zb-v",
+    "zb-h1", "zb-h2", "zb-v", "zb-v-replicas",
 )  # fmt: skip
 # Of these, one of each placement, of each way to send weights and of each way to add gradients. Tests of weight shards,
 # tensor slices, parameter types and weight versions have others: split backwards, fsdp, gpipe and 1f1b-tensor.
-CHOSEN = ("1f1b", "1f1b-rr", "1f1b-tied", "chimera", "ddp", "fsdp-sharded", "fslpp", "zb-v")
+CHOSEN = ("1f1b", "1f1b-rr", "1f1b-tied", "chimera", "ddp", "fsdp-sharded", "fslpp", "zb-v", "zb-v-replicas")
 TRIED = (*CHOSEN, *further(*(name for name in GOLDEN if name not in CHOSEN)))
 # Schemes that add gradients in another order than one process, each in another way; test_parameter_types.py has the
 # last two.
@@ -57,6 +57,10 @@ TOWERS = """
 TWO_OWNERS = """
     def w(s, b, d):
         return b % 2, b % 4
+"""
+VEE = """
+    def w(s, b, d, *, workers):
+        return abs(s - workers + (s < workers)), abs(s - workers + (s < workers))
 """
 AN_IDLE_WORKER = """
     def w(s, b, d):
@@ -101,6 +105,17 @@ COMPILED = {
     ),
     "gradients that are passed on": ("zb-v", {"stages": 8}, "models_for_tests:shifts", r'"BWD_W"'),
     "a loss of the whole minibatch": (TOWERS, {"stages": 4}, "models_for_tests:contrastive", None),
+    "replicas of 1f1b": (
+        "1f1b", {"stages": 2, "microbatches": 5, "replicas": 2, "recompute": "except-last"}, SMALL, '"replicas": 2'
+    ),
+    "replicas of interleaved-1f1b": (
+        "interleaved-1f1b", {"stages": 4, "microbatches": 8, "replicas": 2, "interleave": True}, SMALL,
+        r'"owners": \[\[0, 1\], \[2, 3\]',
+    ),
+    "replicas of a file's scheme": (
+        VEE, {"stages": 4, "microbatches": 6, "replicas": 2}, "models_for_graphs:gpt_of_four", '"replicas": 2'
+    ),
+    "shards over replicas": ("zb-v", {"stages": 4, "replicas": 2, "shards": 2}, SMALL, r'"shards": 2'),
     "torch's DualPipeV": ("ScheduleDualPipeV", {}, MLP, None),
     **dict(further(
         ("lpp with 8 stages", ("lpp", {"stages": 8, "groups": 2}, GPT, r'"op": "ALLREDUCE"')),

@@ -25,6 +25,11 @@ def test_every_scheme_is_proved_and_runs_and_comes_back_with_every_feature(name)
         ("vertical", {}, {"updates": "vertical"}),
         ("slices", {"workers": 8}, {"tensor": 2, "substages": 8 // sizes.stages, "replicated_stages": (0,)}),
         ("forward", {}, {"forward": True}),
+        ("replicas", {"workers": 8, "microbatches": 16, "replicas": 2}, {"recompute": "except-last"}),
+        ("replicas of slices", {"workers": 16, "microbatches": 16, "replicas": 2}, {"tensor": 2, "tied": [(0, 1)]}),
+        ("shards over replicas", {"workers": 8, "microbatches": 16, "replicas": 2, "shards": (3,)}, {}),
+        ("stash of replicas", {"workers": 8, "microbatches": 16, "replicas": 2}, {"updates": "stash"}),
+        ("2bw of replicas", {"workers": 8, "microbatches": 24, "replicas": 2}, {"updates": "2bw"}),
         ("forward of slices", {"workers": 8}, {"tensor": 2, "forward": True}),
     ):
         sized = sizes._replace(**more)
@@ -35,8 +40,8 @@ def test_every_scheme_is_proved_and_runs_and_comes_back_with_every_feature(name)
         compiled.append(feature)
         runs_with(check(program), program)
         comes_back(program)
-    if name in ("pipedream", "pipedream-2bw"):
-        assert set(compiled) >= {"none", "recompute"}
-    else:
-        assert set(compiled) >= {"none", "tied", "recompute", "slices", "forward", "forward of slices"}
-        assert "stash" in compiled or name in ("fsdp", "fslpp")
+    assert set(compiled) >= {"none", "recompute", "replicas"}
+    if name not in ("pipedream", "pipedream-2bw"):
+        assert set(compiled) >= {"tied", "slices", "forward", "forward of slices", "replicas of slices"}
+        assert name in ("fsdp", "fslpp") or set(compiled) >= {"stash", "stash of replicas"}
+        assert name in ("ddp", "lpp", "chimera") or "shards over replicas" in compiled

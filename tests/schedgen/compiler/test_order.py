@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
 import heapq
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -346,3 +349,17 @@ def test_costs_in_another_unit_give_the_same_schedule(name, factor):
     first = compile(scheme, sizes, options)
     second = compile(scheme, sizes, replace(options, cost={key: factor * time for key, time in cost.items()}))
     assert all(np.array_equal(a, b) for a, b in zip(first.rows, second.rows, strict=True))
+
+
+def test_greedy_orders_by_the_times_of_a_profile(run, tmp_path):
+    """Times that all stages share give the file of --cost, in any unit; those of slow stages a better order."""
+    profile, own, timed = (str(tmp_path / name) for name in ("profile.json", "own.json", "timed.json"))
+    options = ("depth-first", "--stages", 8, "--workers", 4, "--microbatches", 8, "--output")
+    run("compile", *options, own)
+    for slow in (1, 4):
+        times = np.array([1, slow] * 2 + [1] * 4) * 0.1
+        Path(profile).write_text(json.dumps({"F": times.tolist(), "B": (2 * times).tolist()}))
+        assert run("compile", *options, timed, "--profile", profile).code == 0
+        assert filecmp.cmp(own, timed, shallow=False) == (slow == 1)
+    took = [json.loads(run("simulate", each, "--profile", profile, "--json").out)["latency"] for each in (own, timed)]
+    assert took[1] < took[0]

@@ -13,7 +13,7 @@ from examples import further
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.ir.instructions import Op
-from schedgen.planner.candidates import candidate_bound, candidates, replicated
+from schedgen.planner.candidates import candidate_bound, candidates
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.plan import _simulated, plan
@@ -267,9 +267,9 @@ def test_stages_are_balanced_with_and_without_their_transfers():
 def test_replicas_of_a_pipeline_run_side_by_side(name):
     """Two replicas of 4 workers, with 8 of 16 microbatches each, take as long as one; both sum their gradients."""
     chunks = 1 if name in ("1f1b", "chimera") else 2
-    small, large = Sizes(4 * chunks, 8, 4), Sizes(4 * chunks, 16, 8)
+    small, large = Sizes(4 * chunks, 8, 4), Sizes(4 * chunks, 16, 8, replicas=2)
     alone = compile(load(name, small), small)
-    both = compile(replicated(load(name, small), 2, 4), large)
+    both = compile(load(name, large), large)
     check(both)
     single, double = stats(alone), stats(both)
     assert double["latency"] == single["latency"] and double["peak_activations"] == single["peak_activations"]

@@ -54,6 +54,13 @@ def test_a_row_is_what_its_command_gives(comparison, run, tmp_path):
         assert row["activation_traffic"] == sum(worker["activation_receives"] for worker in workers)
 
 
+def test_every_scheme_is_compared_in_replicas(run):
+    sizes = ("--stages", 4, "--microbatches", 8, "--workers", 8, "--replicas", 2)
+    rows = json.loads(run("compare", *sizes, "--json").out)["schemes"]
+    assert {"ddp", "1f1b", "zb-h1", "pipedream"} <= {row["scheme"] for row in rows}
+    assert all("--workers 8 --replicas 2" in row["command"] for row in rows)
+
+
 def test_the_shortest_comes_first_and_the_best_are_marked(comparison):
     rows = comparison["schemes"]
     keys = [(row["latency"], row["peak_activations"], row["weights"]) for row in rows]

@@ -113,7 +113,7 @@ WRONG = {
     "edges: asks for arguments": ("def edges(s): return [(s, s + 1)]", [], "edges"),
     "an option nobody gave": ("def w(s, b, d, *, groups): return s, s", [], "give --groups"),
     "an option that nothing takes": ("def n(s, b, d, **sizes): return b", ["--groups", 2], "mine.py takes no --groups"),
-    "another than what it takes": ("def cap(s, *, group=2): return group", ["--replicas", 2], "takes no --replicas"),
+    "another than what it takes": ("def cap(s, *, group=2): return 2", ["--replicas", "2,2"], "takes no --replicas"),
     "an option that is none": ("def n(s, b, d, *, color): return b", [], "'color'"),
     "lacks n": ("del n", [], "defines no function n(s, b, d)"),
     "lacks w": ("w = 4", [], "defines no function w(s, b, d)"),

@@ -1,0 +1,110 @@
+"""Replicas of a scheme are that scheme side by side, and share the sums of gradients."""
+
+from __future__ import annotations
+
+import json
+
+import hypothesis.strategies as st
+import pytest
+from damage import sizes_of
+from edited_programs import runs_with
+from examples import examples
+from hypothesis import assume, given, settings
+
+from schedgen.checker import check
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
+from schedgen.schemes import SCHEMES, load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.simulate import simulate
+from schedgen.util.errors import UsageError
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_replica_runs_as_the_scheme_does(name):
+    """Its jobs start when the scheme's start, on ranks of its own: consecutive ones, or every R-th."""
+    small = sizes_of(name)
+    large = small._replace(microbatches=3 * small.microbatches, workers=12, replicas=3)
+    alone = compile(load(name, small), small)
+    for interleave in (False, True):
+        program = compile(load(name, large, interleave=interleave), large)
+        for field in ("compute", "weights"):
+            every, one = (getattr(each.header, field) for each in (program, alone))
+            for r in range(3):
+                assert (every[..., r::3] == (3 * one + r if interleave else 4 * r + one)).all()
+        one, every = (simulate(each, each.header.cost).windows for each in (alone, program))
+        for times, of_all in zip(one, every, strict=True):
+            assert (of_all.reshape((4, 3) if interleave else (3, 4)) == (times[:, None] if interleave else times)).all()
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.sampled_from(list(SCHEMES)), st.integers(1, 4), st.integers(1, 17), st.sampled_from(["own", "greedy", "1f1b"]),
+    st.booleans(),
+)  # fmt: skip
+def test_any_number_of_replicas_and_microbatches_is_proved_and_runs(name, replicas, microbatches, order, interleave):
+    options = {"own": {}, "greedy": {"mode": "greedy", "memory_limit": 9}, "1f1b": {"n": "1f1b"}}[order]
+    one = sizes_of(name)
+    sizes = one._replace(microbatches=microbatches, workers=4 * replicas, replicas=replicas)
+    try:
+        small = sizes.per_replica()
+        compile(load(name, small), small, Options(**options))
+    except UsageError:
+        assume(False)
+    program = compile(load(name, sizes, interleave=interleave), sizes, Options(**options))
+    runs_with(check(program), program)
+    simulate(program, program.header.cost)
+
+
+def test_shards_of_weights_have_one_owner_for_all_replicas():
+    """Those of a w without k are spread over the replicas first, and then over the workers of each."""
+    for shards, owners in (((4,), [[0, 2, 1, 3], [1, 3, 0, 2]]), ((2, 3), [[0, 2], [1, 3, 0]])):
+        sizes = Sizes(2, 4, 4, replicas=2, shards=shards)
+        program = compile(load("1f1b", sizes), sizes)
+        runs_with(check(program), program)
+        assert [list(each) for each in program.header.shard_owners] == owners
+
+
+@pytest.mark.parametrize(("shards", "owners"), [(1, ()), (4, ((2, 5, 1, 4), (1, 4, 0, 3)))])
+def test_a_w_of_k_places_the_shards_of_each_replica(tmp_path, shards, owners):
+    (tmp_path / "mine.py").write_text("def w(s, b, d, k):\n    return (2 - s - k) % 3, (s + 0 * k) % 3")
+    sizes = Sizes(2, 5, 6, replicas=2, shards=(shards,))
+    program = compile(load(tmp_path / "mine.py", sizes), sizes, Options(n="depth-first"))
+    runs_with(check(program), program)
+    assert program.header.shard_owners == owners
+    assert program.header.compute[0].tolist() == [[0, 3, 0, 3, 0], [1, 4, 1, 4, 1]]
+
+
+def test_a_w_of_t_places_the_slices_of_each_replica(tmp_path):
+    (tmp_path / "mine.py").write_text("def w(s, b, d, t, *, stages):\n    return (s + stages * t, s + stages * t)")
+    sizes = Sizes(2, 4, 8, replicas=2)
+    program = compile(load(tmp_path / "mine.py", sizes, tensor=2), sizes, Options(n="1f1b", tensor=2))
+    runs_with(check(program), program)
+    assert program.header.compute[0, :, :2].tolist() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+
+
+def test_a_found_order_runs_in_replicas(run, tmp_path):
+    """By way of torch's CSV, which has the sizes of one replica."""
+    found, csv, both = (str(tmp_path / name) for name in ("found.json", "found.csv", "both.json"))
+    run("search", "zb-v", "--stages", 4, "--microbatches", 4, "--memory-limit", 3, "--budget", 1, "--output", found)
+    run("export", found, "--to", "csv", "--output", csv)
+    assert run("compile", csv, "--replicas", 2, "--output", both).code == 0
+    scheme = json.loads((tmp_path / "both.json").read_text())["scheme"]
+    assert scheme == {"name": "found", "workers": 4, "stages": 4, "microbatches": 8, "replicas": 2}
+    assert "4 workers in 2 replicas" in run("draw", both).out and run("diff", both, both).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("zb-v", "--workers", 3), "--replicas 2: 3 workers are no multiple of it"),
+        (("1f1b", "--microbatches", 1), "--replicas 2: each needs a microbatch, not 1 microbatch for all"),
+        (("1f1b", "--replicas", "2,2,1,1"), "1f1b takes one number of --replicas, those of the whole scheme"),
+        (("mine.py",), "mine with --replicas needs --workers, those of all replicas"),
+    ],
+)
+def test_what_is_no_number_of_replicas_is_refused(run, tmp_path, monkeypatch, arguments, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def w(s, b, d):\n    return s, s\ndef n(s, b, d):\n    return 2 * b + d")
+    ended = run("compile", "--stages", 4, "--microbatches", 4, "--replicas", 2, "--output", "-", *arguments)
+    assert ended.code == 2 and reason in ended.err
