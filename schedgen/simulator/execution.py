@@ -1,6 +1,7 @@
 """The execution of a program, event by event: the loop in which `simulate` spends its time.
 
-A rank is in one of four states. In the first two it has a time in `tree`, and the rank with the least time acts next.
+`tree` has a time for every link on which a message waits, when it is free, and for every rank, and the one with the
+least time is next: links before ranks. A rank is in one of four states, and has a time in the first two.
 
     acts    it takes the row that it is `at`, and goes on until a row takes time or has to wait
     waits   the row can start at a time that is known, which `clock` says
@@ -8,7 +9,12 @@ A rank is in one of four states. In the first two it has a time in `tree`, and t
             `asleep` of that SEND or collective, and whoever makes the time known wakes all ranks in it
     ended   it has no rows left
 
-In: the list, what its rows wait for and how long rows and collectives take, as arrays. Out: a `Run`, filled in.
+A message is ready once its SEND and its receive are reached, a sum once all members have reached it: then its parts,
+one for each link, are messages with one link each. A ready message starts if all links of its path are free. Else it
+waits at the first that is not; messages wait there in the order in which they were ready. When links become free, their
+first messages are looked at again, in that order: each starts, or waits at another link.
+
+In: the list, what its rows wait for, how long rows take and what messages occupy, as arrays. Out: a `Run`, filled in.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import numpy as np
 
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
+from schedgen.simulator.network import Paths, Sums
 from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE
 from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.heap import least_leaf, set_leaf
@@ -53,25 +60,36 @@ class Run(NamedTuple):
     cause: Small
     asleep: Ints  # by row, and after all rows by collective: the first rank that sleeps on it; -1: none
     complete: Times  # by collective: when its last member has reached it, then when it is done
-    outside: Numbers  # by collective: how many members are still to come
+    outside: Numbers  # by collective: how many members are still to come, and parts still to start
+    # Of shape (1,):
+    unknown_sums: Numbers  # how many sums have parts still to start
+    reduced: Times  # when the last of the others is done
+    norm: Numbers  # the NORM that a rank has reached; -1: none
+    # By message: SENDs by row, and after all rows the parts of sums.
+    order: Numbers  # in which they were ready
+    next_waiting: Ints  # the next message that waits at the same link; -1: none
+    # By link.
+    free_at: Times
+    waiting: Ints  # the first message that waits; -1: none
+    last_waiting: Ints
+    turns: Times  # a tree like `tree`, of the links that become free now: whose message was ready first
     # By rank.
     next_asleep: Ints  # the next rank that sleeps on the same; -1: none
     at: Numbers  # the row that it is at
     came: Numbers  # the last row with which it reached a collective
     clock: Times
-    out_free: Times  # when its links are free: out, and in
-    in_free: Times
     left: Numbers  # index in `sends`: the first message that its row uses and that may not have arrived
     sent: Numbers  # of the buffer that its row frees or changes: a SEND that may not have arrived; -1: none
     latest: Times  # of what its row waits for and has arrived: the latest arrival ...
     latest_cause: Numbers  # ... and what it was: an index of CAUSES
-    tree: Times  # leaf by rank: when it acts next
+    tree: Times  # leaf by link and then by rank: when it is next
 
 
-def new_run(program: Program, members: Numbers) -> Run:
+def new_run(program: Program, members: Numbers, sums: Sums, links: int) -> Run:
     """The state before anything has happened. `members`: how many ranks enter each collective."""
     rows, workers, collectives = len(program), program.header.workers, len(members)
-    leaves = 1 << max(workers - 1, 0).bit_length()
+    leaves = 1 << (links + workers - 1).bit_length()
+    messages = rows + len(sums.collective)
     return Run(
         start=np.zeros(rows),
         arrival=np.full(rows, -1.0),
@@ -79,13 +97,20 @@ def new_run(program: Program, members: Numbers) -> Run:
         cause=np.full(rows, -1, np.int8),
         asleep=np.full(rows + collectives, -1, np.int32),
         complete=np.zeros(collectives),
-        outside=members.copy(),
+        outside=members + np.diff(sums.first),
+        unknown_sums=np.zeros(1, np.int64),
+        reduced=np.zeros(1),
+        norm=np.full(1, -1),
+        order=np.zeros(messages, np.int64),
+        next_waiting=np.full(messages, -1, np.int32),
+        free_at=np.zeros(links),
+        waiting=np.full(links, -1, np.int32),
+        last_waiting=np.full(links, -1, np.int32),
+        turns=np.full(2 << (links - 1).bit_length(), np.inf),
         next_asleep=np.full(workers, -1, np.int32),
         at=program.bounds[:-1].copy(),
         came=np.full(workers, -1),
         clock=np.zeros(workers),
-        out_free=np.zeros(workers),
-        in_free=np.zeros(workers),
         left=np.zeros(workers, np.int64),
         sent=np.full(workers, -1),
         latest=np.full(workers, -1.0),
@@ -95,26 +120,51 @@ def new_run(program: Program, members: Numbers) -> Run:
 
 
 @kernel
-def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: bool, run: Run) -> None:
-    """Fill in `run`. `ring`: the time of each collective; `free`: messages take no time, wait for no receive or link.
+def execute(
+    listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: Sums, free: bool, ready: int, run: Run
+) -> None:
+    """Fill in `run`. `free`: messages take no time, wait for no receive or link; `ready`: 0.
 
     Ranks act in the order of their clocks, so that links carry messages in the order of time. In `asleep` collectives
     are numbered after all rows.
     """
     op, kind, other_end, row_offsets = listed
     first, sends, partner, collective, send_before = waiting
-    (
-        start, arrival, idle, cause, asleep, complete, outside, next_asleep, at, came, clock, out_free, in_free,
-        left, sent, latest, latest_cause, tree,
-    ) = run  # fmt: skip
-    rows, workers, leaves = len(op), len(row_offsets) - 1, len(tree) // 2
+    start, arrival, idle, cause, asleep, complete, outside, unknown_sums, reduced, norm = (
+        run.start, run.arrival, run.idle, run.cause, run.asleep, run.complete, run.outside, run.unknown_sums,
+        run.reduced, run.norm,
+    )  # fmt: skip
+    next_asleep, at, came, clock, left, sent, latest, latest_cause, tree = (
+        run.next_asleep, run.at, run.came, run.clock, run.left, run.sent, run.latest, run.latest_cause, run.tree,
+    )  # fmt: skip
+    path_first, path_link, path_hold = paths
+    order, free_at, waiting_at, turns = run.order, run.free_at, run.waiting, run.turns
+    rows, workers, leaves, links = len(op), len(row_offsets) - 1, len(tree) // 2, len(free_at)
     for r in range(workers):
         if at[r] < row_offsets[r + 1]:
             left[r], sent[r] = first[at[r]], send_before[at[r]]
-            set_leaf(tree, leaves + r, 0.0)
-    reduced = 0.0  # when the last reduction is done
+            set_leaf(tree, leaves + links + r, 0.0)
     while tree[1] < np.inf:
-        r, now = least_leaf(tree, leaves), tree[1]
+        leaf, now = least_leaf(tree, leaves), tree[1]
+        if leaf < links:
+            # All links that become free now, by the number of the message that waits at each and was ready first.
+            while leaf < links and tree[1] == now:
+                set_leaf(tree, leaves + leaf, np.inf)
+                set_leaf(turns, len(turns) // 2 + leaf, order[waiting_at[leaf]])
+                leaf = least_leaf(tree, leaves)
+            while turns[1] < np.inf:
+                link = least_leaf(turns, len(turns) // 2)
+                message = waiting_at[link]
+                if free_at[link] <= now:
+                    waiting_at[link] = run.next_waiting[message]
+                    _offer(message, now, lasts, paths, sums, run)
+                    message = waiting_at[link]
+                is_next = message >= 0 and free_at[link] <= now
+                set_leaf(turns, len(turns) // 2 + link, order[message] if is_next else np.inf)
+                if message >= 0 and not is_next:
+                    set_leaf(tree, leaves + link, free_at[link])
+            continue
+        r = leaf - links
         again = np.inf  # when the rank acts again: never, if it sleeps or ends
         while at[r] < row_offsets[r + 1]:
             row = at[r]
@@ -142,24 +192,32 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
                 unknown = sent[r]
             if latest[r] > until:
                 until, why = latest[r], latest_cause[r]
-            # 2. Enter the collective, once; the last member to come makes its time known.
+            # 2. Enter the collective, once; the last member to come makes the parts of a sum ready.
             if entered >= 0 and came[r] != row:
                 came[r] = row
                 outside[entered] -= 1
                 complete[entered] = max(complete[entered], clock[r])
-                if outside[entered] == 0:
-                    all_there = complete[entered]
-                    if o == Op.ALLREDUCE:
-                        begin = max(all_there, reduced) if kind[row] == Kind.T else all_there
-                        complete[entered] = begin + ring[entered]
-                    if awaited != entered:
-                        reduced = max(reduced, complete[entered])
-                    _wake(asleep, next_asleep, rows + entered, tree, leaves, all_there)
-            if o == Op.NORM:  # waits for every rank, and all of them have started their reductions
-                if outside[entered] > 0:
+                parts, end = sums.first[entered], sums.first[entered + 1]
+                if outside[entered] == end - parts:
+                    if end > parts:
+                        unknown_sums[0] += 1
+                    for part in range(parts, end):
+                        order[rows + part] = ready
+                        ready += 1
+                        _offer(rows + part, now, lasts, paths, sums, run)
+                    if end == parts:  # NORM, or a sum that occupies no link
+                        if o == Op.ALLREDUCE:
+                            complete[entered] += sums.latency[entered]
+                            reduced[0] = max(reduced[0], complete[entered])
+                        _wake(asleep, next_asleep, rows + entered, tree, leaves + links, now)
+            if o == Op.NORM:  # waits for every rank and every sum, and then for the exchange of the step's numbers
+                norm[0] = entered
+                if outside[entered] > 0 or unknown_sums[0] > 0:
                     unknown = rows + entered
-                elif reduced > until:
-                    until, why = reduced, REDUCTION
+                else:
+                    done = max(reduced[0], complete[entered]) + sums.latency[entered]
+                    if done > until:
+                        until, why = done, REDUCTION
             if awaited >= 0:
                 if outside[awaited] > 0:
                     unknown = rows + awaited
@@ -186,26 +244,93 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
             latest[r] = -1.0
             if row + 1 < row_offsets[r + 1]:
                 sent[r] = send_before[row + 1]
-            # 4. A message goes once both its ends have started; the later one makes its arrival known.
+            # 4. A message is ready once both its ends have started.
             other = partner[row]
             if other >= 0:
                 is_send, met = o == Op.SEND, at[other_end[row]] > other
-                send, source, to = (row, r, other_end[row]) if is_send else (other, other_end[row], r)
-                if arrival[send] < 0 and (met or (free and is_send)):
-                    begin = start[send] if free else max(now, out_free[source], in_free[to])
-                    arrival[send] = out_free[source] = in_free[to] = begin + lasts[send]
-                    _wake(asleep, next_asleep, send, tree, leaves, arrival[send])
+                send = row if is_send else other
+                if arrival[send] < 0 and free and is_send:
+                    arrival[send] = start[send]
+                    _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
+                elif arrival[send] < 0 and met and not free:
+                    order[send] = ready
+                    ready += 1
+                    if _occupy(now, path_first[send], path_first[send + 1], path_link, path_hold, free_at) < 0:
+                        arrival[send] = now + lasts[send]
+                        _wake(asleep, next_asleep, send, tree, leaves + links, now)
+                    else:
+                        _offer(send, now, lasts, paths, sums, run)
             if clock[r] > now:
                 again = clock[r]
                 break
-        set_leaf(tree, leaves + r, again)
+        set_leaf(tree, leaves + links + r, again)
 
 
 @kernel
-def _wake(asleep: Ints, next_asleep: Ints, awaited: int, tree: Times, leaves: int, time: float) -> None:
+def _occupy(now: float, begin: int, end: int, link: Ints, hold: Times, free_at: Times) -> int:
+    """Occupy the links of a path, if all are free. Returns -1, or the first link that is not."""
+    for k in range(begin, end):
+        if free_at[link[k]] > now:
+            return int(link[k])
+    for k in range(begin, end):
+        free_at[link[k]] = now + hold[k]
+    return -1
+
+
+@kernel
+def _offer(message: int, now: float, lasts: Times, paths: Paths, sums: Sums, run: Run) -> None:
+    """Start a message, if all links of its path are free, or let it wait at the first that is not."""
+    rows, begin, first_leaf = len(lasts), paths.first[message], len(run.tree) // 2 + len(run.free_at)
+    busy = _occupy(now, begin, paths.first[message + 1], paths.link, paths.hold, run.free_at)
+    if busy >= 0:
+        _queue(message, busy, run.order, run.next_waiting, run.waiting, run.last_waiting, run.free_at, run.tree)
+        return
+    if message < rows:
+        run.arrival[message] = now + lasts[message]
+        _wake(run.asleep, run.next_asleep, message, run.tree, first_leaf, now)
+        return
+    c = sums.collective[message - rows]
+    run.complete[c] = max(run.complete[c], now + paths.hold[begin])
+    run.outside[c] -= 1
+    if run.outside[c] == 0:
+        run.complete[c] += sums.latency[c]
+        run.reduced[0] = max(run.reduced[0], run.complete[c])
+        run.unknown_sums[0] -= 1
+        _wake(run.asleep, run.next_asleep, rows + c, run.tree, first_leaf, now)
+        if run.unknown_sums[0] == 0 and run.norm[0] >= 0:
+            _wake(run.asleep, run.next_asleep, rows + run.norm[0], run.tree, first_leaf, now)
+
+
+@kernel
+def _queue(
+    message: int, link: int, order: Numbers, following: Ints, waiting: Ints, last_waiting: Ints, free_at: Times,
+    tree: Times,
+) -> None:  # fmt: skip
+    """Let a message wait at a link, behind those that were ready before it."""
+    first = waiting[link]
+    if first < 0:
+        set_leaf(tree, len(tree) // 2 + link, free_at[link])
+        waiting[link] = last_waiting[link] = message
+        following[message] = -1
+    elif order[first] > order[message]:
+        following[message], waiting[link] = first, message
+    else:
+        before = last_waiting[link]
+        if order[before] < order[message]:
+            last_waiting[link], following[message] = message, -1
+        else:
+            before = first
+            while order[following[before]] < order[message]:
+                before = following[before]
+            following[message] = following[before]
+        following[before] = message
+
+
+@kernel
+def _wake(asleep: Ints, next_asleep: Ints, awaited: int, tree: Times, first_leaf: int, time: float) -> None:
     """Wake the ranks asleep on a row or collective, to act again at `time`."""
     r = asleep[awaited]
     asleep[awaited] = -1
     while r >= 0:
-        set_leaf(tree, leaves + r, time)
+        set_leaf(tree, first_leaf + r, time)
         r = next_asleep[r]

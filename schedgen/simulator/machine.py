@@ -17,6 +17,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.ir.version_1 import from_version_1
+from schedgen.simulator.network import Level, Network, network_of
 from schedgen.util.arrays import Floats, Times
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
 from schedgen.util.parse_json import read_json
@@ -27,6 +28,7 @@ class Machine(NamedTuple):
 
     Every rank has one link out and one link in, and a link carries one message at a time. With alpha and beta both
     zero messages take no time and wait for no receive or link. An amount is one number for all stages, or one a stage.
+    If devices are `joined` by a network, alpha and beta are the least of its levels: bounds use them, `simulate` all.
     """
 
     alpha: float = 0.0  # time per message
@@ -42,6 +44,22 @@ class Machine(NamedTuple):
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
     tied: Floats | None = None  # bytes of the parameters that a tie's stages share, by tie; None: not known
+    joined: Network | None = None  # None: all ranks have links alike
+
+    @property
+    def network(self) -> Network:
+        """The network that joins the ranks."""
+        return self.joined or Network((Level("network", 0, self.alpha, self.beta),))
+
+    @property
+    def is_free(self) -> bool:
+        """Whether messages take no time, and wait for no receive or link."""
+        levels = self.network.levels
+        return not any(each.beta or each.card or any(alpha for _, alpha in each.alphas) for each in levels)
+
+    def on(self, network: Network) -> Machine:
+        """The machine with this network in place of its own."""
+        return self._replace(joined=network, alpha=network.alpha, beta=network.beta)
 
     def check_times(self) -> None:
         """UsageError if a time is below 0 or not finite."""
@@ -67,7 +85,7 @@ class Machine(NamedTuple):
 
 
 # By the key of a profile's entry: the field.
-PROFILE_KEYS = {"per_consumer" if name == "edge_activation" else name: name for name in Machine._fields}
+PROFILE_KEYS = {"per_consumer" if name == "edge_activation" else name: name for name in Machine._fields[:-1]}
 # The entries of a profile that are as large for a slice as for its stage.
 _UNDIVIDED = ("activation", "alpha", "beta", "overhead")
 _TIMES = ("alpha", "beta", "overhead", "step")  # the entries that are no bytes
@@ -86,7 +104,8 @@ def read_profile(
     `PROFILE_KEYS`.
 
     Times and bytes are numbers, or lists by stage (per_consumer: by edge, tied: by tie); workspace and overhead may be
-    objects that have these for some of F, B, I, W. Where the schedule of `header` has slices, lists may be by stage of
+    objects that have these for some of F, B, I, W; machine has what a
+    machine file has. Where the schedule of `header` has slices, lists may be by stage of
     the model. `edges` ascend. `ties`: how many there are, if there is no `header`; tied is left out if there are none.
     Bytes are rounded up to whole numbers.
     Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
@@ -94,6 +113,7 @@ def read_profile(
     """
     values = read_json(from_version_1(text), name)
     given = {*values} if isinstance(values, dict) else set()
+    joined = network_of(values.pop("machine"), f"{name}: machine") if "machine" in given else None
     names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
     if not names:
         raise RefusedFile(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
@@ -128,7 +148,7 @@ def read_profile(
     }
     if "tied" in given_fields:
         given_fields["tied"] = by_stage(given_fields["tied"], ties)  # a number for each
-    machine = Machine(**given_fields)
+    machine = Machine(**given_fields).on(joined) if joined else Machine(**given_fields)
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in (*names, REDO) if key in values}
     return times, machine
 

@@ -2,11 +2,14 @@
 
 1. An instruction starts when the one before it on its rank has ended and what it uses has arrived. Compute and STEP
    take their durations, everything else takes no time of its own.
-2. A message starts when its SEND and its RECV are both reached and the sender's link out and the receiver's link in
-   are free. It takes alpha + beta * bytes. FREE and STEP wait until all messages of their buffer have left.
-3. An ALLREDUCE starts when all members have reached it, and takes the time of a ring all-reduce. The sum of a tie also
-   waits for the sums that began before it. NORM waits for all ranks and all sums, the STEP of a version for its sum.
-   After an exchange between slices its ranks wait until it is done.
+2. A message is ready when its SEND and its RECV are both reached. It occupies the links of its path (`network`): its
+   sender's link out, its receiver's link in, the cards between; and it starts when all of them are free. Of the ready
+   messages whose path is free the one that was ready first starts. So a busy receiver holds up no other message of its
+   sender. FREE and STEP wait until all messages of their buffer have arrived.
+3. An ALLREDUCE is ready when all members have reached it. It is the messages that the runtime sends, gathered into one
+   part for each link and card: of the bytes that cross it, each in the queue of that link. It is done when its last
+   part is, and two latencies later: the parts are sent, and then the totals. NORM waits for all ranks and all sums, and
+   exchanges a few numbers; the STEP of a version waits for its sum. After an exchange between slices its ranks wait.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import numpy as np
 
 from schedgen.analysis import Memory, Waits, analyse
 from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations, redo_duration
+from schedgen.ir.effects import COLLECTIVES
 from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_bytes, summed_bytes
 from schedgen.simulator.execution import Listed, Waiting, execute, new_run
 from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
+from schedgen.simulator.network import Links, Paths, Sums
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.arrays import Ints, Numbers, Small, Times
 
@@ -117,23 +122,23 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
     analysis = analyse(program)
     waits = analysis.waits
-    lasts = _durations(program, cost, machine, sizes)
+    lasts = _durations(program, cost, machine)
     partner = waits.receiver.copy()
     partner[analysis.messages.receives] = analysis.messages.sends
     listed = Listed(table.op, table.kind, table.operand, program.bounds)
     waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
-    run = new_run(program, waits.members)
-    rings, free = _rings(program, waits, sizes, machine), machine.alpha == machine.beta == 0
-    execute.sized(4 * len(program))(listed, waiting, lasts, rings, free, run)
+    links = Links(machine.network, header.workers)
+    paths, sums = _paths(program, waits, sizes, links, lasts)
+    run = new_run(program, waits.members, sums, links.count)
+    execute.sized(4 * len(program))(listed, waiting, lasts, paths, sums, machine.is_free, 0, run)
     np.maximum(run.arrival, 0.0, out=run.arrival)
     return Simulation(program, sizes, run.start, run.arrival, run.idle, run.cause, lasts)
 
 
-def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine, sizes: BufferSizes) -> Times:
-    """By row: how long it takes by itself; for a SEND, how long its message takes."""
+def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -> Times:
+    """By row: how long a job or STEP takes on its rank's device; 0 for other rows."""
     table, header = program.rows, program.header
-    duration, sends = np.zeros(len(program)), program.rows_of(Op.SEND)
-    duration[sends] = machine.message_times(message_bytes(program, sizes, sends))
+    duration, speed = np.zeros(len(program)), machine.network.by_rank(machine.network.speed, header.workers)
     steps = program.rows_of(Op.STEP)
     duration[steps] = machine.step_times(header)[table.stage[steps]]
     lengths = durations(cost, len(header.directions))
@@ -145,15 +150,36 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine, s
             continue
         length = redo_duration(cost) if op == Op.RECOMPUTE else lengths[direction]
         duration[rows] = by_stage(length, header.stages)[table.stage[rows]]
-    return duration
+    return duration / speed[table.rank]
 
 
-def _rings(program: Program, waits: Waits, sizes: BufferSizes, machine: Machine) -> Times:
-    """By collective: the time of its ring all-reduce, which `execute` does not use for NORM."""
-    entered, bytes = program.rows_of(Op.ALLREDUCE), np.zeros(len(waits.members))
-    bytes[waits.collective[entered]] = summed_bytes(program, sizes)[entered]
-    times: Times = 2 * (waits.members - 1) * (machine.alpha + machine.beta * bytes / np.maximum(waits.members, 1))
-    return times
+def _paths(program: Program, waits: Waits, sizes: BufferSizes, links: Links, lasts: Times) -> tuple[Paths, Sums]:
+    """What every SEND and, after all rows, every part of a sum occupies. Also fills in how long SENDs last."""
+    table, sends = program.rows, program.rows_of(Op.SEND)
+    sent, lasts[sends] = links.messages(table.rank[sends], table.to[sends], message_bytes(program, sizes, sends))
+    rows = program.rows_of(*COLLECTIVES)
+    rows = rows[np.unique(waits.collective[rows], return_index=True)[1]]  # one of each collective
+    groups, group = np.unique(table.group[rows], return_inverse=True)
+    sums = [links.sum_of(program.header.groups[k]) for k in groups]
+    size, is_norm = summed_bytes(program, sizes)[rows], table.op[rows] == Op.NORM
+    latency = np.array(
+        [sums[k].exchange if norm else sums[k].latency(n) for k, n, norm in zip(group, size, is_norm, strict=True)]
+    )
+    # Each collective's parts are those of its group, for its bytes.
+    link = np.concatenate([np.zeros(0, np.int32), *(each.link for each in sums)])
+    hold = np.concatenate([np.zeros(0), *(each.hold for each in sums)])
+    parts = np.array([len(each.link) for each in sums], np.int64)
+    begin, count = (np.cumsum(parts) - parts)[group], parts[group] * (size > 0)
+    first = np.concatenate([[0], np.cumsum(count)])
+    part = np.arange(first[-1]) + np.repeat(begin - first[:-1], count)
+    links_of = np.zeros(len(program) + len(part), np.int64)  # by message: how many it occupies
+    links_of[sends], links_of[len(program) :] = np.diff(sent.first), 1
+    paths = Paths(
+        np.concatenate([[0], np.cumsum(links_of)]),
+        np.concatenate([sent.link, link[part]]),
+        np.concatenate([sent.hold, hold[part] * np.repeat(size, count)]),
+    )
+    return paths, Sums(first, np.repeat(np.arange(len(rows), dtype=np.int32), count), latency)
 
 
 def _awaited(program: Program, waits: Waits) -> Ints:

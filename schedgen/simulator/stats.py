@@ -31,7 +31,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     """
     header = program.header
     cost = header.cost if cost is None else cost
-    run = simulate(program, cost, (machine or Machine())._replace(alpha=0.0, beta=0.0))
+    run = simulate(program, cost, (machine or Machine())._replace(alpha=0.0, beta=0.0, joined=None))
     memory = analyse(program).memory
     latency, (begins, ends) = run.latency, run.windows
     bubbles = (ends - begins - run.busy)[np.isfinite(begins)]

@@ -138,7 +138,7 @@ def test_a_sum_of_a_tie_is_not_that_of_the_stage_with_its_number():
     ("scheme", "bytes_of_stages", "ring"),
     [
         ("1f1b", (40, 10, 10, 20), 2 * (0.5 + 0.25 * 20 / 2)),  # ranks 0 and 3
-        ("ddp", (40, 30, 30, 20), 6 * (0.5 + 0.25 * 20 / 4)),  # behind the sums of all four
+        ("ddp", (40, 30, 30, 20), 6 * 0.25 * 20 / 4),  # behind the sums of all four, while the last of these arrives
     ],
 )
 def test_norm_waits_for_the_ring_of_a_tie(scheme, bytes_of_stages, ring):

@@ -25,17 +25,17 @@ def compiled(name, sizes, **options):
 
 
 def test_a_message_takes_alpha_and_beta_and_the_receiver_waits_for_it():
-    # Two stages, one microbatch: F 1, message 0.5 + 0.25 * 2, F 1, B 2, message, B 2.
+    # Two stages, one microbatch: F 1, message 0.5 + 0.25 * 2, F 1, B 2, message, B 2; NORM exchanges numbers, 0.5.
     program = compiled("gpipe", Sizes(2, 1))
     run = simulate(program, COST, Machine(alpha=0.5, beta=0.25, activation=2))
-    assert run.end.max() == 1 + 1 + 1 + 2 + 1 + 2
-    assert run.idle.sum(axis=0).tolist() == [2, 5, 0, 0, 0, 3]  # activation, gradient; NORM at the end
+    assert run.end.max() == 1 + 1 + 1 + 2 + 1 + 2 + 0.5
+    assert run.idle.sum(axis=0).tolist() == [2, 5, 0, 0, 0, 3 + 2 * 0.5]  # activation, gradient; NORM at the end
 
 
 def test_a_link_carries_one_message_at_a_time():
-    # Worker 0 sends x.0.b every time unit, each message takes three: the third arrives at 1 + 3 * 3.
+    # Worker 0 sends x.0.b every time unit, each occupies the link for three: the third arrives at 1 + 3 * 3.
     program = compiled("gpipe", Sizes(2, 3))
-    run = simulate(program, COST, Machine(alpha=3.0))
+    run = simulate(program, COST, Machine(beta=3.0))
     sends = np.flatnonzero((program.rows.op == Op.SEND) & (program.rows.kind == Kind.X))
     assert run.arrival[sends].tolist() == [4, 7, 10]
 
@@ -84,7 +84,7 @@ def test_relays_spare_the_owner_and_beat_the_star():
     table = relay.rows
     direct = (table.op == Op.SEND) & (table.kind == Kind.W) & (table.stage == table.rank)
     assert np.bincount(table.rank[direct]).max() <= 2 * 2
-    for machine in (Machine(alpha=0.1), Machine(alpha=0.05, beta=0.2)):
+    for machine in (Machine(beta=0.1), Machine(alpha=0.05, beta=0.2)):
         ends = [simulate(program, COST, machine).end.max() for program in (relay, star)]
         assert ends[0] < ends[1]
     assert simulate(relay, COST).end.max() == 192  # messages without time: as if all weights were at home

@@ -39,17 +39,18 @@ def by_name(time):
 
 
 def test_a_wait_is_for_the_sender_until_it_sends_and_for_the_link_from_there():
-    # Two stages, one microbatch: F 1, message 1, F 1, B 2, message 1, B 2; worker 1 is done with its B at 5.
+    # Two stages, one microbatch: F 1, message 1, F 1, B 2, message 1, B 2, NORM 0.5; worker 1 is done with its B at 5.
     time = accounted("gpipe", Sizes(2, 1), Machine(alpha=0.5, beta=0.25, activation=2)).time
-    assert by_name(time[0]) == {"busy": 3, "dependency": 4, "transfer": 1}
-    assert by_name(time[1]) == {"busy": 3, "warm-up": 1, "transfer": 1, "cool-down": 3}
+    assert by_name(time[0]) == {"busy": 3, "dependency": 4, "transfer": 1, "sum": 0.5}
+    assert by_name(time[1]) == {"busy": 3, "warm-up": 1, "transfer": 1, "cool-down": 3, "sum": 0.5}
 
 
 def test_sums_steps_and_those_who_end_first():
-    # DDP, two stages each: the last sum starts behind the last backward, its ring of two takes 2 * (1 + 8 / 2).
+    # DDP, two stages each: each sum is on the links for 8, and the first begins 2 before the last backward ends; then
+    # it arrives, in two latencies, and NORM takes one.
     machine = Machine(alpha=1.0, beta=1.0, weight=8, step=[3, 4])
     for time in accounted("ddp", Sizes(2, 2), machine).time:
-        assert by_name(time) == {"busy": 2 * (1 + 2), "sum": 2 * (1 + 4), "step": 3 + 4}
+        assert by_name(time) == {"busy": 2 * (1 + 2), "sum": 2 * 8 - 2 + 2 * 1 + 1, "step": 3 + 4}
     # GPipe: no sums; both steps begin together, and worker 0 ends a unit earlier.
     time = accounted("gpipe", Sizes(2, 1), Machine(step=[3, 4])).time
     assert by_name(time[0]) == {"busy": 3, "dependency": 3, "step": 3, "cool-down": 1}

@@ -1,0 +1,306 @@
+"""The network that joins a machine's devices: what a message occupies on its way, and what a sum does.
+
+A network has levels, the innermost first: devices of a host, hosts of a rack, racks. Rank r runs on device r. A message
+goes by the innermost level whose groups have both its ranks. It occupies its sender's link out and its receiver's link
+in for beta x bytes and, for every level up to its own that has a card, the card out of the sender's group and the card
+in of the receiver's group below that level, for card x bytes. It has arrived alpha after the longest of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.cost import is_amount
+from schedgen.ir.limits import MOST_WORKERS
+from schedgen.util.arrays import AnyInts, Ints, Numbers, Times
+from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
+from schedgen.util.parse_json import read_json
+
+LEVEL_KEYS = ("name", "devices", "alpha", "beta", "card")
+KEYS = ("levels", "speed", "memory")
+
+
+class Level(NamedTuple):
+    """How messages travel between ranks that share a group of this level and none below."""
+
+    name: str
+    devices: int | tuple[int, ...]  # of its groups, in the order of ranks: of each, or of every one; 0: one has all
+    alpha: float | tuple[tuple[float, float], ...]  # time per message; or by size: bytes from which it is so, and it
+    beta: float  # time per byte
+    card: float = 0.0  # time per byte that leaves, or enters, a group of the level below; 0: its links share nothing
+
+    @property
+    def alphas(self) -> tuple[tuple[float, float], ...]:
+        """Bytes and the alpha of messages of at least so many, ascending from 0."""
+        return self.alpha if isinstance(self.alpha, tuple) else ((0.0, self.alpha),)
+
+    def latency(self, size: NDArray[Any]) -> Times:
+        """The alpha of messages of these bytes."""
+        begins, alphas = np.array(self.alphas).T
+        found: Times = alphas[np.searchsorted(begins, size, side="right") - 1]
+        return found
+
+
+class Network(NamedTuple):
+    """Levels, the innermost first, and the devices."""
+
+    levels: tuple[Level, ...]
+    speed: float | tuple[float, ...] = 1.0  # of each device, at most 1: a job takes its duration divided by this
+    memory: float | tuple[float, ...] = math.inf  # bytes of each device
+
+    @property
+    def alpha(self) -> float:
+        """The least alpha of a message."""
+        return min(alpha for level in self.levels for _, alpha in level.alphas)
+
+    @property
+    def beta(self) -> float:
+        """The least beta of a message."""
+        return min(level.beta for level in self.levels)
+
+    @property
+    def devices(self) -> int | None:
+        """How many devices there are; None: as many as a schedule needs."""
+        return min(self.counts.values(), default=None)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many devices there are according to each list that has an entry for every one or for every group."""
+        sums = {f"level '{each.name}'": sum(each.devices) for each in self.levels if isinstance(each.devices, tuple)}
+        lists = {"speed": self.speed, "memory": self.memory}
+        return sums | {name: len(each) for name, each in lists.items() if isinstance(each, tuple)}
+
+    def slowest(self, workers: int) -> float:
+        """The largest time per byte of a message between two of these workers."""
+        links = Links(self, workers)
+        used = links.level(np.arange(workers), np.zeros(workers, np.int64)).max() + 1
+        return max(max(level.beta, level.card) for level in self.levels[:used])
+
+    def slowed(self, times: Sequence[tuple[int, float]], workers: int) -> Network:
+        """The network with ranks that take so many times as long; UsageError if there is no such rank."""
+        speed = self.by_rank(self.speed, workers)
+        for rank, factor in times:
+            if rank >= workers:
+                raise UsageError(f"--slow {rank}={factor:g}: there are ranks 0 to {workers - 1}")
+            speed[rank] /= factor
+        return self._replace(speed=tuple(speed.tolist()))
+
+    def check(self, workers: int) -> None:
+        """UsageError if a schedule of this many workers does not fit."""
+        if self.devices is not None and workers > self.devices:
+            raise UsageError(
+                f"the machine has {number_of(self.devices, 'device')}, but there are {number_of(workers, 'worker')}"
+            )
+
+    def by_rank(self, amount: float | tuple[float, ...], workers: int) -> Times:
+        """An amount of each device as an array, shape (workers,)."""
+        return np.array(amount[:workers]) if isinstance(amount, tuple) else np.full(workers, float(amount))
+
+    def groups(self, workers: int) -> Ints:
+        """By level and rank: the number of its group."""
+        groups = np.zeros((len(self.levels), workers), np.int32)
+        for row, level in zip(groups, self.levels, strict=True):
+            if isinstance(level.devices, tuple):
+                row[:] = np.searchsorted([*accumulate(level.devices)], np.arange(workers), side="right")
+            elif level.devices:
+                row[:] = np.arange(workers) // level.devices
+        return groups
+
+
+class Paths(NamedTuple):
+    """What messages occupy: message k is on `link[first[k] : first[k + 1]]`, each for `hold`."""
+
+    first: Numbers
+    link: Ints
+    hold: Times
+
+
+class Sums(NamedTuple):
+    """Sums over groups of ranks, each divided into one part for every link and card that it occupies."""
+
+    first: Numbers  # by collective: its first part, and the end
+    collective: Ints  # by part
+    latency: Times  # by collective: from the end of its last part until it is done
+
+
+class SumOfAByte(NamedTuple):
+    """What a sum over a group of ranks occupies for each byte that is summed."""
+
+    link: Ints
+    hold: Times
+    furthest: Level | None  # that of the two members that are furthest apart; None: there is one member
+    members: int
+    exchange: float  # how long a sum of a few numbers takes: a round of messages for each doubling of members
+
+    def latency(self, size: float) -> float:
+        """From the end of the last part of a sum of `size` bytes until it is done: pieces arrive, and then totals."""
+        return 2 * float(self.furthest.latency(np.array(size / self.members))) if self.furthest and size else 0.0
+
+
+class Links:
+    """The links and cards of a network for so many ranks, numbered: ranks out, ranks in, cards out and in by level."""
+
+    def __init__(self, network: Network, workers: int) -> None:
+        network.check(workers)
+        self.workers, self.levels = workers, network.levels
+        self.group = network.groups(workers)
+        self.beta = np.array([level.beta for level in network.levels])
+        self.count = 2 * workers
+        self.cards: list[tuple[int, int, float, int]] = []  # level, first link, time per byte, groups
+        for k, level in enumerate(network.levels):
+            if k and level.card:
+                groups = int(self.group[k - 1, -1]) + 1
+                self.cards.append((k, self.count, level.card, groups))
+                self.count += 2 * groups
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it matters which of the ranks are neighbours."""
+        return len(self.levels) > 1 and int(self.group[0, -1]) > 0 and int(np.diff(self.group[0]).min()) == 0
+
+    def level(self, source: AnyInts, to: AnyInts) -> Numbers:
+        """The level by which messages go between these ranks."""
+        level: Numbers = (self.group[:, source] != self.group[:, to]).sum(axis=0)
+        return level
+
+    def messages(self, source: AnyInts, to: AnyInts, size: Numbers) -> tuple[Paths, Times]:
+        """The paths of messages of `size` bytes, and how long each takes where nothing else is on its path."""
+        level = self.level(source, to)
+        time = self.beta[level] * size
+        columns = [(source, time), (self.workers + to, time)]
+        for k, first, card, groups in self.cards:
+            below, on_card = self.group[k - 1], np.where(level >= k, card * size, -1.0)
+            columns += [(first + below[source], on_card), (first + groups + below[to], on_card)]
+        link, hold = (np.stack(parts, axis=1) for parts in zip(*columns, strict=True))
+        alpha = np.choose(level, [each.latency(size) for each in self.levels])
+        lasts = hold.max(axis=1, initial=0) + np.where(size > 0, alpha, 0.0)
+        is_used = hold > 0
+        first_of = np.concatenate([[0], np.cumsum(is_used.sum(axis=1))])
+        return Paths(first_of, link[is_used].astype(np.int32), hold[is_used]), lasts
+
+    def sum_of(self, members: Sequence[int]) -> SumOfAByte:
+        """What a sum of one byte over these ranks occupies.
+
+        Every member sends a part of its own summand to each other member, and then the total of its own part: of n
+        bytes, 2 n / m to each of the m - 1 others.
+        """
+        ranks, m = np.array(members), len(members)
+        near = np.array([np.bincount(group[ranks])[group[ranks]] for group in self.group])  # members in its group
+        peers = np.diff(near, axis=0, prepend=1)  # by level and member: to whom its messages go by that level
+        links = [ranks, self.workers + ranks]
+        times = [2 / m * (self.beta[:, None] * peers).sum(axis=0)] * 2
+        for k, first, card, groups in self.cards:
+            count = np.bincount(self.group[k - 1, ranks], minlength=groups)
+            links += [first + np.arange(groups), first + groups + np.arange(groups)]
+            times += [2 / m * card * count * (m - count)] * 2
+        link, hold = np.concatenate(links), np.concatenate(times)
+        # The groups below each level that have members, in the group of that level that has most of them.
+        below = np.concatenate([np.arange(self.workers)[None], self.group[:-1]])
+        most = [
+            max(len({*below[k][ranks[self.group[k, ranks] == group]]}) for group in {*self.group[k, ranks]})
+            for k in range(len(self.levels))
+        ]
+        furthest = self.levels[np.flatnonzero(np.array(most) > 1)[-1]] if m > 1 else None
+        exchange = sum(level.alphas[0][1] * math.ceil(math.log2(n)) for level, n in zip(self.levels, most, strict=True))
+        return SumOfAByte(link[hold > 0].astype(np.int32), hold[hold > 0], furthest, m, exchange)
+
+
+def topology(hosts: int, devices: int, alpha: Sequence[float], beta: Sequence[float]) -> Network:
+    """Hosts of so many devices; alpha and beta inside and between hosts. The card of a host has the beta between."""
+    inside = Level("host", (devices,) * hosts, alpha[0], beta[0])
+    return Network((inside, Level("network", 0, alpha[-1], beta[-1], beta[-1])) if hosts > 1 else (inside,))
+
+
+def read_network(text: str, name: str) -> Network:
+    """The network in the JSON of a machine file; RefusedFile if there is none in it."""
+    return network_of(read_json(text, name), name)
+
+
+def network_of(values: Any, name: str) -> Network:
+    """The network that a JSON value describes; RefusedFile, which begins with `name`, if it describes none."""
+    if not isinstance(values, dict) or not isinstance(listed := values.get("levels"), list) or not listed:
+        raise RefusedFile(f"{name}: a machine should be an object with a list of levels")
+    if unknown := sorted(values.keys() - {*KEYS}):
+        raise RefusedFile(f"{name}: a machine has {', '.join(KEYS)}, but no '{clip(unknown[0])}'")
+    levels = tuple(_level(each, f"{name}: level {k}", k, k == len(listed) - 1) for k, each in enumerate(listed))
+    for below, level in pairwise(levels):
+        _check_nested(below, level, name)
+    speed, memory = (
+        _amounts(values[key], f"{name}: {key}", most) if key in values else most
+        for key, most in (("speed", 1.0), ("memory", math.inf))
+    )
+    network = Network(levels, speed, memory)
+    if len({*(counts := network.counts).values()}) > 1:
+        said = ", ".join(f"{count} by {what}" for what, count in counts.items())
+        raise RefusedFile(f"{name}: the numbers of devices differ: {said}")
+    return network
+
+
+def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
+    if not isinstance(values, dict) or not isinstance(name := values.get("name"), str):
+        raise RefusedFile(f"{where}: should be an object with a name")
+    if unknown := sorted(values.keys() - {*LEVEL_KEYS}):
+        raise RefusedFile(f"{where}: has {', '.join(LEVEL_KEYS)}, but no '{clip(unknown[0])}'")
+    for key in ("alpha", "beta", *(["card"] if "card" in values else [])):
+        if not is_amount(values.get(key)) and not (key == "alpha" and _are_alphas(values.get(key))):
+            more = ", or a list of [bytes, time] for messages from so many bytes, the first from 0"
+            raise RefusedFile(f"{where}: {key} should be a time of at least 0{more if key == 'alpha' else ''}")
+    if "card" in values and not number:
+        raise RefusedFile(f"{where}: the innermost level has no card: a card joins groups of the level below")
+    devices = values.get("devices", 0)
+    counts = devices if isinstance(devices, list) and devices else [devices]
+    if "devices" in values and not all(type(count) is int and 1 <= count <= MOST_WORKERS for count in counts):
+        raise RefusedFile(f"{where}: devices should be a number from 1 to {MOST_WORKERS}, or a list of them")
+    if not devices and not is_last:
+        raise RefusedFile(f"{where}: devices is missing: how many a group of this level has")
+    alpha = values["alpha"]
+    return Level(
+        clip(name),
+        tuple(devices) if isinstance(devices, list) else devices,
+        tuple((float(size), float(time)) for size, time in alpha) if isinstance(alpha, list) else float(alpha),
+        float(values["beta"]),
+        float(values.get("card", 0)),
+    )
+
+
+def _are_alphas(value: Any) -> bool:
+    """Whether a value is a list of [bytes, time] that ascends from 0 bytes."""
+    if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 2 for each in value):
+        return False
+    begins = [begin for begin, _ in value]
+    is_valid = all(is_amount(number) for each in value for number in each)
+    return bool(value) and is_valid and begins[0] == 0 and begins == sorted({*begins})
+
+
+def _check_nested(below: Level, level: Level, name: str) -> None:
+    """RefusedFile unless every group of a level is some groups of the level below, and one of them is several."""
+    each, ends = below.devices, _ends(below)
+    if isinstance(each, int):
+        inside = all(end % each == 0 for end in _ends(level))
+        joins = not level.devices or any(b - a > each for a, b in pairwise([0, *_ends(level)]))
+    else:
+        inside = not level.devices or (isinstance(level.devices, tuple) and {*_ends(level)} <= {*ends})
+        joins = len(ends) > max(1, len(_ends(level)))
+    if not inside:
+        raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
+    if not joins:
+        raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
+
+
+def _ends(level: Level) -> list[int]:
+    """The last device of every group, and one more; of the first group, if all are alike."""
+    return [*accumulate(level.devices)] if isinstance(level.devices, tuple) else [level.devices]
+
+
+def _amounts(value: Any, where: str, most: float) -> float | tuple[float, ...]:
+    amounts = value if isinstance(value, list) and value else [value]
+    if not all(is_amount(amount) and 1e-12 <= amount <= most for amount in amounts):
+        limit = "" if math.isinf(most) else f" and at most {most:g}"
+        raise RefusedFile(f"{where} should be a number above 0{limit}, or a list of one for every device")
+    return tuple(map(float, amounts)) if isinstance(value, list) else float(value)

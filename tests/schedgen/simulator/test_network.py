@@ -1,0 +1,98 @@
+"""Networks: messages and sums share links and cards, no busy receiver holds up others, devices differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
+from schedgen.ir.instructions import Op
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.network import Level, Network, topology
+from schedgen.simulator.simulate import simulate
+from tests.helpers.drawn_programs import programs
+from tests.helpers.event_simulation import simulate as simulate_again
+
+
+@st.composite
+def networks(draw, workers):
+    """Up to three levels, cards or none, devices of any speed; every sum's pieces are whole numbers of bytes."""
+    per_host = draw(st.integers(1, 3))
+    sizes = [per_host, per_host * draw(st.integers(2, 3)), 0][3 - draw(st.integers(1, 3)) :]
+    levels = []
+    for k, devices in enumerate(sizes):
+        alpha = draw(st.sampled_from([0.0, 0.5, 3.0, ((0.0, 0.5), (8.0, 2.0))]))
+        card = draw(st.sampled_from([0.0, 0.125, 0.5])) if k else 0.0
+        levels.append(Level(f"level {k}", devices, alpha, draw(st.sampled_from([0.0, 0.25, 0.5])), card))
+    speed = draw(st.one_of(st.just(1.0), st.tuples(*[st.sampled_from([0.5, 1.0])] * workers)))
+    return Network(tuple(levels), speed)
+
+
+@given(st.data())
+def test_a_second_simulation_agrees(data):
+    """Of random programs on random networks: every start and every arrival."""
+    program = data.draw(programs())
+    machine = Machine(activation=data.draw(st.sampled_from([1, 60])), weight=120, step=0.5)
+    machine = machine.on(data.draw(networks(program.header.workers)))
+    if machine.is_free:
+        return
+    run = simulate(program, program.header.cost, machine)
+    start, arrival = simulate_again(program, program.header.cost, machine)
+    assert run.start.tolist() == start.tolist()
+    assert run.arrival[program.rows_of(Op.SEND)].tolist() == arrival.tolist()
+
+
+def made(name, sizes, **options):
+    return compile(load(name, sizes), sizes, Options(**options))
+
+
+@pytest.mark.parametrize(("stages", "end"), [(1, 15), (8, 13.25), (64, 13.03125)])
+def test_sums_of_different_stages_share_links(stages, end):
+    """8 GB on 4 workers at 1 GB/s take 12 s in any cut: jobs of 3 s hide at most the sums before the last stage's."""
+    program = made("ddp", Sizes(stages, 4, 4))
+    cost = {"F": 1 / stages, "B": 2 / stages}
+    assert simulate(program, cost, Machine(beta=1e-9, weight=8 * 10**9 // stages)).end.max() == pytest.approx(end)
+
+
+@pytest.mark.parametrize(("scheme", "shards", "end"), [("ddp", None, 38), ("fsdp", (8,), 60.75)])
+def test_a_busy_receiver_holds_up_no_other_message(scheme, shards, end):
+    """DDP and ZeRO-3 on 8 workers: 28 s of sums after the jobs' 24; 42 s of messages through each link."""
+    program = made(scheme, Sizes(8, 8, 8, shards=shards))
+    assert simulate(program, {"F": 1, "B": 2}, Machine(beta=0.5 / 128, weight=512)).end.max() == end
+
+
+def test_an_idle_link_takes_the_message_whose_path_is_free():
+    """x.0 goes to workers 1 and 2; worker 1 still receives 10 bytes from worker 3, and worker 2 waits for nobody."""
+    place = np.array([0, 3, 1, 2])
+    scheme = Scheme(
+        "fork", 4, lambda s, b, d: (place[s] + 0 * b, place[s] + 0 * b), lambda s, b, d: 0 * s + b + 10 * d,
+        "fork", "greedy", edges=((0, 2), (1, 2), (0, 3), (2, 3)),
+    )  # fmt: skip
+    program = compile(scheme, Sizes(4, 1, 4), Options(forward=True))
+    run = simulate(program, {"F": [2, 1, 1, 1]}, Machine(beta=1, activation=[1, 10, 1, 1]))
+    sends = program.rows_of(Op.SEND)
+    assert run.arrival[sends[(program.rows.to[sends] == 2) & (program.rows.stage[sends] == 0)]] == 2 + 1
+
+
+def test_devices_differ():
+    """The fast one of two workers, of speeds 1 and 1/2, takes two of three microbatches: neither waits."""
+    scheme = Scheme("uneven", 2, lambda s, b, d: (b // 2, b // 2), lambda s, b, d: 2 * b + d, "uneven", "strict")
+    program = compile(scheme, Sizes(1, 3, 2))
+    network = Network((Level("host", 0, 0.0, 0.0),), (1.0, 0.5))
+    assert simulate(program, {"F": 4, "B": 8}, Machine().on(network)).latency == 24
+
+
+def test_a_host_s_card_is_shared():
+    """Two hosts of two: each sum of n bytes sends 2 n through a card, twice what two ranks alone would send."""
+    program = made("ddp", Sizes(1, 4, 4))
+    apart = Network((Level("host", 2, 0, 0), Level("network", 0, 0, 1)))
+    ends = [
+        simulate(program, {"F": 1, "B": 2}, Machine(weight=60).on(network)).end.max()
+        for network in (topology(2, 2, [0], [0, 1]), apart)
+    ]
+    assert ends == [3 + 2 * 60, 3 + 2 * 60 / 2]
