@@ -21,6 +21,7 @@ from schedgen.planner.stage_costs import StageCosts, balanced, smallest, stage_c
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.lower_bounds import window_bound
+from schedgen.simulator.network import Links
 from schedgen.util.arrays import Floats, Ints
 from schedgen.util.errors import UsageError
 
@@ -45,6 +46,7 @@ class Candidate(NamedTuple):
 
     name: str
     replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
+    interleave: bool  # whether the replicas of a stage, not the stages of a replica, are neighbours
     recompute: bool  # of all stages, or none
     scheme: Scheme
     sizes: Sizes  # of all replicas
@@ -72,20 +74,22 @@ def candidates(
             if all(costs.layer_counts != other.layer_counts for other in ways):
                 ways.append(costs)
     tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
+    has_hosts = Links(layers.machine.network, workers).is_uneven
     for name, sizes, replicas in _pipelines(workers, microbatches, *tried):
-        try:
-            scheme = load(name, sizes)
-        except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
-            continue
-        sizes = sizes._replace(replicas=None)  # else a search of orders would also begin with those of other schemes
-        for recompute in (False, True):
-            yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[sizes.stages - 1])
+        for interleave in (False, True) if has_hosts and sizes.replicas else (False,):
+            try:
+                scheme = load(name, sizes, interleave=interleave)
+            except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
+                continue
+            alone = sizes._replace(replicas=None)  # else a search would also begin with other schemes' orders
+            for recompute in (False, True):
+                yield Candidate(name, replicas, interleave, recompute, scheme, alone, by_stages[sizes.stages - 1])
     best = partition(prefixes(layers), workers, bandwidth)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)
         costs = stage_costs(layers, best.ends, bandwidth)
         for recompute in (False, True):
-            yield Candidate("1f1b-rr", best.replicas, recompute, load("1f1b-rr", sizes), sizes, [costs])
+            yield Candidate("1f1b-rr", best.replicas, False, recompute, load("1f1b-rr", sizes), sizes, [costs])
 
 
 def _pipelines(workers: int, microbatches: int, numbers: range, single: int) -> Iterator[tuple[str, Sizes, int]]:
@@ -142,7 +146,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     recompute = redo_duration(times) if candidate.recompute else np.zeros(S)
     owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)
     weight, saved, step = (by_stage(amount, S) for amount in (machine.weight, machine.saved, machine.step))
-    message, copy = map(machine.message_times, (costs.passed_on, weight))
+    message, on_link = machine.message_times(costs.passed_on), machine.beta * costs.passed_on
     sends, receives, steps = np.zeros((3, workers))  # seconds of a worker's link out, of its link in, of its STEPs
     owns, copies = np.zeros((2, workers))  # bytes of its own stages and their gradients, of its largest foreign copy
     counts = np.zeros(S)  # owners of each stage
@@ -152,18 +156,20 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
         counts[s] = owners.sum()
         owns[owners] += owned[s] + weight[s]
         steps[owners] += step[s]
+        sends[owners] += 2 * (1 - 1 / counts[s]) * machine.beta * weight[s]  # the sum over the owners
         guests = np.zeros(workers, bool)
         guests[np.unique(compute[:, s])] = True
         guests &= ~owners
-        receives[guests] += copy[s]
+        receives[guests] += machine.beta * weight[s]
         copies[guests] = np.maximum(copies[guests], 2 * weight[s])  # the copy and its gradient
         for d, (a, b) in ((F, (s - 1, s)), (B, (s, s - 1))):
             if s:
                 crosses = compute[d, a] != compute[d, b]
-                sends += message[s - 1] * np.bincount(compute[d, a][crosses], minlength=workers)
-                receives += message[s - 1] * np.bincount(compute[d, b][crosses], minlength=workers)
+                sends += on_link[s - 1] * np.bincount(compute[d, a][crosses], minlength=workers)
+                receives += on_link[s - 1] * np.bincount(compute[d, b][crosses], minlength=workers)
     kept = np.concatenate([[0.0], costs.passed_on]) + (0 if candidate.recompute else saved)
-    latency = window_bound(compute, lengths, recompute, message, workers) + steps.max()
+    norm = Links(machine.network, workers).sum_of(range(workers)).exchange
+    latency = window_bound(compute, lengths, recompute, message, workers) + norm + steps.max()
     seconds = float(max(latency, sends.max(), receives.max()))
     least = counts.min() * (owned + weight).sum() / len(np.unique(weights))
     peak = owns + copies + _saved(kept, compute, workers, n)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.planner.layer_profile import Layers
+from schedgen.simulator.network import Network
 from schedgen.util.arrays import Floats, Ints
 from schedgen.util.errors import UsageError, number_of
 from schedgen.util.jit import kernel
@@ -83,11 +84,13 @@ class Partition(NamedTuple):
         return tuple(stage.replicas for stage in self.stages)
 
 
-def link_bandwidth(workers: int, bandwidth: float | None, beta: float) -> float:
-    """The links' bytes a second: those that a user asks for, else 1 / beta; UsageError without either, or if there are
-    too many workers. One worker has no links, and then beta may be 0."""
+def link_bandwidth(workers: int, bandwidth: float | None, network: Network) -> float:
+    """The links' bytes a second: those that a user asks for, else those of the network's slowest; UsageError without
+    either, or if there are too many workers. One worker has no links, and then a byte may take no time."""
     if workers > MOST_WORKERS:
         raise UsageError(f"a plan is for {MOST_WORKERS} workers at the most, not {workers}")
+    network.check(workers)
+    beta = network.slowest(workers)
     if bandwidth is None and not beta and workers > 1:
         raise UsageError("the profile does not say how fast links are (its beta is 0): give --bandwidth")
     return bandwidth or (1 / beta if beta else math.inf)

@@ -45,6 +45,7 @@ class PlannedSchedule(NamedTuple):
     scheme: str
     stages: int
     replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
+    interleave: bool  # whether the replicas of a stage are neighbours
     recomputed: int  # forwards that are redone
     layers: tuple[int, ...]  # of each stage
     step_time: float  # seconds
@@ -184,7 +185,8 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
     run = simulate(program, costs.with_halves, costs.machine)
     seconds, bytes = float(run.end.max()), int(run.footprint.peak.max())
     redone, name, stages = len(program.rows_of(Op.RECOMPUTE)), candidate.name, candidate.sizes.stages
-    return PlannedSchedule(name, stages, candidate.replicas, redone, costs.layer_counts, seconds, bytes)
+    where = candidate.replicas, candidate.interleave
+    return PlannedSchedule(name, stages, *where, redone, costs.layer_counts, seconds, bytes)
 
 
 def _moved(start: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:

@@ -90,7 +90,7 @@ def plan_as_text(plan: Plan) -> Iterator[str]:
             str(schedule.replicas)
             if isinstance(schedule.replicas, int)
             else clip("-".join(map(str, schedule.replicas)))
-        )
+        ) + ", interleaved" * schedule.interleave
         time, memory = f"{schedule.step_time:.4g}", _bytes(schedule.peak_bytes)
         rows.append(
             (schedule.scheme, str(schedule.stages), replicas, str(schedule.recomputed), schedule.order, time, memory)

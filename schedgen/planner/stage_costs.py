@@ -152,7 +152,8 @@ def stage_costs(layers: Layers, ends: Sequence[int], bandwidth: float) -> StageC
         _not_too_short(times),
         Machine(
             alpha=machine.alpha,
-            beta=1 / bandwidth,
+            beta=machine.beta if machine.joined else 1 / bandwidth,
+            joined=machine.joined,
             activation=x,
             weight=total(layers.weight),
             saved=total(saved) + np.maximum(outputs - leaving, 0),
