@@ -174,7 +174,12 @@ def run_plan(options: PlanOptions) -> int:
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
     check_writable("-o", options.output)
     layers = read_layers(options.profile, read_graph_file(options.graph))
-    workers, bandwidth = options.workers, link_bandwidth(options.workers, options.bandwidth, layers.machine.beta)
+    if (network := options.network(layers.machine.alpha)) is not None:
+        layers = layers._replace(machine=layers.machine.on(network))
+    workers, given = options.workers, None if options.topology else options.bandwidth
+    if given:
+        layers = layers._replace(machine=layers.machine._replace(joined=None))
+    bandwidth = link_bandwidth(workers, given[0] if given else None, layers.machine.network)
     numbers, lines = _partition(options, layers, bandwidth)
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made
     if not options.partition_only:
@@ -217,11 +222,13 @@ def run_search(options: SearchOptions) -> int:
     if graph is not None:
         scheme = _with_graph(scheme, graph, 1)
     cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
-    machine = options.machine
+    machine = options.amounts
     if options.profile:
         edges = chain(stages) if scheme.edges is None else scheme.edges
         shown, ties = display_name(options.profile), len(graph.tied) if graph else 0
         cost, machine = read_profile(read_text(options.profile), shown, stages, edges, ties=ties)
+    if (network := options.network(machine.alpha)) is not None:
+        machine = machine.on(network)
     if set(cost) <= {"F", REDO}:
         given = display_name(options.profile) if options.profile else "--cost"
         raise UsageError(f"search orders backwards, too: {given} must give F and B, or F, I and W")

@@ -14,7 +14,9 @@ from schedgen.planner.order_search.budget import BUDGET
 from schedgen.planner.order_search.question import OBJECTIVES
 from schedgen.schemes import SCHEMES
 from schedgen.simulator.machine import Machine
+from schedgen.simulator.network import Network, read_network, topology
 from schedgen.util.errors import UsageError
+from schedgen.util.files import display_name, read_text
 from schedgen.util.option_fields import (
     READ,
     WRITTEN,
@@ -24,6 +26,7 @@ from schedgen.util.option_fields import (
     count,
     duration,
     listed,
+    natural,
     option,
     switch,
 )
@@ -33,6 +36,7 @@ MODEL_GRAPH = "a model's graph, written by mpirun graph: stages, edges, ties and
 LIMIT = "saved forwards a worker may hold; default: no limit"
 SCHEDULE = "the schedule; - is standard output"
 BANDWIDTH = Number("a bandwidth of at least 1e-18 bytes a second", float, 1e-18, 1e18)
+SLOWER = Number("a factor of at least 1", float, 1, 1e6)
 _MACHINE_FIELDS = ("alpha", "beta", "activation", "weight", "saved")  # those that are options
 
 
@@ -43,6 +47,24 @@ def searched_schemes(text: str) -> list[str]:
         if name not in SEARCHED:
             raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(SEARCHED)}")
     return names
+
+
+def slowed(text: str) -> tuple[tuple[int, float], ...]:
+    """A type for argparse: ranks, and how many times as long they take, as in 0=1.3,5=2."""
+    parts = [part.partition("=") for part in text.split(",")]
+    try:
+        return tuple((natural(rank), SLOWER(times)) for rank, _, times in parts)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"'{text}' should be as 0=1.3: {error}") from None
+
+
+def by(text: str) -> tuple[int, int]:
+    """A type for argparse: two numbers, as in 4x8."""
+    try:
+        first, second = map(count, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' should be hosts x devices, as in 4x8") from None
+    return first, second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +82,29 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostOptions:
+class MachineOptions:
+    """The machine: its hosts and devices, and what joins them."""
+
+    machine: str | None = option("--machine FILE", "JSON of hosts, devices and links, by mpirun profile", file=READ)
+    topology: tuple[int, int] | None = option(
+        "--topology HxD", "H hosts of D devices, short for a machine file", by, needs="bandwidth", without="machine"
+    )
+    bandwidth: Sequence[float] | None = option(
+        "--bandwidth BYTES", "bytes a second of a link or, with --topology, inside,between hosts", listed(BANDWIDTH),
+        without="machine",
+    )  # fmt: skip
+
+    def network(self, alpha: float = 0.0) -> Network | None:
+        """The network that these options describe; None: none. `alpha`: of a topology's messages."""
+        if self.machine is not None:
+            return read_network(read_text(self.machine), display_name(self.machine))
+        if self.topology is None:
+            return None
+        return topology(*self.topology, (alpha,), [1 / each for each in self.bandwidth or ()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostOptions(MachineOptions):
     """What jobs and messages cost."""
 
     cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; default: those in the file", read_cost)
@@ -76,6 +120,10 @@ class CostOptions:
         """UsageError if a profile would silently override another option."""
         if self.profile is not None and len(self.given) > 1:
             raise UsageError(f"--profile has all costs: leave --{self.given[1]} out")
+        if self.bandwidth is not None and (self.topology is None or self.beta is not None):
+            raise UsageError("--bandwidth is that of a --topology: without one give --beta, the seconds a byte")
+        if self.machine is not None and (given := [name for name in self.given if name in ("alpha", "beta")]):
+            raise UsageError(f"--machine has the links' times: leave --{given[0]} out")
 
     @property
     def given(self) -> list[str]:
@@ -83,8 +131,8 @@ class CostOptions:
         return [name for name in ("profile", "cost", *_MACHINE_FIELDS) if getattr(self, name) is not None]
 
     @property
-    def machine(self) -> Machine:
-        """Links and sizes from the options, without the profile's."""
+    def amounts(self) -> Machine:
+        """Links and sizes from the options, without the profile's and the machine file's."""
         return Machine(**{name: getattr(self, name) for name in _MACHINE_FIELDS if getattr(self, name) is not None})
 
 
@@ -156,6 +204,7 @@ class StatsOptions(Form, InputFile):
 class SimulateOptions(Form, CostOptions, InputFile):
     """simulate: a schedule, its costs, and where its trace goes."""
 
+    slow: Sequence[tuple[int, float]] = option("--slow RANK=X,...", "ranks that take X times as long", slowed, ())
     trace: str | None = option("--trace OUT", "Chrome trace events, for Perfetto", file=WRITTEN)
     measured: str | None = option("--measured TRACE", "durations of an mpirun --trace file; OUT gets both", file=READ)
 
@@ -208,13 +257,12 @@ class CompareOptions(Form):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Form):
+class PlanOptions(Form, MachineOptions):
     """plan: what layers cost, the machine, and what is searched."""
 
     profile: str = argument("PROFILE", "layers and costs: PipeDream's, or mpirun profile's; - is standard input")
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
     workers: int = option("--workers W", "ranks", count, required=True)
-    bandwidth: float | None = option("--bandwidth BYTES", "bytes a second of a link; default: the profile's", BANDWIDTH)
     memory: float = option("--memory BYTES", "bytes that a worker may hold; default: no limit", amount, math.inf)
     partition_only: bool = switch("--partition-only", "only where to cut, and replicas; with -o PipeDream's schedule")
     microbatches: int | None = option("--microbatches B", "microbatches of a step, each as profiled", count)

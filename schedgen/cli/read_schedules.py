@@ -102,6 +102,8 @@ def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
     times = run_numbers(program, measured)["profile"] if measured else {}
     if times and not (options.cost or options.profile):
         cost, machine = times, machine._replace(step=times.pop("step", 0.0))
+    if isinstance(options, SimulateOptions) and options.slow:
+        machine = machine.on(machine.network.slowed(options.slow, program.header.workers))
     seconds = bool(options.profile or (measured and not options.cost))
     return _Execution(program, simulate(program, cost, machine), measured, seconds)
 
@@ -122,7 +124,9 @@ def run_simulate(options: SimulateOptions) -> int:
 
 def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
     """Durations of jobs by direction, and the machine, as given by the options."""
-    return _read_profile(options, program) or (options.cost or program.header.cost, options.machine)
+    cost, machine = _read_profile(options, program) or (options.cost or program.header.cost, options.amounts)
+    network = options.network(machine.alpha)
+    return cost, machine.on(network) if network else machine
 
 
 def _read_profile(options: CostOptions | StatsOptions, program: Program) -> tuple[dict[str, Amount], Machine] | None:
