@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from mpirun.cli.options import graph_options, profile_options, run_options
+from mpirun.cli.options import graph_options, machine_options, profile_options, run_options
 from mpirun.comm.fail_together import Stop
 from mpirun.training.errors import end_all_ranks
 from schedgen.util.files import prepare_streams
 
 if TYPE_CHECKING:
     from mpirun.cli.graph import Graph
+    from mpirun.cli.machine import Machine
     from mpirun.cli.profile import Profile
     from mpirun.cli.run import Run
 
@@ -45,13 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_all_ranks(comm, "" if command is None else command.position(), error, "--traceback" in arguments)
 
 
-def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Run | Profile | Graph:
+def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Run | Profile | Graph | Machine:
     """The requested command. torch is imported only once the options are right: --help does not wait for it."""
     if arguments[:1] == ["profile"]:
         of_profile = profile_options(comm, arguments[1:])
         with _imports():
             from mpirun.cli.profile import Profile
         return Profile(comm, of_profile)
+    if arguments[:1] == ["machine"]:
+        of_machine = machine_options(comm, arguments[1:])
+        with _imports():
+            from mpirun.cli.machine import Machine
+        return Machine(comm, of_machine)
     if arguments[:1] == ["graph"]:
         of_graph = graph_options(comm, arguments[1:])
         with _imports():

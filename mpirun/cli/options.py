@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, on_rank_0
-from mpirun.engine.options import SECONDS, RunOptions, SetupOptions
+from mpirun.engine.options import SECONDS, HostOptions, RunOptions, SetupOptions
 from schedgen.util.errors import UsageError
 from schedgen.util.option_fields import (
     READ,
@@ -36,20 +36,27 @@ EXAMPLES = """built-in models: mpirun.examples.gpt:tiny, :tied and :tensor; mpir
 mpirun.examples.seq2seq:tiny
 
 python -m mpirun profile --help: measure what a model's stages and messages cost
+python -m mpirun machine --help: measure the machine alone
 python -m mpirun graph --help: what a model's stages read of one another
 
 example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.examples.gpt:tiny --steps 20"""
 STAGES = "how many stages the model is cut into"
 
-T = TypeVar("T", bound="ModelOptions")
+T = TypeVar("T", bound="CommandOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class CommandOptions:
     """What all commands take."""
 
-    model: str = option("--model MODULE:FUNCTION", "a function: number of stages -> mpirun.Model")
     traceback: bool = switch("--traceback", "if a rank fails, show the whole traceback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(CommandOptions):
+    """What all commands on a model take."""
+
+    model: str = option("--model MODULE:FUNCTION", "a function: number of stages -> mpirun.Model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +121,13 @@ class GraphOptions(ModelOptions):
     output: str = option("-o --output FILE", "the file to write; - is standard output", file=WRITTEN)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions(HostOptions, CommandOptions):
+    """`python -m mpirun machine`."""
+
+    output: str = option("-o --output FILE", "the file to write; - is standard output", file=WRITTEN)
+
+
 class RanksParser(Parser):
     """A parser whose errors end all ranks and are printed by rank 0 alone."""
 
@@ -149,6 +163,16 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
     if not options.steps:
         parser.error("--steps: nothing is measured in 0 steps")
     return options
+
+
+def machine_options(comm: MPI.Comm, arguments: Sequence[str]) -> MachineOptions:
+    """The options from the arguments after `machine`."""
+    parser = _parser(
+        " machine",
+        "Measure links and devices, a rank on each device:\na file for --machine of schedgen's commands.",
+        "example: mpiexec -n 8 python -m mpirun machine -o cluster.json",
+    )
+    return _read(comm, parser, MachineOptions, arguments, output="--output")
 
 
 def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> GraphOptions:
@@ -196,7 +220,7 @@ def _read(comm: MPI.Comm, parser: Parser, kind: type[T], arguments: Sequence[str
     return options
 
 
-def _check_files(options: ModelOptions) -> None:
+def _check_files(options: CommandOptions) -> None:
     """UsageError if a file that is read would be overwritten, or two outputs would go to one file."""
     try:
         check_files(options)

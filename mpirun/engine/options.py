@@ -15,17 +15,9 @@ SECONDS = Number("a number of at least 0", float, 0, float("inf"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetupOptions:
-    """What a run and a profile share."""
+class HostOptions:
+    """How a rank uses its host."""
 
-    seed: int = option("--seed N", "of weights, of what is drawn in steps, and of the order of data", natural, 0)
-    text: str | None = option(
-        "--text FILE", "what a model makes microbatches from; default: modules of Python's standard library", file=READ
-    )
-    clip: float | None = option("--clip X", "largest norm of the whole gradient; default: no limit", amount)
-    autocast: str | None = option(
-        "--autocast", "forwards in mixed precision; weights stay as they are", choices=("bf16",)
-    )
     device: str = option(
         "--device", "default: a GPU where every rank has one", default="auto", choices=("auto", "cpu", "cuda")
     )
@@ -37,6 +29,20 @@ class SetupOptions:
         "--stream-words", "order a GPU's kernels and messages by words in memory, instead of events"
     )
     threads: int | None = option("--threads N", "torch's threads on each rank; default: cores / ranks", count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupOptions(HostOptions):
+    """What a run and a profile share."""
+
+    seed: int = option("--seed N", "of weights, of what is drawn in steps, and of the order of data", natural, 0)
+    text: str | None = option(
+        "--text FILE", "what a model makes microbatches from; default: modules of Python's standard library", file=READ
+    )
+    clip: float | None = option("--clip X", "largest norm of the whole gradient; default: no limit", amount)
+    autocast: str | None = option(
+        "--autocast", "forwards in mixed precision; weights stay as they are", choices=("bf16",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

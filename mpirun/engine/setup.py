@@ -20,7 +20,7 @@ from mpirun.data.microbatches import Microbatches, MicrobatchSource, training_te
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.expand_slices import check_slices, expanded_model
 from mpirun.engine.loss import check_minibatch_loss
-from mpirun.engine.options import RunOptions, SetupOptions
+from mpirun.engine.options import HostOptions, RunOptions, SetupOptions
 from mpirun.engine.recipe import Recipe
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_graph
@@ -68,7 +68,7 @@ class RankPart:
     beat: Callable[[], None]  # is called after each piece of work
 
 
-def use_host(comm: MPI.Intracomm, options: SetupOptions) -> Host:
+def use_host(comm: MPI.Intracomm, options: HostOptions) -> Host:
     """Choose this rank's device, and torch's threads; by default the rank's share of the cores. Collective."""
     together(comm, check_launcher)
     sleeping_barrier(comm)  # some ranks may still be importing

@@ -7,7 +7,7 @@ seconds      Every rank computes all stages by a schedule of one worker, with th
              Whole and split backwards alternate, so that whatever else the machine does slows both.
 overhead     On a CPU, the part of a job's seconds outside of the stage's module and of autograd.
 bytes        The same on all ranks: rank 0 counts them with the memory tracker, in a step of its own.
-alpha, beta  Messages are timed between neighbouring ranks.
+machine      Messages are timed inside hosts and between them, and devices by the jobs (`machine_speed`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
-from mpirun.comm.link_speed import measure_link_speed
+from mpirun.comm.machine_speed import measure_machine, speeds
 from mpirun.comm.output import note, write_output
 from mpirun.data.microbatches import Microbatch, MicrobatchSource
 from mpirun.data.values import copy_of
@@ -113,6 +113,7 @@ class Profile:
 
     beat: Callable[[], None] = staticmethod(lambda: None)  # called before each instruction
     current: Instruction | None = None
+    rank_seconds: Sequence[float] = ()  # by rank: of a job of each kind and stage
 
     def __init__(
         self, comm: MPI.Intracomm, graph: ModelGraph, set_up: Callable[[Header], Setup], file: tuple[str, str]
@@ -137,16 +138,11 @@ class Profile:
         """Measure, timing this number of steps, and write the file on rank 0."""
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds(steps)
-        alpha, beta = measure_link_speed(self.comm, self.setup.device, self.setup.crowded)
-        if self.comm.size == 1:
-            note(self.comm, "one rank has no links: alpha and beta are 0")
-        elif not beta:
-            note(self.comm, "other programs disturbed the links: long messages took no longer than short ones, and "
-                 "beta is 0")  # fmt: skip
+        machine = measure_machine(self.comm, self.setup.device, self.setup.crowded, self.rank_seconds)
         if self.setup.crowded:
             note(self.comm, "there are more ranks on a host than cores: jobs are timed while all ranks compute, and "
                  "plan cannot know that a waiting rank leaves its core to others")  # fmt: skip
-        profile = {**seconds, "alpha": alpha, "beta": beta, **sizes}
+        profile = {**seconds, **({"machine": machine} if machine else {}), **sizes}
         lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items())
         on_rank_0(self.comm, lambda: write_output(*self.file, ("{\n" + ",\n".join(lines) + "\n}\n").encode()))
 
@@ -203,7 +199,10 @@ class Profile:
         return sizes
 
     def _seconds(self, steps: int) -> dict[str, object]:
-        """Seconds of jobs and STEPs, and overheads of jobs, by stage: medians over ranks of each rank's medians."""
+        """Seconds of jobs and STEPs, and overheads of jobs, by stage: medians over ranks of each rank's medians.
+
+        Where devices differ, they are those of the fastest.
+        """
         silent = self.comm.rank > 0 or not sys.stderr.isatty()
         on_cpu, inside, measured = self.setup.device.kind == "cpu", _Stopwatch(), dict[Key, list[tuple[float, float]]]()
         with contextlib.ExitStack() as built:
@@ -218,9 +217,16 @@ class Profile:
                  f"{most:.0%}; profile again when nothing else runs")  # fmt: skip
         medians = self.comm.allgather({key: np.median(pairs, axis=0).tolist() for key, pairs in measured.items()})
         stages = range(len(self.setup.shapes))
+        jobs = [(op, s) for name, op in OPS.items() if name != "step" for s in stages]
+        least = sum(min(seconds for seconds, _ in measured[job]) for job in jobs)  # other programs lengthen a few jobs
+        self.rank_seconds = self.comm.allgather(least)
+        speed = speeds(self.rank_seconds)
         seconds, overhead = (
             {
-                name: [float(np.median([of_rank[op, s][k] for of_rank in medians])) for s in stages]
+                name: [
+                    float(np.median([each * of_rank[op, s][k] for each, of_rank in zip(speed, medians, strict=True)]))
+                    for s in stages
+                ]
                 for name, op in OPS.items()
             }
             for k in (0, 1)

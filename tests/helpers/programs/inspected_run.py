@@ -172,7 +172,7 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
     looks = slow_looks() if "delay" in request else contextlib.nullcontext()
     with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls", False)), looks:
         if request["arguments"][0] == "profile":
-            with mock.patch("mpirun.comm.link_speed.SIZES", [8, 2**10, 2**20]):
+            with mock.patch("mpirun.comm.machine_speed.SIZES", [8, 2**10, 2**20]):
                 return main(request["arguments"]), out.getvalue(), ""
         run = Run(WORLD, run_options(WORLD, request["arguments"]))
         if (seed := request.get("delay")) is not None:

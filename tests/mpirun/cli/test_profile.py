@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from mpirun.training.profile import spread
 from schedgen.cli.main import main as schedgen
+from schedgen.simulator.network import network_of
 
 MLP = "mpirun.examples.mlp:tiny"
 X = 64 * 128 * 4  # bytes of an activation
@@ -76,12 +78,13 @@ def test_the_workspace_of_a_forward_is_what_gelu_returns(profiles):
 
 def test_a_profile_is_complete(profiles):
     profile, times = profiles["whole"], ["F", "B", "I", "W", "step"]
-    assert {*profile} == {*times, "alpha", "beta", "overhead", "workspace", *BYTES}
+    assert {*profile} == {*times, "machine", "overhead", "workspace", *BYTES}
     for direction, overhead in profile["overhead"].items():
         assert all(0 < a < b for a, b in zip(overhead, profile[direction], strict=True))
     for key in times:
         assert len(profile[key]) == 4 and min(profile[key]) > 0
-    assert profile["alpha"] >= 0 and profile["beta"] >= 0 and profile["alpha"] + profile["beta"] > 0
+    (level,) = network_of(profile["machine"], "P").levels
+    assert level.name == "host" and level.latency(np.array(8)) + 8 * level.beta > 0
     assert {*profile["workspace"]} == {"F", "B", "I", "W"}
 
 
@@ -119,9 +122,9 @@ def test_one_rank_with_one_stage_has_no_links(mistakes, text, tmp_path):
     (ended,) = mistakes(
         1, [["profile", "--model", MLP, "--stages", 1, "--text", text, "--steps", 1, "--threads", 1, "-o", file]]
     )
-    assert (ended.code, ended.err) == (0, "mpirun: note: one rank has no links: alpha and beta are 0\n")
+    assert (ended.code, ended.err) == (0, "")
     profile = json.loads(file.read_text())
-    assert (profile["alpha"], profile["beta"], len(profile["F"])) == (0, 0, 1)
+    assert "machine" not in profile and len(profile["F"]) == 1
     assert list(tmp_path.iterdir()) == [file]
 
 

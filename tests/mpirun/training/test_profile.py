@@ -33,7 +33,7 @@ def trained(scheme, how, profiled):
         for step in range(4):
             if profiled and step in (0, 2):
                 before = seen(given)
-                with mock.patch("mpirun.comm.link_speed.SIZES", [8, 2**10, 2**20]):
+                with mock.patch("mpirun.comm.machine_speed.SIZES", [8, 2**10, 2**20]):
                     run.profile(folder / f"{scheme}-{how}", steps=1)
                 assert seen(given) == before
             for batch in batches:
@@ -58,7 +58,7 @@ def test_a_profile_changes_no_bit_of_what_follows_and_simulate_reads_it(execute,
     assert several(2, [["profile", *options]]) == [(0, "")]
     profile = json.loads(command.read_text())
     assert own.keys() == profile.keys()
-    times = {"F", "B", "I", "W", "step", "overhead", "alpha", "beta"}
+    times = {"F", "B", "I", "W", "step", "overhead", "machine"}
     assert {key: own[key] for key in own.keys() - times} == {key: profile[key] for key in profile.keys() - times}
     assert all(min(own[key]) > 0 for key in ("F", "B", "I", "W", "step"))
 
