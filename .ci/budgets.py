@@ -22,10 +22,10 @@ ROOMS = {
     "schedgen/report": 1_870,
     "schedgen/cli": 880,
     "schedgen/util": 740,
-    "mpirun": 17_554,
+    "mpirun": 17_583,
     "mpirun/engine/core": 1_760,
-    "mpirun/engine": 4_500,
-    "mpirun/model": 4_050,
+    "mpirun/engine": 4_502,
+    "mpirun/model": 4_060,
     "mpirun/training": 2_726,
     "mpirun/comm": 1_690,
     "mpirun/data": 880,
@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 630,
     "mpirun/examples": 530,
-    "tests": 31_800,
+    "tests": 31_805,
     "tests/jobs": 1_030,
 }
 WORDS = 13_535

@@ -25,7 +25,7 @@ from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
 from mpirun.model.forward_watch import ForwardWatch, leaves_of_graph, memory
-from mpirun.model.loss import check_real, loss_and_metrics, loss_input, try_loss
+from mpirun.model.loss import check_reads, check_real, loss_and_metrics, loss_input, try_loss
 from mpirun.model.parallel_layers import sliced_dims
 from mpirun.model.rng import generator_states
 from mpirun.model.stage_copies import fake_mode, stage_apart, stage_without_values
@@ -93,6 +93,7 @@ class Trial:
     @_unlogged()
     def _without_loss(self) -> list[StageShape]:
         outputs: list[Sequence[Tensor]] = []
+        check_reads(loss, self.model, outputs, last_stage=True)
         shapes: list[StageShape] = []
         for stage in range(len(self.model.stages)):
             try:

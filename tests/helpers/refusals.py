@@ -155,6 +155,20 @@ class Field(nn.Linear):
     def forward(self, x):
         return super().forward(x.requires_grad_()), x
 
+class Scaled(nn.Linear):
+    """Its scale is read by the loss."""
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+def scaled(of, scheme="ddp", outside=False, **options):
+    """A loss that reads a parameter of the first stage, or of none."""
+    first = Scaled()
+    scale = nn.Parameter(torch.ones(1)) if outside else first.scale
+    model = first if scheme == "ddp" else [first, *layers(1)]
+    loss = lambda y, target: mse_loss(scale * y, target)
+    step((x, x), model=model, scheme=scheme, loss=loss, loss_of=of, example=(x[:4], x[:4]), **options)
+
 def differentiating(output, target):
     return torch.autograd.grad(output[0].sum(), output[1], create_graph=True)[0].mean()
 '''
@@ -164,6 +178,7 @@ UNSEEDED = (
     "ranks 0 and 1 give different batches: seed the loader, DataLoader(..., generator=), and what its samples draw, or "
     "use run.loader"
 )
+READ = ": return it from forward, expanded over the samples, or freeze it (requires_grad_(False))"
 BATCH = "this is one batch: give a list of batches, or what loader(...) returns"
 WEIGHTS = {
     "0": "loss_weight: every microbatch of the step has weight 0, so the step has no loss",
@@ -220,6 +235,8 @@ SCRIPTS: Table = {
         "step((x, x), model=[Field(4, 4)], scheme='gpipe', loss=differentiating)": (
             "the loss fails on the shapes it gets: ..."
         ),
+        "scaled('minibatch')": f"the loss reads the trained parameter 'scale'{READ}",
+        "scaled('microbatch', outside=True)": f"the loss reads the trained parameter of shape (1,){READ}",
         **{
             f"step((x, x), model=1, scheme='gpipe', loss_weight=lambda target: {weight})": why
             for weight, why in WEIGHTS.items()
@@ -237,6 +254,7 @@ SCRIPTS: Table = {
             "the batch's input is nested as ..., but that of the first was ..."
         ),
         # Optimizers and losses
+        "scaled('microbatch', '1f1b')": f"the loss reads the trained parameter 'stage0.scale'{READ}",
         "step(optimizer=lambda named: SGD(layers(1)[0].parameters()))": (
             "the optimizer has other parameters than it is given: take those of the NamedParameters"
         ),
