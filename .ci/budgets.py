@@ -22,9 +22,9 @@ ROOMS = {
     "schedgen/report": 1_870,
     "schedgen/cli": 880,
     "schedgen/util": 740,
-    "mpirun": 17_594,
+    "mpirun": 17_613,
     "mpirun/engine/core": 1_760,
-    "mpirun/engine": 4_502,
+    "mpirun/engine": 4_519,
     "mpirun/model": 4_060,
     "mpirun/training": 2_726,
     "mpirun/comm": 1_690,
@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 630,
     "mpirun/examples": 530,
-    "tests": 31_806,
+    "tests": 31_849,
     "tests/jobs": 1_030,
 }
 WORDS = 13_535

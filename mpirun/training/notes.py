@@ -66,9 +66,9 @@ def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[
         )
 
 
-def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> None:
-    """Name the parameters that no optimizer has; `names`: those of this rank. Collective."""
-    if left_out := sorted(set().union(*comm.gather(names) or ())):
+def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> list[str]:
+    """Name the parameters that no optimizer has, and return them; `names`: those of this rank. Collective."""
+    if left_out := sorted(set().union(*comm.allgather(names))):
         note(comm, f"the optimizer leaves out {listed(left_out)}: this Engine does not train them")
 
 
@@ -77,6 +77,7 @@ def note_uncaptured(comm: MPI.Intracomm, graphs: JobGraphs | None) -> None:
     if graphs is None or graphs.told or not graphs.looked:
         return
     graphs.told = True
+    return left_out
     lines = comm.gather(graphs.refusals()) or ()
     for line in sorted({line for of_rank in lines for line in of_rank}):
         note(comm, line)
