@@ -386,8 +386,11 @@ with engine(model, **options) as run, engine(other, **options) as into:
     execute(2, script, file, model, out=["True True"] * 4)
 
 
-def test_a_gan_s_generator_is_trained_through_a_discriminator_that_its_optimizer_leaves_out(execute):
-    """With the losses and norms of plain torch, which steps and clips the generator's parameters alone."""
+def test_a_gan_s_generator_is_trained_through_a_discriminator_that_its_optimizer_leaves_out(execute, tmp_path):
+    """With the losses and norms of plain torch, which steps and clips the generator's parameters alone.
+
+    After SIGTERM both Engines save, also where the discriminator is frozen by then.
+    """
     script = """
 def nets():
     torch.manual_seed(0)
@@ -420,7 +423,15 @@ def ours():
                 yield run_d.step((points, torch.cat([ones, -ones]))).loss
                 result = run_g.step((x, ones))
                 yield from (result.loss, result.grad_norm)
+            assert not result.leave
+            signal.raise_signal(signal.SIGTERM)
+            assert run_d.step((points, torch.cat([ones, -ones])), leave=False).leave
+            assert run_g.step((x, ones), leave=False).leave
+            d.requires_grad_(False)
+            assert run_d.save(folder / "d") and run_g.save(folder / "g")
+            assert refused(run_g.step, (x, ones)) == 143 and steps("d") == [4] and steps("g") == [4, 5]
 torch.testing.assert_close([*ours()], [*plain()])
 """
     left_out = "1.0.bias, 1.0.weight, 1.2.bias, 1.2.weight"
-    execute(2, script, err=[f"mpirun: note: the optimizer leaves out {left_out}: this Engine does not train them"])
+    note = f"mpirun: note: the optimizer leaves out {left_out}: this Engine does not train them"
+    execute(2, script, tmp_path, err=[note, "mpirun: asked to leave (SIGTERM): saved after step 5"])
