@@ -144,6 +144,12 @@ def call(method, *arguments, after=0, **options):
             run.step((x, x))
         return getattr(run, method)(*arguments)
 
+def frozen_late():
+    net = nn.Sequential(*layers(2))
+    with engine(net, "ddp", example=(x[:4], x[:4])) as run:
+        net[1].requires_grad_(False)
+        run.step((x, x))
+
 def of_lengths(*lengths):
     """Data whose step k has sequences of lengths[k]."""
     return lambda step, mb, rng: (torch.ones(2, lengths[step] + (len(lengths) == 1) * mb, 4),) * 2
@@ -237,6 +243,7 @@ SCRIPTS: Table = {
         ),
         "scaled('minibatch')": f"the loss reads the trained parameter 'scale'{READ}",
         "scaled('microbatch', outside=True)": f"the loss reads the trained parameter of shape (1,){READ}",
+        "frozen_late()": "1.weight has been frozen since the Engine was built: freeze it before, or let ...",
         **{
             f"step((x, x), model=1, scheme='gpipe', loss_weight=lambda target: {weight})": why
             for weight, why in WEIGHTS.items()

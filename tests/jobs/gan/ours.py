@@ -14,14 +14,18 @@ torch.manual_seed(0)
 g, d = generator(), discriminator()
 adam = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
 real, fake = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
+
+
+def of_generator(named: list[mpirun.NamedParameter]) -> torch.optim.Optimizer:
+    return adam([x.parameter for x in named if x.name.startswith("0.")])
+
+
 run_d = mpirun.Engine("ddp", d, microbatches=2, loss=judge, optimizer=adam)
-run_g = mpirun.Engine("ddp", nn.Sequential(g, d), microbatches=2, loss=judge, optimizer=adam)
+run_g = mpirun.Engine("ddp", nn.Sequential(g, d), microbatches=2, loss=judge, optimizer=of_generator)
 for step in range(20):
     with torch.no_grad():
         points = torch.cat([circle(BATCH), g(torch.randn(BATCH, NOISE))])
-    d.requires_grad_(True)
     loss_d = run_d.step((points, torch.cat([real, fake]))).loss
-    d.requires_grad_(False)
     loss_g = run_g.step((torch.randn(BATCH, NOISE), real)).loss
     if run_d.rank == 0:
         print(f"step {step}: discriminator {loss_d:.7g}, generator {loss_g:.7g}")
