@@ -156,6 +156,12 @@ def why_uncut(what: str, tree: Any, size: int) -> str | None:
     remedy = ", or pairs (input, target), as the loss gets all of a mapping" if is_mapping else ""
     for path, x in tree_leaves_with_path(tree):
         if isinstance(x, Tensor) and (x.shape[:1] != (size,) or (what == "output" and size in x.shape[1:])):
+            if what == "output" and x.shape[:1] == (size,):  # both may be: a similarity of each sample to each
+                return (
+                    f"the output{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}, of which "
+                    f"each dimension of {size} could be the samples, and the last step of an epoch is padded: take "
+                    'microbatches of another size, or of one that divides the samples, or last="drop"'
+                )
             if what == "output" and not x.dim():
                 remedy = ", or compute what is a mean over samples, such as output.loss, in loss=, from output.logits"
             return (
