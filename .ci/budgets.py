@@ -22,10 +22,10 @@ ROOMS = {
     "schedgen/report": 1_870,
     "schedgen/cli": 880,
     "schedgen/util": 740,
-    "mpirun": 17_636,
+    "mpirun": 17_644,
     "mpirun/engine/core": 1_760,
     "mpirun/engine": 4_526,
-    "mpirun/model": 4_068,
+    "mpirun/model": 4_076,
     "mpirun/training": 2_726,
     "mpirun/comm": 1_690,
     "mpirun/data": 880,
@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 630,
     "mpirun/examples": 530,
-    "tests": 31_905,
+    "tests": 31_916,
     "tests/jobs": 1_030,
 }
 WORDS = 13_651

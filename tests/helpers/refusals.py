@@ -150,6 +150,10 @@ def frozen_late():
         net[1].requires_grad_(False)
         run.step((x, x))
 
+class Mean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean()
+
 def of_lengths(*lengths):
     """Data whose step k has sequences of lengths[k]."""
     return lambda step, mb, rng: (torch.ones(2, lengths[step] + (len(lengths) == 1) * mb, 4),) * 2
@@ -243,6 +247,13 @@ SCRIPTS: Table = {
         ),
         "scaled('minibatch')": f"the loss reads the trained parameter 'scale'{READ}",
         "scaled('microbatch', outside=True)": f"the loss reads the trained parameter of shape (1,){READ}",
+        "step((x, x), model=Mean(4, 4), scheme='ddp', loss_of='minibatch')": (
+            "output 0 of the model has no dimensions, and a loss of the whole minibatch takes outputs joined along ..."
+        ),
+        "step((x, x), model=nn.Bilinear(4, 4, 4), scheme='ddp')": (
+            "stage 0 fails on the shapes it gets: TypeError: ... missing 1 required positional argument: 'input2' ...; "
+            "the second of a pair is the target: without one, give ((a, b), None)"
+        ),
         "frozen_late()": "1.weight has been frozen since the Engine was built: freeze it before, or let ...",
         **{
             f"step((x, x), model=1, scheme='gpipe', loss_weight=lambda target: {weight})": why
