@@ -186,7 +186,7 @@ DIRECTORY = "give the name of a directory, not a"
 FIRST = "give Engine(example=(input, target)), one microbatch, or make a loader first"
 UNSEEDED = (
     "ranks 0 and 1 give different batches: seed the loader, DataLoader(..., generator=), and what its samples draw, or "
-    "use run.loader"
+    "use run.loader; or they were made from a module that a rank does not train"
 )
 READ = ": return it from forward, expanded over the samples, or freeze it (requires_grad_(False))"
 BATCH = "this is one batch: give a list of batches, or what loader(...) returns"
@@ -299,7 +299,8 @@ SCRIPTS: Table = {
             "batch (drop_last=True), or take run.loader, which pads it"
         ),
         "step((x, x), (x[:4], x[:4]))": (
-            "the microbatches of step 2 have shape (2, 4), not (4, 4) as the first: leave out an epoch's smaller..."
+            "the microbatches of step 2 have shape (2, 4), not (4, 4) as the first: a batch of 4 samples was divided "
+            "into 2 microbatches of 2; leave out an epoch's smaller..."
         ),
         "step(data=of_lengths(6), buckets=(6, 7), example=None)": (
             "the microbatches of step 1 have shapes (2, 6, 4) and (2, 7, 4): all of one step must have the same..."
