@@ -22,7 +22,7 @@ ROOMS = {
     "schedgen/report": 1_870,
     "schedgen/cli": 880,
     "schedgen/util": 740,
-    "mpirun": 17_649,
+    "mpirun": 17_654,
     "mpirun/engine/core": 1_760,
     "mpirun/engine": 4_526,
     "mpirun/model": 4_076,
@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 630,
     "mpirun/examples": 530,
-    "tests": 31_917,
+    "tests": 31_918,
     "tests/jobs": 1_030,
 }
 WORDS = 13_657
