@@ -58,3 +58,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module mpirun has no attribute {name}")
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return [*globals(), *_MODULES]

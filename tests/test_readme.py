@@ -247,6 +247,7 @@ def test_every_public_name_of_mpirun_is_in_the_reference() -> None:
     page = (ROOT / "mpirun" / "docs" / "reference.md").read_text()
     chapter = page.split("## Public names")[1].split("\n## ")[0]
     assert [name for name in mpirun.__all__ if f"`{name}`" not in chapter] == []
+    assert {*mpirun.__all__} <= {*dir(mpirun)}  # for completion, though each is imported on first use
     assert mpirun.UsageError is schedgen.UsageError
 
 

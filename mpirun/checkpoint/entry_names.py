@@ -57,7 +57,8 @@ def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
     UsageError if the module has other state.
     """
     module = stage.module
-    trained = {parameter.data_ptr() for parameter in module.parameters() if parameter.requires_grad}
+    # Not by requires_grad, which a script may have changed since, as to train a generator through its discriminator.
+    trained = {parameter.data_ptr() for name, parameter in module.named_parameters() if name in stage.names}
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     untrained: dict[str, Tensor] = {}
     for name in module.state_dict():

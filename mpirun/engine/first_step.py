@@ -20,6 +20,7 @@ from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.optimizer_step import StepResult
 from mpirun.engine.job_graphs import JobGraphs
 from schedgen.ir.instructions import COMPUTE, Instruction, Op
+from schedgen.util.errors import UsageError
 
 
 class RunInterpreter(Interpreter):
@@ -97,6 +98,12 @@ def _note_reached(interpreter: RunInterpreter) -> Iterator[None]:
     stages = {stage_of(i) for i in instructions if i.op in (Op.BWD, Op.BWD_W)}
     # An AccumulateGrad node lives as long as it is held here. A hook on the parameter would slow down later steps.
     places = [((s.index, n), p) for s in stages for n, p in zip(s.names, s.parameters, strict=True)]
+    for (_, name), parameter in places:
+        if not parameter.requires_grad:
+            raise UsageError(
+                f"{name} has been frozen since the Engine was built: freeze it before, or let the function optimizer= "
+                "leave it out"
+            )
     adders = {place: get_gradient_edge(parameter).node for place, parameter in places}
 
     def reach(place: tuple[int, str], _: object, gradients: tuple[Tensor | None, ...]) -> None:

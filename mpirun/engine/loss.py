@@ -27,7 +27,7 @@ from mpirun.engine.core.context import Score
 from mpirun.engine.core.stage import LocalStage
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
-from mpirun.model.loss import check_real, loss_and_metrics, loss_input, without_padding
+from mpirun.model.loss import check_reads, check_real, loss_and_metrics, loss_input, without_padding
 from mpirun.model.rng import LOSS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Instruction, Kind, Op
@@ -129,6 +129,7 @@ class MinibatchLoss:
         self.seed, self.exchange = seed, exchange
         self.collected: dict[int, tuple[list[Tensor], Microbatch]] = {}  # by number: outputs, and all but the input
         self.computed: tuple[Tensor, dict[str, Tensor]] | None = None
+        self.checked = False  # what the loss reads, in the first step: no trial has the outputs of all microbatches
 
     def forget(self) -> None:
         """Drop what is collected."""
@@ -164,6 +165,10 @@ class MinibatchLoss:
         if self.computed is None:
             with torch.enable_grad():
                 loss, metrics = self.loss()
+            if not self.checked:
+                own = [x for outputs, _ in self.collected.values() for x in outputs]
+                check_reads(loss, self.model, own, last_stage=False)
+                self.checked = True
             if loss.requires_grad:
                 loss.backward()
             elif self._own():

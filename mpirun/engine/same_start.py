@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -22,9 +22,9 @@ from schedgen.util.errors import UsageError
 # Modules that runs of this process were given: whether this rank owned their stage in the last of them.
 _GIVEN: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
 
-
-# Parameters that a run of this process trains on other ranks: here they keep the values that they had.
-_ELSEWHERE: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+# Parameters that a run of this process trains on other ranks: here they keep the values that they had. The run, while
+# it is open; None: it has ended.
+_ELSEWHERE: MutableMapping[Tensor, object] = WeakIdKeyDictionary()
 
 
 class Values(NamedTuple):
@@ -70,7 +70,6 @@ def given_digests(model: Model, header: Header, rank: int) -> dict[Values, str]:
         counts = owned or all(_GIVEN.get(module, True) for module in modules)
         _GIVEN.update(dict.fromkeys(modules, owned))
         trained = {name: x for name, x in named if x.requires_grad and not x.is_meta}
-        _ELSEWHERE.update({} if owned else dict.fromkeys(trained.values(), True))
         several = model.weights is None and model.is_first_slice(index) and len(header.owners[index]) < header.workers
         if several and counts and trained:
             digests[Values(model.model_stage(index), 0, "parameters")] = _digest(trained)
@@ -93,22 +92,40 @@ def check_unwritten(comm: MPI.Intracomm, stages: Iterable[LocalStage]) -> None:
 
 
 def hold(stages: Iterable[LocalStage]) -> None:
-    """A checkpoint has given this rank's stages all their values."""
+    """A checkpoint has given this rank's stages all their values, which runs that have ended change no more."""
     for stage in stages:
         for parameter in stage.module.parameters():
-            _ELSEWHERE.pop(parameter, None)
+            if _ELSEWHERE.get(parameter, stage) is None:
+                del _ELSEWHERE[parameter]
 
 
-def check_frozen(stages: Iterable[LocalStage], known: int) -> int:
-    """UsageError if one of this rank's stages has frozen parameters that another run trains on other ranks alone.
+def begun(run: object, model: Model, header: Header, rank: int, left_out: Collection[str]) -> Callable[[], None]:
+    """A run trains the modules of a script, but not what its optimizers have `left_out`.
 
-    Returns how many parameters are trained on other ranks; nothing is looked at if they are as many as `known`.
+    The function that is returned says that it has ended: what others compute with is compared when they begin.
     """
-    frozen = (x for stage in stages for x in stage.module.parameters() if not x.requires_grad)
-    if len(_ELSEWHERE) != known and any(x in _ELSEWHERE for x in frozen):
+    here, there = list[Tensor](), list[Tensor]()
+    for index, entry in enumerate(model.stages):
+        for prefix, module in given_modules(entry):
+            named = [(name, x) for name, x in module.named_parameters(prefix) if x.requires_grad and not x.is_meta]
+            trained = [x for name, x in named if model.entry_name(index, name) not in left_out]
+            (here if rank in header.owners[index] else there).extend(trained)
+    own = set(map(id, here))  # stages of several ranks may share a parameter
+    _ELSEWHERE.update((x, run) for x in there if id(x) not in own)
+    return lambda: _ELSEWHERE.update([(x, None) for x, by in _ELSEWHERE.items() if by is run])
+
+
+def check_held(stages: Iterable[LocalStage], known: int, run: object) -> int:
+    """UsageError if one of a run's stages here has parameters that another run trains on other ranks alone.
+
+    They are frozen, or the other run has not ended. Returns how many parameters are trained on other ranks; nothing is
+    looked at if they are as many as `known`.
+    """
+    held = (x for stage in stages for x in stage.module.parameters() if x in _ELSEWHERE)
+    if len(_ELSEWHERE) != known and any(not x.requires_grad or _ELSEWHERE[x] not in (None, run) for x in held):
         raise UsageError(
-            "this Engine has frozen parameters that another Engine trains, and this rank has not their values: give "
-            "both Engines the scheme ddp"
+            "this Engine has parameters that another Engine trains, and this rank has not their values: give both "
+            "Engines the scheme ddp"
         )
     return len(_ELSEWHERE)
 

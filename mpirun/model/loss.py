@@ -12,6 +12,9 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from mpirun.data.chunks import one_per_sample
 from mpirun.data.microbatches import Microbatch
+from mpirun.model.contract import Model
+from mpirun.model.forward_watch import leaves_of_graph
+from mpirun.model.module_tensors import given_modules
 from schedgen.util.errors import UsageError, clip, raised, raised_at
 
 Outputs = TypeVar("Outputs")
@@ -45,6 +48,26 @@ def check_real(loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
     for name, value in {"loss": loss, **{f"metric {name}": value for name, value in metrics.items()}}.items():
         if value.is_complex():
             raise UsageError(f"the {name} should be a real number, not {value.dtype}")
+
+
+def check_reads(loss: Tensor, model: Model, outputs: Sequence[Tensor], last_stage: bool) -> None:
+    """UsageError if a loss depends on more than these outputs: no rank would have the whole gradient of that.
+
+    `last_stage`: it may read what the last stage alone trains, as for a penalty; each backward gives its gradient.
+    """
+    known, names = set(map(id, outputs)), dict[int, str]()
+    for stage, entry in enumerate(model.stages):
+        named = [item for prefix, module in given_modules(entry) for item in module.named_parameters(prefix)]
+        new = {id(x): repr(model.entry_name(stage, name)) for name, x in named if id(x) not in names}
+        known |= new.keys() if last_stage and stage == len(model.stages) - 1 else set()
+        names |= new
+    for leaf in leaves_of_graph([loss]):
+        if id(leaf) not in known:
+            what = names.get(id(leaf), f"of shape {tuple(leaf.shape)}")
+            raise UsageError(
+                f"the loss reads the trained parameter {what}: return it from forward, expanded over the samples, or "
+                "freeze it (requires_grad_(False))"
+            )
 
 
 def loss_input(outputs: Sequence[Tensor]) -> Any:
@@ -133,6 +156,12 @@ def why_uncut(what: str, tree: Any, size: int) -> str | None:
     remedy = ", or pairs (input, target), as the loss gets all of a mapping" if is_mapping else ""
     for path, x in tree_leaves_with_path(tree):
         if isinstance(x, Tensor) and (x.shape[:1] != (size,) or (what == "output" and size in x.shape[1:])):
+            if what == "output" and x.shape[:1] == (size,):  # both may be: a similarity of each sample to each
+                return (
+                    f"the output{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}, of which "
+                    f"each dimension of {size} could be the samples, and the last step of an epoch is padded: take "
+                    'microbatches of another size, or of one that divides the samples, or last="drop"'
+                )
             if what == "output" and not x.dim():
                 remedy = ", or compute what is a mean over samples, such as output.loss, in loss=, from output.logits"
             return (

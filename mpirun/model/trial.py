@@ -25,7 +25,7 @@ from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
 from mpirun.model.forward_watch import ForwardWatch, leaves_of_graph, memory
-from mpirun.model.loss import check_real, loss_and_metrics, loss_input, try_loss
+from mpirun.model.loss import check_reads, check_real, loss_and_metrics, loss_input, try_loss
 from mpirun.model.parallel_layers import sliced_dims
 from mpirun.model.rng import generator_states
 from mpirun.model.stage_copies import fake_mode, stage_apart, stage_without_values
@@ -74,6 +74,12 @@ class Trial:
                     raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {leaves}")
         shapes = self._without_loss()
         if self.model.loss_of == "minibatch":  # the loss takes the outputs of all microbatches
+            for number, spec in enumerate(shapes[-1].outputs):
+                if not spec.size:
+                    raise UsageError(
+                        f"output {number} of the model has no dimensions, and a loss of the whole minibatch takes "
+                        "outputs joined along dimension 0: return it expanded over the samples, x.expand(samples)"
+                    )
             return shapes
         loss_of = partial(self._loss_facts, to_device(self.batch, self.device))
         zeros: Sequence[Tensor] = [spec.zeros(self.device) for spec in shapes[-1].outputs]
@@ -87,6 +93,7 @@ class Trial:
         with torch.enable_grad(), autocast(self.device.type, self.autocast_dtype):
             loss, metrics = loss_and_metrics(self.model.loss, loss_input(outputs), batch)
         check_real(loss, metrics)
+        check_reads(loss, self.model, outputs, last_stage=True)
         draws = generator_states(self.device) != before
         return LossFacts(loss.element_size(), tuple(sorted(metrics)), draws)
 
@@ -205,6 +212,8 @@ def _outputs(module: Callable[..., Any], inputs: Sequence[Any], stage: int) -> S
         without = not torch.is_grad_enabled() and "does not require grad" in str(error)
         hint = "; evaluations run without gradients: a forward may ask for them with torch.enable_grad()"
         what = f"{raised(error)}{raised_at(error)}{hint if without else ''}"
+        if isinstance(error, TypeError) and "required positional argument" in str(error):
+            what += "; the second of a pair is the target: without one, give ((a, b), None)"
         raise _Failed(f"stage {stage} fails on the shapes it gets: {what}") from error
     outputs = [returned] if isinstance(returned, Tensor) else returned
     what = f"a {type(returned).__name__}"

@@ -73,7 +73,8 @@ def check_same_batch(comm: MPI.Intracomm, batch: Batch, name: str) -> None:
     if (difference := first_difference(comm, hashed)) is not None:
         raise Stop(
             f"{name}: ranks {difference[1]} and {difference[2]} give different batches: seed the loader, "
-            "DataLoader(..., generator=), and what its samples draw, or use run.loader",
+            "DataLoader(..., generator=), and what its samples draw, or use run.loader; or they were made from a "
+            "module that a rank does not train",
             1,
         )
 

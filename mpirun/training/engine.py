@@ -156,7 +156,7 @@ class Engine(OpenRun):
                 self._schedule = str(Path(schedule).absolute())
             self.session = session = Session(comm, file, use.timeout, use.verify)
             session.end_with_script()
-            self.state = session.state  # what `save` writes besides, and `resume` reads
+            self._state = session.state
             self._shapes = together(comm, lambda: Shapes(comm, buckets, self._model, session.header))
             together(comm, lambda: check_loss_weight(loss_weight, self._model, session.header))
             self._loss_weight = loss_weight
@@ -175,6 +175,17 @@ class Engine(OpenRun):
     def rank(self) -> int:
         """This process's number among the ranks, from 0."""
         return self.comm.rank
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `save` writes besides, and `resume` reads; an assignment replaces the contents."""
+        return self._state
+
+    @state.setter
+    def state(self, values: Mapping[str, Any]) -> None:
+        new = dict(values)
+        self._state.clear()
+        self._state.update(new)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Python's `print`, on rank 0 alone."""

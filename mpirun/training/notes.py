@@ -12,12 +12,15 @@ from mpirun.comm.output import note
 from mpirun.data.loader import Batch
 from mpirun.data.values import by_path
 from mpirun.engine.job_graphs import JobGraphs
+from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
 from mpirun.model.module_tensors import given_modules
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import F
 from schedgen.util.errors import listed
 
 
-def note_state(comm: MPI.Intracomm, setup: Setup, microbatches: int) -> None:
+def note_state(comm: MPI.Intracomm, setup: Setup, header: Header, microbatches: int) -> None:
     """Name what goes from one microbatch of a step to the next, and so makes other outputs than the whole batch."""
     state = [f"{name} of stage {shape.model_stage}" for shape in setup.shapes for name in shape.state]
     if state and microbatches > 1:
@@ -26,6 +29,10 @@ def note_state(comm: MPI.Intracomm, setup: Setup, microbatches: int) -> None:
             f"buffer {listed(dict.fromkeys(state))} changes from microbatch to microbatch: outputs that depend on it "
             "may differ from the whole batch at once",
         )
+    normed = [s for s, shape in enumerate(setup.shapes) if len(shape.state) < len(shape.changed_buffers)]
+    if ranks := {statistics_rank(header, s) for s in normed if len({*header.compute[F, s].tolist()}) > 1}:
+        those = listed([*map(str, sorted(ranks))])
+        note(comm, f"BatchNorm: evaluation uses the statistics of rank {those}'s microbatches")
     entries = [module for entry in setup.unsliced_model.stages for _, module in given_modules(entry)]
     if any(isinstance(part, nn.SyncBatchNorm) for module in entries for part in module.modules()):
         note(comm, "SyncBatchNorm is BatchNorm here: its statistics are those of a microbatch")
@@ -66,10 +73,11 @@ def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[
         )
 
 
-def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> None:
-    """Name the parameters that no optimizer has; `names`: those of this rank. Collective."""
-    if left_out := sorted(set().union(*comm.gather(names) or ())):
+def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> list[str]:
+    """Name the parameters that no optimizer has, and return them; `names`: those of this rank. Collective."""
+    if left_out := sorted(set().union(*comm.allgather(names))):
         note(comm, f"the optimizer leaves out {listed(left_out)}: this Engine does not train them")
+    return left_out
 
 
 def note_uncaptured(comm: MPI.Intracomm, graphs: JobGraphs | None) -> None:

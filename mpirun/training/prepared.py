@@ -74,7 +74,7 @@ class Prepared:
             count = source.count
             self._own = [1 / count] * count, count * example.size, count * tokens(example)
             session.build(setup)
-        note_state(session.comm, setup, source.count)
+        note_state(session.comm, setup, session.header, source.count)
         # Why padding cannot be removed from outputs, where they are the same in training and in evaluation.
         self.why_uncut = _why_uncut(setup, example, scores=False) if model.origin.traced else None
         self.labels_are_checked = weigh is not None or model.loss_of == "minibatch" or source.count == 1

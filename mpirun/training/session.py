@@ -28,7 +28,7 @@ from mpirun.engine.first_step import RunInterpreter, run_first
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared
-from mpirun.engine.same_start import Values, check_frozen, check_same_start, check_unwritten, given_digests, hold
+from mpirun.engine.same_start import Values, begun, check_held, check_same_start, check_unwritten, given_digests, hold
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.module_tensors import buffer_copies, set_buffers
@@ -125,7 +125,8 @@ class Session:
             say(self.setup.device.description, sys.stdout)
         if not any(shape.parameter_names for shape in setup.shapes):
             note(self.comm, "no parameter is trainable: steps change nothing")
-        note_left_out(self.comm, self.interpreter.optimizer.left_out)
+        left_out = note_left_out(self.comm, self.interpreter.optimizer.left_out)
+        self.end.callback(begun(self, setup.model, self.header, self.comm.rank, left_out))
         self.sigterm.take()
 
     def check_start(self) -> None:
@@ -134,7 +135,7 @@ class Session:
         Or if a script has written values where ranks have only shards of them. UsageError if this rank has no current
         values of what it computes with.
         """
-        self.elsewhere = check_frozen(self.interpreter.stages.values(), self.elsewhere)
+        self.elsewhere = check_held(self.interpreter.stages.values(), self.elsewhere, self)
         while self.start:
             check_same_start(self.comm, self.start.pop())
         if self.header.shard_owners:

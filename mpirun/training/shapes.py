@@ -66,6 +66,9 @@ class Shapes:
                     (name, size and size[1:]) for name, size in expected
                 ]
                 advice = SMALLER if alike and batch.loader is None else "declare sizes with buckets="
+                if batch.loader is None:
+                    cut = f"{len(batch.samples)} microbatches of {batch.size}"
+                    advice = f"a batch of {sum(batch.samples)} samples was divided into {cut}; {advice}"
                 sentence = f"{_has(name, shape)}, not {_words(expected)} as the first: {advice}"
                 if batch.loader is None or self.comm.size == 1:  # all ranks have this batch
                     raise Stop(sentence)

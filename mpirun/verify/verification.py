@@ -28,7 +28,8 @@ from schedgen.ir.tensor_parallel import TensorParallel
 
 REASONS = (
     "usual reasons: a forward draws from another generator than torch's default ones, keeps state outside of "
-    "registered buffers, or changes a parameter; ranks have different data"
+    "registered buffers, or changes a parameter; ranks have different data; another Engine trains "
+    "the same modules"
 )
 
 

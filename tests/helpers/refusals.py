@@ -144,6 +144,16 @@ def call(method, *arguments, after=0, **options):
             run.step((x, x))
         return getattr(run, method)(*arguments)
 
+def frozen_late():
+    net = nn.Sequential(*layers(2))
+    with engine(net, "ddp", example=(x[:4], x[:4])) as run:
+        net[1].requires_grad_(False)
+        run.step((x, x))
+
+class Mean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean()
+
 def of_lengths(*lengths):
     """Data whose step k has sequences of lengths[k]."""
     return lambda step, mb, rng: (torch.ones(2, lengths[step] + (len(lengths) == 1) * mb, 4),) * 2
@@ -155,6 +165,20 @@ class Field(nn.Linear):
     def forward(self, x):
         return super().forward(x.requires_grad_()), x
 
+class Scaled(nn.Linear):
+    """Its scale is read by the loss."""
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+def scaled(of, scheme="ddp", outside=False, **options):
+    """A loss that reads a parameter of the first stage, or of none."""
+    first = Scaled()
+    scale = nn.Parameter(torch.ones(1)) if outside else first.scale
+    model = first if scheme == "ddp" else [first, *layers(1)]
+    loss = lambda y, target: mse_loss(scale * y, target)
+    step((x, x), model=model, scheme=scheme, loss=loss, loss_of=of, example=(x[:4], x[:4]), **options)
+
 def differentiating(output, target):
     return torch.autograd.grad(output[0].sum(), output[1], create_graph=True)[0].mean()
 '''
@@ -162,8 +186,9 @@ DIRECTORY = "give the name of a directory, not a"
 FIRST = "give Engine(example=(input, target)), one microbatch, or make a loader first"
 UNSEEDED = (
     "ranks 0 and 1 give different batches: seed the loader, DataLoader(..., generator=), and what its samples draw, or "
-    "use run.loader"
+    "use run.loader; or they were made from a module that a rank does not train"
 )
+READ = ": return it from forward, expanded over the samples, or freeze it (requires_grad_(False))"
 BATCH = "this is one batch: give a list of batches, or what loader(...) returns"
 WEIGHTS = {
     "0": "loss_weight: every microbatch of the step has weight 0, so the step has no loss",
@@ -220,6 +245,16 @@ SCRIPTS: Table = {
         "step((x, x), model=[Field(4, 4)], scheme='gpipe', loss=differentiating)": (
             "the loss fails on the shapes it gets: ..."
         ),
+        "scaled('minibatch')": f"the loss reads the trained parameter 'scale'{READ}",
+        "scaled('microbatch', outside=True)": f"the loss reads the trained parameter of shape (1,){READ}",
+        "step((x, x), model=Mean(4, 4), scheme='ddp', loss_of='minibatch')": (
+            "output 0 of the model has no dimensions, and a loss of the whole minibatch takes outputs joined along ..."
+        ),
+        "step((x, x), model=nn.Bilinear(4, 4, 4), scheme='ddp')": (
+            "stage 0 fails on the shapes it gets: TypeError: ... missing 1 required positional argument: 'input2' ...; "
+            "the second of a pair is the target: without one, give ((a, b), None)"
+        ),
+        "frozen_late()": "1.weight has been frozen since the Engine was built: freeze it before, or let ...",
         **{
             f"step((x, x), model=1, scheme='gpipe', loss_weight=lambda target: {weight})": why
             for weight, why in WEIGHTS.items()
@@ -237,6 +272,7 @@ SCRIPTS: Table = {
             "the batch's input is nested as ..., but that of the first was ..."
         ),
         # Optimizers and losses
+        "scaled('microbatch', '1f1b')": f"the loss reads the trained parameter 'stage0.scale'{READ}",
         "step(optimizer=lambda named: SGD(layers(1)[0].parameters()))": (
             "the optimizer has other parameters than it is given: take those of the NamedParameters"
         ),
@@ -263,7 +299,8 @@ SCRIPTS: Table = {
             "batch (drop_last=True), or take run.loader, which pads it"
         ),
         "step((x, x), (x[:4], x[:4]))": (
-            "the microbatches of step 2 have shape (2, 4), not (4, 4) as the first: leave out an epoch's smaller..."
+            "the microbatches of step 2 have shape (2, 4), not (4, 4) as the first: a batch of 4 samples was divided "
+            "into 2 microbatches of 2; leave out an epoch's smaller..."
         ),
         "step(data=of_lengths(6), buckets=(6, 7), example=None)": (
             "the microbatches of step 1 have shapes (2, 6, 4) and (2, 7, 4): all of one step must have the same..."

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from mpirun.model.module_tensors import check_parameters
-from schedgen.util.errors import MpirunWarning, UsageError, raised
+from schedgen.util.errors import MpirunWarning, UsageError, of_user, raised
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
@@ -36,7 +36,9 @@ def warn_user(sentence: str) -> None:
     """Issue an MpirunWarning, on rank 0 alone if ranks are running."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.rank == 0:
-        warnings.warn(sentence, MpirunWarning, stacklevel=3)
+        stack = traceback.extract_stack()
+        (line,) = of_user(stack) or stack[-3:-2]
+        warnings.warn_explicit(sentence, MpirunWarning, line.filename, line.lineno or 1)
 
 
 class SourceLine(NamedTuple):

@@ -1,6 +1,5 @@
 """Train a CNN until its test loss no longer falls, and keep the best weights."""
 
-import copy
 import sys
 
 import torch
@@ -24,12 +23,11 @@ for epoch in range(20):
     if run.rank == 0:
         print(f"epoch {epoch}: loss {loss:.7g}, test {test:.7g}")
     if test < best:
-        best, best_weights, worse = test, copy.deepcopy(net.state_dict()), 0
+        best, best_weights, worse = test, run.state_dict(), 0
     else:
         worse += 1
     if worse == 2:
         break
-net.load_state_dict(best_weights)
-weights = run.state_dict()
+run.load_state_dict(best_weights)
 if run.rank == 0:
-    torch.save(weights, f"{sys.argv[1]}/best.pt")
+    torch.save(best_weights, f"{sys.argv[1]}/best.pt")

@@ -1,5 +1,6 @@
 """Train a generator against a discriminator, one step of each in turn."""
 
+import sys
 from functools import partial
 
 import torch
@@ -14,14 +15,22 @@ torch.manual_seed(0)
 g, d = generator(), discriminator()
 adam = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
 real, fake = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
+
+
+def of_generator(named: list[mpirun.NamedParameter]) -> torch.optim.Optimizer:
+    return adam([x.parameter for x in named if x.name.startswith("0.")])
+
+
 run_d = mpirun.Engine("ddp", d, microbatches=2, loss=judge, optimizer=adam)
-run_g = mpirun.Engine("ddp", nn.Sequential(g, d), microbatches=2, loss=judge, optimizer=adam)
+run_g = mpirun.Engine("ddp", nn.Sequential(g, d), microbatches=2, loss=judge, optimizer=of_generator)
 for step in range(20):
     with torch.no_grad():
         points = torch.cat([circle(BATCH), g(torch.randn(BATCH, NOISE))])
-    d.requires_grad_(True)
-    loss_d = run_d.step((points, torch.cat([real, fake]))).loss
-    d.requires_grad_(False)
-    loss_g = run_g.step((torch.randn(BATCH, NOISE), real)).loss
+    loss_d = run_d.step((points, torch.cat([real, fake])), leave=False).loss
+    of_g = run_g.step((torch.randn(BATCH, NOISE), real), leave=False)
+    if of_g.leave:
+        run_d.save(f"{sys.argv[1]}/d")
+        run_g.save(f"{sys.argv[1]}/g")
+        sys.exit(143)
     if run_d.rank == 0:
-        print(f"step {step}: discriminator {loss_d:.7g}, generator {loss_g:.7g}")
+        print(f"step {step}: discriminator {loss_d:.7g}, generator {of_g.loss:.7g}")

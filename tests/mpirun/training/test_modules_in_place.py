@@ -259,7 +259,50 @@ def test_two_engines_train_a_generator_and_a_discriminator_as_two_optimizers_do(
 def test_frozen_parameters_that_another_engine_trains_on_other_ranks_are_refused(order, launch):
     """Under fsdp ranks compute with frozen parameters of their own, which stay as they were."""
     done = launch(2, "fsdp", *order, program=("-c", PRELUDE + TRAINED + GAN))
-    assert done.code != 0 and "has frozen parameters that another Engine trains, and this rank" in done.err, done.err
+    assert done.code != 0 and "has parameters that another Engine trains, and this rank" in done.err, done.err
+
+
+@pytest.mark.parametrize("begins", ["anew", "from checkpoints"])
+def test_an_engine_is_refused_parameters_that_an_open_one_trains_on_other_ranks(begins, launch, tmp_path):
+    script = """
+def train(*batches):
+    first, last = layers(2)
+    with (
+        engine([first, last], "1f1b", example=(x[:4], x[:4])) as one,
+        engine(nn.Sequential(first, last), "ddp", example=(x[:4], x[:4])) as other,
+    ):
+        if batches and sys.argv[2] != "anew":
+            assert one.resume(folder / "one") and other.resume(folder / "other")
+        for batch in batches:
+            one.step(batch)
+            other.step(batch)
+        one.save(folder / "one") if not batches else None
+    with engine(nn.Sequential(first, last), "ddp", example=(x[:4], x[:4])) as other:
+        other.save(folder / "other")
+train()
+print("begins", flush=True)
+train((x, x))
+"""
+    done = launch(2, tmp_path, begins, program=("-c", PRELUDE + script))
+    assert "begins" in done.out and "has parameters that another Engine trains, and this rank" in done.err, done.err
+
+
+def test_an_engine_may_read_on_one_rank_what_another_trains_on_all(execute):
+    """Its own optimizer leaves that out, so that no rank has old values."""
+    script = """
+first, last = layers(2)
+plain = nn.Sequential(*layers(2))
+steps_of_last = SGD(plain[1].parameters(), lr=0.1)
+options = {"optimizer": lambda named: [], "example": (x[:4], x[:4])}
+with engine([first, last], "1f1b", **options) as reads, engine(last, "ddp", optimizer=SGD, lr=0.1) as trains:
+    for _ in range(3):
+        torch.testing.assert_close(reads.step((x, x)).loss, mse_loss(plain(x), x).item())
+        steps_of_last.zero_grad()
+        mse_loss(plain[1](x), x).backward()
+        steps_of_last.step()
+        trains.step((x, x))
+"""
+    execute(2, script)
 
 
 def test_a_forward_that_a_script_calls_between_steps_draws_as_plain_torch_does(execute):
@@ -343,8 +386,11 @@ with engine(model, **options) as run, engine(other, **options) as into:
     execute(2, script, file, model, out=["True True"] * 4)
 
 
-def test_a_gan_s_generator_is_trained_through_a_discriminator_that_its_optimizer_leaves_out(execute):
-    """With the losses and norms of plain torch, which steps and clips the generator's parameters alone."""
+def test_a_gan_s_generator_is_trained_through_a_discriminator_that_its_optimizer_leaves_out(execute, tmp_path):
+    """With the losses and norms of plain torch, which steps and clips the generator's parameters alone.
+
+    After SIGTERM both Engines save, also where the discriminator is frozen by then.
+    """
     script = """
 def nets():
     torch.manual_seed(0)
@@ -377,7 +423,15 @@ def ours():
                 yield run_d.step((points, torch.cat([ones, -ones]))).loss
                 result = run_g.step((x, ones))
                 yield from (result.loss, result.grad_norm)
+            assert not result.leave
+            signal.raise_signal(signal.SIGTERM)
+            assert run_d.step((points, torch.cat([ones, -ones])), leave=False).leave
+            assert run_g.step((x, ones), leave=False).leave
+            d.requires_grad_(False)
+            assert run_d.save(folder / "d") and run_g.save(folder / "g")
+            assert refused(run_g.step, (x, ones)) == 143 and steps("d") == [4] and steps("g") == [4, 5]
 torch.testing.assert_close([*ours()], [*plain()])
 """
     left_out = "1.0.bias, 1.0.weight, 1.2.bias, 1.2.weight"
-    execute(2, script, err=[f"mpirun: note: the optimizer leaves out {left_out}: this Engine does not train them"])
+    note = f"mpirun: note: the optimizer leaves out {left_out}: this Engine does not train them"
+    execute(2, script, tmp_path, err=[note, "mpirun: asked to leave (SIGTERM): saved after step 5"])

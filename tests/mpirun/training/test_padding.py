@@ -114,6 +114,9 @@ print(json.dumps(found))
     )
     shapes = ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2)")
     output, target, number, pairs = ([has.format(*shape) + give] for shape in shapes)
+    pairs[0] = pairs[0].replace(", but the", ", of which each dimension of 2 could be the samples, and the")
+    pairs[0] = pairs[0].replace(give, "take microbatches of another size, or of one that divides the samples, ")
+    pairs[0] += 'or last="drop"'
     number[0] += ", or compute what is a mean over samples, such as output.loss, in loss=, from output.logits"
     numbers = [
         "mpirun: predict: outputs cannot be joined along dimension 0: zero-dimensional tensor (at position 0) cannot "

@@ -253,6 +253,15 @@ run([nn.SyncBatchNorm(4), nn.Linear(4, 4)])
     execute(2, STATE + script, err=[f"{goes}differ from the whole batch at once", synced])
 
 
+def test_whose_running_statistics_evaluation_uses_is_told_where_ranks_have_their_own(execute):
+    script = """
+for scheme in ("ddp", "1f1b"):
+    with engine([nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)], scheme) as run:
+        run.step((x, x))
+"""
+    execute(2, script, err=["mpirun: note: BatchNorm: evaluation uses the statistics of rank 0's microbatches"])
+
+
 def test_torch_s_error_of_a_buffer_that_is_changed_in_place_says_what_to_do(launch):
     done = launch(2, program=("-c", PRELUDE + STATE + "run([nn.Linear(4, 4), Stateful('in place')])"))
     (line,) = [line for line in done.ours if "note:" not in line]

@@ -221,3 +221,27 @@ def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, execute):
     what = "no stage has 2 of its entries, such as stage1.bias: is it of a larger model?"
     script = GOES_ON + "goes_on('a', 1, 2)\ngoes_on('a', 2, 1)"
     execute(1, script, tmp_path, code=2, err=[f"mpirun: {tmp_path / 'a' / 'step-00000001'}: {what}"])
+
+
+def test_an_epoch_that_sigterm_ends_in_its_last_step_is_evaluated_after_the_restart(execute, tmp_path):
+    """As in coming-from.md: a script counts the epochs that it has evaluated."""
+    script = """
+def train():
+    with engine(2, "1f1b") as run:
+        loader = run.loader(rows, 2)
+        run.resume(folder / "saved", data=loader)
+        for epoch in range(run.state.get("evaluated", 0), 3):
+            if loader.epoch == epoch:
+                for batch in loader:
+                    if run.steps == 3:
+                        signal.raise_signal(signal.SIGTERM)
+                    run.step(batch)
+            run.evaluate(loader)
+            run.print("evaluated", epoch, run.steps)
+            run.save(folder / "saved", data=loader, state={"evaluated": epoch + 1})
+assert refused(train) == 143
+train()
+"""
+    done = execute(2, script, tmp_path)
+    evaluated = [line for line in done.out.splitlines() if line.startswith("evaluated")]
+    assert evaluated == [f"evaluated {epoch} {2 * epoch + 2}" for epoch in range(3)]
