@@ -75,7 +75,7 @@ def candidates(
                 ways.append(costs)
     tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
     has_hosts = Links(layers.machine.network, workers).is_uneven
-    for name, sizes, replicas in _pipelines(workers, microbatches, *tried):
+    for name, sizes, replicas in _pipelines(workers, microbatches, has_hosts, *tried):
         for interleave in (False, True) if has_hosts and sizes.replicas else (False,):
             try:
                 scheme = load(name, sizes, interleave=interleave)
@@ -92,23 +92,29 @@ def candidates(
             yield Candidate("1f1b-rr", best.replicas, False, recompute, load("1f1b-rr", sizes), sizes, [costs])
 
 
-def _pipelines(workers: int, microbatches: int, numbers: range, single: int) -> Iterator[tuple[str, Sizes, int]]:
+def _pipelines(
+    workers: int, microbatches: int, has_hosts: bool, numbers: range, single: int
+) -> Iterator[tuple[str, Sizes, int]]:
     """(scheme, sizes, number of pipelines), even if the scheme refuses them.
 
-    The stages are one of `numbers`, or `single`, a stage a layer; 0: not tried.
+    The stages are one of `numbers`, or `single`, a stage a layer; 0: not tried. Where devices have hosts, fsdp has
+    replicas, too: then gradients are summed inside them before they are summed across.
     """
+    any_number = sorted({*(S for S in STAGES if S in numbers), single} - {0})
     for D in (D for D in range(1, workers + 1) if workers % D == 0 and microbatches >= D):
         P = workers // D
         if P > 1:
             for name, chunks in PIPELINES.items():
                 for stages in _looped(P, chunks, numbers, single):
                     yield name, Sizes(stages, microbatches, workers, replicas=D if D > 1 else None), D
+        for stages in any_number if has_hosts and 1 < D < workers else ():
+            yield "fsdp", Sizes(stages, microbatches, workers, replicas=D), D
         for name, ungrouped in GROUPED.items():
             if P > 1:
                 for stages in _looped(P, (1, *CHUNKS), numbers, single):
                     yield name, Sizes(stages, microbatches, workers, D), D
             else:
-                for stages in sorted({*(S for S in STAGES if S in numbers), single} - {0}):
+                for stages in any_number:
                     yield ungrouped, Sizes(stages, microbatches, workers), D
 
 

@@ -1,0 +1,99 @@
+"""Machine files on the command line: what they say reaches the numbers, and what is wrong is said in a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+HOST = {"name": "host", "devices": 2, "alpha": 0.01, "beta": 1e-3}
+NETWORK = {"name": "network", "alpha": [[0, 0.5], [100, 1.5]], "beta": 1e-2, "card": 2e-2}
+TWO_HOSTS = {"levels": [{**HOST, "devices": [2, 2]}, NETWORK]}
+
+
+@pytest.fixture
+def schedule(run, tmp_path):
+    file = tmp_path / "ddp.json"
+    assert run("compile", "ddp", "--workers", 4, "--stages", 2, "--microbatches", 4, "-o", file).code == 0
+    return file
+
+
+def written(folder, machine):
+    file = folder / "machine.json"
+    file.write_text(machine if isinstance(machine, str) else json.dumps(machine))
+    return file
+
+
+def makespan(run, *options):
+    result = run("simulate", *options, "--json")
+    assert result.code == 0, result.err
+    return json.loads(result.out)["makespan"]
+
+
+def test_hosts_and_slow_devices_take_their_time(run, schedule, tmp_path):
+    costs = ("--cost", "F=1,B=2", "--weight", 600)
+    flat = makespan(run, schedule, *costs, "--alpha", 0.01, "--beta", 1e-3)
+    machine = written(tmp_path, TWO_HOSTS)
+    hosts = makespan(run, schedule, *costs, "--machine", machine)
+    # Two sums of 600 bytes each put 1,200 through a host's card; the first is hidden behind a backward of 2. Each piece
+    # of 150 bytes arrives after 1.5, twice; NORM takes a round inside the hosts and one between them.
+    assert flat == pytest.approx(6 + 2 * 0.9 - min(0.9, 2) + 0.02 + 0.02)
+    assert hosts == pytest.approx(4 + 2 * 24 + 2 * 1.5 + 0.01 + 0.5)
+    slow = makespan(run, schedule, *costs, "--machine", machine, "--slow", "3=2")
+    assert slow == pytest.approx(hosts + 4)
+
+
+def test_a_topology_is_short_for_a_machine_file(run, schedule, tmp_path):
+    levels = [{"name": "host", "devices": 2, "alpha": 0, "beta": 1e-3}]
+    levels.append({"name": "network", "alpha": 0, "beta": 1e-2, "card": 1e-2})
+    costs = ("--cost", "F=1,B=2", "--weight", 600)
+    short = makespan(run, schedule, *costs, "--topology", "2x2", "--bandwidth", "1000,100")
+    assert short == makespan(run, schedule, *costs, "--machine", written(tmp_path, {"levels": levels}))
+
+
+def test_a_profile_names_its_machine_and_another_replaces_it(run, schedule, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"F": 1, "B": 2, "weight": 600, "machine": TWO_HOSTS}))
+    with_machine = makespan(run, schedule, "--profile", profile)
+    other = written(tmp_path, {"levels": [{**HOST, "devices": 4}]})
+    assert makespan(run, schedule, "--profile", profile, "--machine", other) < with_machine
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ("[]", "a machine should be an object with a list of levels"),
+        ({"levels": []}, "a machine should be an object with a list of levels"),
+        ({"levels": [HOST], "hosts": 2}, "a machine has levels, speed, memory, but no 'hosts'"),
+        ({"levels": [{**HOST, "latency": 1}]}, "level 0: has name, devices, alpha, beta, card, but no 'latency'"),
+        ({"levels": [{**HOST, "beta": -1}]}, "level 0: beta should be a time of at least 0"),
+        ({"levels": [{**HOST, "alpha": [[1, 2]]}]}, "level 0: alpha should be a time of at least 0, or a list of"),
+        ({"levels": [{"name": "host", "alpha": 0}]}, "level 0: beta should be a time of at least 0"),
+        ({"levels": [{**HOST, "devices": 10**9}]}, "level 0: devices should be a number from 1 to 1048576"),
+        ({"levels": [{**HOST, "card": 1}]}, "level 0: the innermost level has no card"),
+        ({"levels": [{"name": "host", "alpha": 0, "beta": 0}, NETWORK]}, "level 0: devices is missing"),
+        ({"levels": [HOST, {**NETWORK, "devices": 3}]}, "the groups of level 'network' divide some of level 'host'"),
+        ({"levels": [HOST, {**NETWORK, "devices": 2}]}, "no message uses level 'network'"),
+        ({"levels": [{**HOST, "devices": [2]}]}, "the machine has 2 devices, but there are 4 workers"),
+        ({**TWO_HOSTS, "speed": [1, 1]}, "the numbers of devices differ: 4 by level 'host', 2 by speed"),
+        ({**TWO_HOSTS, "speed": [1, 1, 2, 1]}, "speed should be a number above 0 and at most 1"),
+    ],
+)
+def test_a_wrong_machine_is_refused_in_a_sentence(run, refused, schedule, tmp_path, machine, words):
+    fits = "workers" not in words
+    assert words in refused(run("simulate", schedule, "--machine", written(tmp_path, machine)), 1 if fits else 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--topology", "2x2"], "--topology"),
+        (["--topology", "4"], "should be hosts x devices, as in 4x8"),
+        (["--bandwidth", "10"], "--bandwidth is that of a --topology: without one give --beta, the seconds a byte"),
+        (["--topology", "1x2", "--bandwidth", "10"], "the machine has 2 devices, but there are 4 workers"),
+        (["--slow", "4=2"], "--slow 4=2: there are ranks 0 to 3"),
+        (["--slow", "1=0.5"], "should be as 0=1.3"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(run, refused, schedule, options, words):
+    assert words in refused(run("simulate", schedule, *options), 2)
