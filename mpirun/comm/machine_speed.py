@@ -134,44 +134,36 @@ def _one_round(comm: MPI.Intracomm, transport: Transport, pairs: list[tuple[int,
 def _card(comm: MPI.Intracomm, transport: Transport, hosts: list[list[int]], link: dict[str, Any]) -> float:
     """Seconds per byte of a host's card, if several ranks that send at once share it; 0 if they do not. Collective.
 
-    All ranks of hosts 0, 2, ... send to those of the next host, and once all have received, these send back.
+    Hosts 0 and 1, 2 and 3, ... exchange messages, both ways at once as pipelines and sums do: of one rank of each, and
+    of all.
     """
     here = next(h for h, ranks in enumerate(hosts) if comm.rank in ranks)
-    host, peer = MPI.Intracomm(comm.Split(here, comm.rank)), -1
-    size = next((size for size in reversed(SIZES) if link["beta"] * size < LONGEST / 4), SIZES[0])
-    alpha = link["alpha"]
-    latency = alpha if isinstance(alpha, float) else [each for begin, each in alpha if begin <= size][-1]
+    other, place, together = here ^ 1, hosts[here].index(comm.rank), min(map(len, hosts))
+    host = MPI.Intracomm(comm.Split(here, comm.rank))
+    size = next((size for size in reversed(SIZES) if link["beta"] * size < LONGEST), SIZES[0])
     found = []
-    for together in (1, min(map(len, hosts))):
-        place = hosts[here].index(comm.rank)
-        if here ^ 1 < len(hosts) and place < together:
-            peer = hosts[here ^ 1][place]
-        seconds = [_there_and_back(host, transport, peer, size, here % 2 == 0) for _ in range(WARM_UP + LEAST)]
-        slowest = max(comm.allgather(float(np.median(seconds[WARM_UP:])) if here < len(hosts) // 2 * 2 else 0.0))
-        found.append((together, slowest - latency))
+    for ranks in (1, together):
+        peer = hosts[other][place] if other < len(hosts) and place < ranks else None
+        seconds = [_exchange(host, transport, peer, size) for _ in range(WARM_UP + LEAST)]
+        found.append(max(comm.allgather(float(np.median(seconds[WARM_UP:])) if other < len(hosts) else 0.0)))
     host.Free()
-    (_, alone), (together, at_once) = found
-    return link["beta"] * at_once / alone / together if together > 1 and at_once > SHARED * alone else 0.0
+    alone, at_once = found
+    return at_once / (together * size) if together > 1 and at_once > SHARED * alone else 0.0
 
 
-def _there_and_back(host: MPI.Intracomm, transport: Transport, peer: int, size: int, first: bool) -> float:
-    """Half the seconds until what this host's ranks sent has come back; `peer` -1: this rank sends nothing."""
+def _exchange(host: MPI.Intracomm, transport: Transport, peer: int | None, size: int) -> float:
+    """The seconds in which this host's ranks with a peer exchange messages of `size` bytes with it."""
+    out, into = (torch.zeros(size, dtype=torch.uint8, device=transport.device.torch) for _ in range(2))
     host.Barrier()
     begin = time.perf_counter()
-    if peer < 0:
-        host.Barrier()
-        return 0.0
-    out, into = (torch.zeros(size, dtype=torch.uint8, device=transport.device.torch) for _ in range(2))
-    receive = transport.receive(into, peer, TAG)
-    receive.start()
-    if first:
+    if peer is not None:
+        receive = transport.receive(into, peer, TAG)
+        receive.start()
         transport.wait(transport.send(out, peer, TAG))
-    transport.wait(receive.done)
+        transport.wait(receive.done)
+        transport.device.finish()
     host.Barrier()
-    if not first:
-        transport.wait(transport.send(out, peer, TAG))
-    transport.device.finish()
-    return (time.perf_counter() - begin) / 2
+    return time.perf_counter() - begin
 
 
 def ping_pong(transport: Transport, peer: int, size: int, first: bool, times: int) -> float:
