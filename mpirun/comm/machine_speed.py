@@ -145,7 +145,7 @@ def _card(comm: MPI.Intracomm, transport: Transport, hosts: list[list[int]], lin
     for ranks in (1, together):
         peer = hosts[other][place] if other < len(hosts) and place < ranks else None
         seconds = [_exchange(host, transport, peer, size) for _ in range(WARM_UP + LEAST)]
-        found.append(max(comm.allgather(float(np.median(seconds[WARM_UP:])) if other < len(hosts) else 0.0)))
+        found.append(max(comm.allgather(min(seconds[WARM_UP:]) if other < len(hosts) else 0.0)))
     host.Free()
     alone, at_once = found
     return at_once / (together * size) if together > 1 and at_once > SHARED * alone else 0.0
