@@ -30,6 +30,7 @@ ALIKE = 1.2  # devices whose seconds differ by less count as equally fast: other
 SIDE, PRODUCTS, TRIES = 512, 4, 20  # of the matrices, how many products are timed together, and how often
 LONG = 4  # how many of the longest messages tell beta
 DISTINCT = 0.1  # of a message's time: alphas that differ by less are the same
+WINDOWS, EXCHANGES = 3, 4  # in which hosts exchange messages, and how often in each
 SHARED = 1.2  # pairs that take this many times as long together as one alone share a card
 TAG = 1
 
@@ -144,26 +145,30 @@ def _card(comm: MPI.Intracomm, transport: Transport, hosts: list[list[int]], lin
     found = []
     for ranks in (1, together):
         peer = hosts[other][place] if other < len(hosts) and place < ranks else None
-        seconds = [_exchange(host, transport, peer, size) for _ in range(WARM_UP + LEAST)]
-        found.append(max(comm.allgather(min(seconds[WARM_UP:]) if other < len(hosts) else 0.0)))
+        seconds = float(np.median([_exchanges(host, transport, peer, size) for _ in range(WINDOWS)]))
+        found.append(max(comm.allgather(seconds if other < len(hosts) else 0.0)))
     host.Free()
     alone, at_once = found
     return at_once / (together * size) if together > 1 and at_once > SHARED * alone else 0.0
 
 
-def _exchange(host: MPI.Intracomm, transport: Transport, peer: int | None, size: int) -> float:
-    """The seconds in which this host's ranks with a peer exchange messages of `size` bytes with it."""
+def _exchanges(host: MPI.Intracomm, transport: Transport, peer: int | None, size: int) -> float:
+    """The seconds of an exchange of messages of `size` bytes between this host's ranks and their peers: a mean, since
+    hosts do not begin at the same moment."""
     out, into = (torch.zeros(size, dtype=torch.uint8, device=transport.device.torch) for _ in range(2))
+    receive = None if peer is None else transport.receive(into, peer, TAG)
+    begin = 0.0
+    for number in range(1 + EXCHANGES):
+        host.Barrier()
+        if number == 1:
+            begin = time.perf_counter()
+        if receive is not None and peer is not None:
+            receive.start()
+            transport.wait(transport.send(out, peer, TAG))
+            transport.wait(receive.done)
+            transport.device.finish()
     host.Barrier()
-    begin = time.perf_counter()
-    if peer is not None:
-        receive = transport.receive(into, peer, TAG)
-        receive.start()
-        transport.wait(transport.send(out, peer, TAG))
-        transport.wait(receive.done)
-        transport.device.finish()
-    host.Barrier()
-    return time.perf_counter() - begin
+    return (time.perf_counter() - begin) / EXCHANGES
 
 
 def ping_pong(transport: Transport, peer: int, size: int, first: bool, times: int) -> float:
