@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -180,17 +181,16 @@ def run_plan(options: PlanOptions) -> int:
     if given:
         layers = layers._replace(machine=layers.machine._replace(joined=None))
     bandwidth = link_bandwidth(workers, given[0] if given else None, layers.machine.network)
-    numbers, lines = _partition(options, layers, bandwidth)
+    memory = min(options.memory, layers.machine.network.least_memory(workers))
+    numbers, lines = _partition(options, layers, bandwidth, memory)
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made
     if not options.partition_only:
-        best = plan(
-            layers, workers, bandwidth, microbatches, options.memory, schemes=options.schemes, budget=options.search
-        )
+        best = plan(layers, workers, bandwidth, microbatches, memory, schemes=options.schemes, budget=options.search)
         numbers |= plan_output.plan_as_json(best)
         lines += ["", *plan_output.plan_as_text(best)]
         program = best.program
     elif options.output:
-        program = pipedream(layers, workers, bandwidth, microbatches, options.memory)
+        program = pipedream(layers, workers, bandwidth, microbatches, memory)
     if program is not None and options.output:
         _write_checked(program, options.output)
     if not is_standard_output(options.output):
@@ -198,10 +198,12 @@ def run_plan(options: PlanOptions) -> int:
     return 0
 
 
-def _partition(options: PlanOptions, layers: Layers, bandwidth: float) -> tuple[dict[str, Any], list[str]]:
+def _partition(
+    options: PlanOptions, layers: Layers, bandwidth: float, memory: float
+) -> tuple[dict[str, Any], list[str]]:
     """Where to cut the model, as numbers and as lines; a note if no cuts fit."""
     try:
-        best = partition(prefixes(layers), options.workers, bandwidth, options.memory)
+        best = partition(prefixes(layers), options.workers, bandwidth, memory)
         numbers = plan_output.partition_as_json(layers, options.workers, bandwidth, best)
     except UsageError as error:
         if options.partition_only:
@@ -232,7 +234,10 @@ def run_search(options: SearchOptions) -> int:
     if set(cost) <= {"F", REDO}:
         given = display_name(options.profile) if options.profile else "--cost"
         raise UsageError(f"search orders backwards, too: {given} must give F and B, or F, I and W")
-    limits = Limits(options.objective, options.memory_limit, options.memory)
+    memory = options.memory
+    if memory is None and (least := machine.network.least_memory(scheme.workers or options.workers or 1)) < math.inf:
+        memory = least
+    limits = Limits(options.objective, options.memory_limit, memory)
     question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()
     with _slow_schemes_noted():

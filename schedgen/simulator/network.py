@@ -76,6 +76,10 @@ class Network(NamedTuple):
         lists = {"speed": self.speed, "memory": self.memory}
         return sums | {name: len(each) for name, each in lists.items() if isinstance(each, tuple)}
 
+    def least_memory(self, workers: int) -> float:
+        """The bytes of the smallest of these workers' devices; infinity where the machine does not say."""
+        return float(self.by_rank(self.memory, workers).min())
+
     def slowest(self, workers: int) -> float:
         """The largest time per byte of a message between two of these workers."""
         links = Links(self, workers)

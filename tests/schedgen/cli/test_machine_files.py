@@ -59,6 +59,16 @@ def test_a_profile_names_its_machine_and_another_replaces_it(run, schedule, tmp_
     assert makespan(run, schedule, "--profile", profile, "--machine", other) < with_machine
 
 
+def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
+    profile, machine = tmp_path / "profile.json", written(tmp_path, {**TWO_HOSTS, "memory": [1e3, 1e3, 1e3, 900]})
+    profile.write_text(json.dumps({"F": [1] * 4, "B": [2] * 4, "saved": 100, "activation": 10, "weight": 10}))
+    plan = ("plan", profile, "--workers", 4, "--microbatches", 8, "--machine", machine, "--json")
+    assert max(row["peak_bytes"] for row in json.loads(run(*plan).out)["schedules"]) <= 900
+    small = written(tmp_path, {**TWO_HOSTS, "memory": 100})
+    sizes = ("--stages", 4, "--microbatches", 4, "--cost", "F=1,B=2", "--saved", 100)
+    assert "no order within the memory limit" in refused(run("search", "1f1b", *sizes, "--machine", small), 2)
+
+
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
