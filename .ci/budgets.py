@@ -11,14 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
-    "schedgen": 16_720,
+    "schedgen": 16_798,
     "schedgen/ir": 2_760,
     "schedgen/compiler": 2_083,
     "schedgen/analysis": 450,
     "schedgen/checker": 920,
     "schedgen/simulator": 2_310,
     "schedgen/schemes": 1_527,
-    "schedgen/planner": 3_130,
+    "schedgen/planner": 3_179,
     "schedgen/report": 1_870,
     "schedgen/cli": 950,
     "schedgen/util": 740,
@@ -34,10 +34,10 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 690,
     "mpirun/examples": 530,
-    "tests": 32_520,
+    "tests": 32_560,
     "tests/jobs": 1_030,
 }
-WORDS = 13_703
+WORDS = 13_767
 
 
 def lines(room: Path) -> int:

@@ -16,7 +16,6 @@ from schedgen.schemes import SCHEMES
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import Network, read_network, topology
 from schedgen.util.errors import UsageError
-from schedgen.util.files import display_name, read_text
 from schedgen.util.option_fields import (
     READ,
     WRITTEN,
@@ -97,7 +96,7 @@ class MachineOptions:
     def network(self, alpha: float = 0.0) -> Network | None:
         """The network that these options describe; None: none. `alpha`: of a topology's messages."""
         if self.machine is not None:
-            return read_network(read_text(self.machine), display_name(self.machine))
+            return read_network(self.machine)
         if self.topology is None:
             return None
         return topology(*self.topology, (alpha,), [1 / each for each in self.bandwidth or ()])

@@ -23,9 +23,8 @@ from schedgen.cli.options import (
 )
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
-from schedgen.ir.graph_file import read_graph_file
 from schedgen.ir.program import Program
-from schedgen.planner.stage_costs import read_stage_profile
+from schedgen.planner.stage_costs import read_profile
 from schedgen.report.chakra import chakra_traces, jobs_rounded_to_zero
 from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
 from schedgen.report.diff import diff
@@ -131,12 +130,11 @@ def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount]
 
 def _read_profile(options: CostOptions | StatsOptions, program: Program) -> tuple[dict[str, Amount], Machine] | None:
     """Durations of jobs by direction, and the machine, as given by a profile; None if there is none."""
-    header, name = program.header, options.profile
-    if name is None:
+    if options.profile is None:
         return None
-    shown = display_name(name)
-    cost, machine = read_stage_profile(read_text(name), shown, header, read_graph_file(options.graph))
-    durations(cost, len(header.directions), shown)  # UsageError if they do not fit the schedule
+    cost, machine = read_profile(options.profile, program, options.graph)
+    shown = display_name(options.profile)
+    durations(cost, len(program.header.directions), shown)  # UsageError if they do not fit the schedule
     return cost, machine
 
 

@@ -20,6 +20,7 @@ from schedgen.ir.cost import is_amount
 from schedgen.ir.limits import MOST_WORKERS
 from schedgen.util.arrays import AnyInts, Ints, Numbers, Times
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
+from schedgen.util.files import AnyPath, display_name, read_text
 from schedgen.util.parse_json import read_json
 
 LEVEL_KEYS = ("name", "devices", "alpha", "beta", "card")
@@ -212,14 +213,18 @@ class Links:
 
 
 def topology(hosts: int, devices: int, alpha: Sequence[float], beta: Sequence[float]) -> Network:
-    """Hosts of so many devices; alpha and beta inside and between hosts. The card of a host has the beta between."""
+    """Hosts of so many devices; alpha and beta inside and between hosts. The card of a host has the beta between.
+
+    Alphas are seconds and betas seconds a byte, or both in another unit: that of the costs that go with the network.
+    """
     inside = Level("host", (devices,) * hosts, alpha[0], beta[0])
     return Network((inside, Level("network", 0, alpha[-1], beta[-1], beta[-1])) if hosts > 1 else (inside,))
 
 
-def read_network(text: str, name: str) -> Network:
-    """The network in the JSON of a machine file; RefusedFile if there is none in it."""
-    return network_of(read_json(text, name), name)
+def read_network(file: AnyPath) -> Network:
+    """The network that a machine file describes; RefusedFile if it describes none, OSError if it cannot be opened."""
+    name = display_name(file)
+    return network_of(read_json(read_text(file), name), name)
 
 
 def network_of(values: Any, name: str) -> Network:

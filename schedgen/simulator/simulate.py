@@ -111,13 +111,17 @@ class Simulation:
         return Timeline(unit * self.start, unit * (self.end - self.start), unit * self.wait, self.cause, arrival)
 
 
-def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | None = None) -> Simulation:
-    """Execute a projected program. `cost`: the duration of each direction, for all stages or by stage.
+def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None) -> Simulation:
+    """Execute a projected program: when each instruction starts and ends.
+
+    cost     the duration of each direction, for all stages or by stage; default: the schedule's own
+    machine  links and sizes, in the unit of the costs and in bytes; default: messages take no time
 
     `check` must accept the program, which is not proved here: numbers of any other, as of a deadlock, mean nothing.
     UsageError if costs, or the machine's times or sizes, are below 0.
     """
     machine, header, table = machine or Machine(), program.header, program.rows
+    cost = header.cost if cost is None else cost
     machine.check_times()
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
     analysis = analyse(program)
