@@ -238,6 +238,7 @@ class DiffOptions:
 
     a: str = argument("A", "a schedule; - is standard input")
     b: str = argument("B", "another schedule, compiled or edited later")
+    jobs: bool = switch("--jobs", "the order of jobs on every rank, in place of all instructions")
 
 
 @dataclass(frozen=True, kw_only=True)
