@@ -223,6 +223,7 @@ def run_search(options: SearchOptions) -> int:
         edges = chain(stages) if scheme.edges is None else scheme.edges
         shown, ties = display_name(options.profile), len(graph.tied) if graph else 0
         cost, machine = parse_profile(read_text(options.profile), shown, stages, edges, ties=ties)
+        durations(cost, 2, shown)  # UsageError if it is of forwards alone
     if (network := options.network(machine.alpha)) is not None:
         machine = machine.on(network)
     tied, begin = graph.tied if graph else (), time.perf_counter()

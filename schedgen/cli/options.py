@@ -218,6 +218,7 @@ class DrawOptions(CostOptions, InputFile):
         "--by", "what colours show; default: stage, if a worker has several", choices=("microbatch", "stage")
     )
     transfers: bool = switch("--transfers", "messages as arrows (in OUT.html: initially shown)", needs="output")
+    links: bool = switch("--links", "rows for the links and cards that messages and sums occupy", needs="output")
     measured: str | None = option("--measured TRACE", "an mpirun --trace file, drawn above its simulation", file=READ)
 
 

@@ -177,7 +177,10 @@ def _scenes(options: DrawOptions, names: Sequence[str]) -> list[Scene]:
             scenes.append(build_scene("measured", file, program, execution.measured[-1], sizes, seconds=True))
             label = "simulated"
         seconds = execution.seconds or bool(execution.measured)
-        scenes.append(build_scene(label, file, program, execution.timeline, sizes, seconds))
+        links = execution.run.link_use(1e6 if execution.seconds else 1.0) if options.links else None
+        if links and not links.names:
+            raise UsageError("--links: no message occupies a link: give --beta, --profile, --machine or --topology")
+        scenes.append(build_scene(label, file, program, execution.timeline, sizes, seconds, links))
     return scenes
 
 

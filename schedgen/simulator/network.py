@@ -130,6 +130,16 @@ class Sums(NamedTuple):
     latency: Times  # by collective: from the end of its last part until it is done
 
 
+class LinkUse(NamedTuple):
+    """When links and cards are occupied: arrays with an entry for each message, or sum, on each; by link and start."""
+
+    names: list[str]  # of the links that are used
+    link: Numbers  # an index of names
+    row: Numbers  # of the program: the SEND, or an ALLREDUCE of the sum
+    start: Times
+    length: Times
+
+
 class SumOfAByte(NamedTuple):
     """What a sum over a group of ranks occupies for each byte that is summed."""
 
@@ -159,6 +169,12 @@ class Links:
                 groups = int(self.group[k - 1, -1]) + 1
                 self.cards.append((k, self.count, level.card, groups))
                 self.count += 2 * groups
+
+    @property
+    def names(self) -> list[str]:
+        """By link: whose it is and which way it goes, as in "0 out" or "host 1 in"."""
+        owners = [(self.workers, "")] + [(groups, f"{self.levels[k - 1].name} ") for k, _, _, groups in self.cards]
+        return [f"{owner}{i} {way}" for count, owner in owners for way in ("out", "in") for i in range(count)]
 
     @property
     def is_uneven(self) -> bool:

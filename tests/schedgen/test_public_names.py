@@ -149,7 +149,7 @@ def test_a_search_takes_what_the_command_does():
     found = schedgen.search(scheme, SIZES, memory_limit=2, budget=1)
     assert found.value == schedgen.simulate(found.program).latency >= found.bound
     for wrong, words in (
-        ({"cost": {"F": 1}}, "costs must have F and B"),
+        ({"cost": {"F": 1}}, "must give F and B"),
         ({"objective": "time"}, "objective 'time' is none of window, latency"),
         ({"memory_limit": 2, "memory": 9}, "give one of them"),
     ):

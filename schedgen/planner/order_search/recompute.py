@@ -23,7 +23,16 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.checker import check_compiled
-from schedgen.ir.cost import Amount, by_stage, has_both, own_costs, redo_duration, shortest_halves, without_redo
+from schedgen.ir.cost import (
+    Amount,
+    by_stage,
+    durations,
+    has_both,
+    own_costs,
+    redo_duration,
+    shortest_halves,
+    without_redo,
+)
 from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.budget import BUDGET
@@ -61,8 +70,7 @@ def search(
     UsageError if no order keeps to the memory, or for what the search cannot handle.
     """
     cost = cost or own_costs(None, 3 if scheme.split else 2)
-    if len(without_redo(cost)) < 2:
-        raise UsageError("search orders backwards, too: costs must have F and B, or F, I and W")
+    durations(cost, 2)  # UsageError if they are no times, or of forwards alone
     if objective not in OBJECTIVES:
         raise UsageError(f"objective {objective!r} is none of {', '.join(OBJECTIVES)}")
     if memory_limit is not None and memory is not None:
