@@ -14,12 +14,22 @@ forward_list  the forwards of any program as a program of their own, for evaluat
 read      a schedule file, opened in binary mode, and its name to its program, and what is wrong with its hash
 write     a program to a schedule file, opened in binary mode
 check     proves a program right; returns every rank's peak memory
-simulate  a program and a cost model to the start and end times of all instructions
+simulate  a program, costs and a machine to the start and end times of all instructions
 stats     a program to latency, bubble, memory and messages, by name
+compare   all built-in schemes of some sizes, and files of your own: their numbers side by side
+plan      a profile's layers to the schedules that no other beats in both time and memory
+search    the jobs of a scheme to the order that ends first, and a lower bound
+read_network  a machine file to its Network
+read_profile  a profile's file and a program to the costs of its jobs and a Machine
+read_layers   a profile's file to the layers that `plan` takes: it reads the file itself, if it has no graph
+topology  hosts of so many devices to a Network
+SCHEMES   the built-in schemes, by name
 Program   the instructions of all ranks, and a header
 Scheme    w, n and the other settings of a scheme
 Sizes     stages, microbatches, workers, ...
 Options   how a scheme is compiled
+Machine   links, bytes of buffers and the time of a step; `machine.on(network)` joins its devices by a network
+Network, Level  levels of links between devices, hosts, racks, and each device's speed and memory
 UsageError, RefusedFile  the errors these raise: for wrong arguments or a misfit; for a wrong file or program
 F, B, I, W  the values of d that `w` and `n` receive: forward, backward, and its halves
 
@@ -39,15 +49,23 @@ if TYPE_CHECKING:
     from schedgen.ir.file import read, write
     from schedgen.ir.instructions import B, F, I, W
     from schedgen.ir.program import Program
-    from schedgen.schemes import load
+    from schedgen.planner.layer_profile import read_layers
+    from schedgen.planner.order_search.recompute import search
+    from schedgen.planner.plan import plan
+    from schedgen.planner.stage_costs import read_profile
+    from schedgen.report.compare import compare
+    from schedgen.schemes import SCHEMES, load
     from schedgen.schemes.scheme import Scheme, Sizes
+    from schedgen.simulator.machine import Machine
+    from schedgen.simulator.network import Level, Network, read_network, topology
     from schedgen.simulator.simulate import simulate
     from schedgen.simulator.stats import stats
     from schedgen.util.errors import RefusedFile, UsageError
 
 __all__ = [
-    "B", "F", "I", "Options", "Program", "RefusedFile", "Scheme", "Sizes", "UsageError", "W", "__version__", "check",
-    "compile", "forward_list", "load", "read", "simulate", "stats", "write",
+    "SCHEMES", "B", "F", "I", "Level", "Machine", "Network", "Options", "Program", "RefusedFile", "Scheme", "Sizes",
+    "UsageError", "W", "__version__", "check", "compare", "compile", "forward_list", "load", "plan", "read",
+    "read_layers", "read_network", "read_profile", "search", "simulate", "stats", "topology", "write",
 ]  # fmt: skip
 
 _MODULES = {
@@ -55,12 +73,19 @@ _MODULES = {
     **dict.fromkeys(("Scheme", "Sizes"), "schedgen.schemes.scheme"),
     **dict.fromkeys(("read", "write"), "schedgen.ir.file"),
     **dict.fromkeys(("RefusedFile", "UsageError"), "schedgen.util.errors"),
+    **dict.fromkeys(("Level", "Network", "read_network", "topology"), "schedgen.simulator.network"),
+    **dict.fromkeys(("SCHEMES", "load"), "schedgen.schemes"),
+    "Machine": "schedgen.simulator.machine",
     "Options": "schedgen.compiler.options",
     "Program": "schedgen.ir.program",
     "check": "schedgen.checker",
+    "compare": "schedgen.report.compare",
     "compile": "schedgen.compiler.compile",
     "forward_list": "schedgen.compiler.forward_only",
-    "load": "schedgen.schemes",
+    "plan": "schedgen.planner.plan",
+    "read_layers": "schedgen.planner.layer_profile",
+    "read_profile": "schedgen.planner.stage_costs",
+    "search": "schedgen.planner.order_search.recompute",
     "simulate": "schedgen.simulator.simulate",
     "stats": "schedgen.simulator.stats",
 }

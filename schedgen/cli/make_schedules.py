@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
-from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, durations
+from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
@@ -28,10 +27,8 @@ from schedgen.ir.stage_graph import chain
 from schedgen.planner import plan_output
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.question import Limits, Question
-from schedgen.planner.order_search.recompute import search_with_recompute
-from schedgen.planner.order_search.search_order import search_order
-from schedgen.planner.partition import link_bandwidth, partition, prefixes
+from schedgen.planner.order_search.recompute import search
+from schedgen.planner.partition import on_links, partition, prefixes
 from schedgen.planner.plan import pipedream, plan
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
@@ -40,7 +37,7 @@ from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_template import new
-from schedgen.simulator.machine import read_profile
+from schedgen.simulator.machine import parse_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
@@ -76,7 +73,7 @@ def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: Mod
     """The options with the profile's times, and their mean ratios to F for the file; `stages`: of the model."""
     edges = (graph.edges if graph else scheme.edges) or chain(stages)
     text, shown = read_text(options.profile or "-"), display_name(options.profile or "-")
-    times, _ = read_profile(text, shown, stages, edges, ties=len(graph.tied) if graph else 0, counted="the model has")
+    times, _ = parse_profile(text, shown, stages, edges, ties=len(graph.tied) if graph else 0, counted="the model has")
     own = durations(times, 1 if options.forward else 3 if scheme.split else 2, shown)
     return replace(options, times=times, cost=cost_ratios(own))
 
@@ -174,18 +171,18 @@ def run_plan(options: PlanOptions) -> int:
     if options.microbatches is None and (options.output or not options.partition_only):
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
     check_writable("-o", options.output)
-    layers = read_layers(options.profile, read_graph_file(options.graph))
-    if (network := options.network(layers.machine.alpha)) is not None:
-        layers = layers._replace(machine=layers.machine.on(network))
-    workers, given = options.workers, None if options.topology else options.bandwidth
-    if given:
-        layers = layers._replace(machine=layers.machine._replace(joined=None))
-    bandwidth = link_bandwidth(workers, given[0] if given else None, layers.machine.network)
+    layers, workers = read_layers(options.profile, options.graph), options.workers
+    network = options.network(layers.machine.alpha)
+    given = options.bandwidth[0] if options.bandwidth and not network else None
+    layers, bandwidth = on_links(layers, workers, network, given)
     memory = min(options.memory, layers.machine.network.least_memory(workers))
     numbers, lines = _partition(options, layers, bandwidth, memory)
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made
     if not options.partition_only:
-        best = plan(layers, workers, bandwidth, microbatches, memory, schemes=options.schemes, budget=options.search)
+        best = plan(
+            layers, workers, microbatches, memory, bandwidth=given, schemes=options.schemes,
+            budget=options.search,
+        )  # fmt: skip
         numbers |= plan_output.plan_as_json(best)
         lines += ["", *plan_output.plan_as_text(best)]
         program = best.program
@@ -223,28 +220,22 @@ def run_search(options: SearchOptions) -> int:
     scheme = load(options.scheme, sizes)
     if graph is not None:
         scheme = _with_graph(scheme, graph, 1)
-    cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
+    cost: Mapping[str, Amount] | None = options.cost
     machine = options.amounts
     if options.profile:
         edges = chain(stages) if scheme.edges is None else scheme.edges
         shown, ties = display_name(options.profile), len(graph.tied) if graph else 0
-        cost, machine = read_profile(read_text(options.profile), shown, stages, edges, ties=ties)
+        cost, machine = parse_profile(read_text(options.profile), shown, stages, edges, ties=ties)
+        durations(cost, 2, shown)  # UsageError if it is of forwards alone
     if (network := options.network(machine.alpha)) is not None:
         machine = machine.on(network)
-    if set(cost) <= {"F", REDO}:
-        given = display_name(options.profile) if options.profile else "--cost"
-        raise UsageError(f"search orders backwards, too: {given} must give F and B, or F, I and W")
-    memory = options.memory
-    if memory is None and (least := machine.network.least_memory(scheme.workers or options.workers or 1)) < math.inf:
-        memory = least
-    limits = Limits(options.objective, options.memory_limit, memory)
-    question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
-    begin = time.perf_counter()
+    tied, begin = graph.tied if graph else (), time.perf_counter()
     with _slow_schemes_noted():
-        search = search_with_recompute if options.recompute else search_order
-        best = search(question, options.budget)
+        best = search(
+            scheme, sizes, cost, machine, memory_limit=options.memory_limit, memory=options.memory, tied=tied,
+            objective=options.objective, recompute=options.recompute, budget=options.budget,
+        )  # fmt: skip
         seconds = time.perf_counter() - begin
-    check_compiled(best.program)
     if options.output:
         _write_checked(best.program, options.output)
     if not is_standard_output(options.output):

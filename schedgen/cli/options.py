@@ -16,7 +16,6 @@ from schedgen.schemes import SCHEMES
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import Network, read_network, topology
 from schedgen.util.errors import UsageError
-from schedgen.util.files import display_name, read_text
 from schedgen.util.option_fields import (
     READ,
     WRITTEN,
@@ -97,7 +96,7 @@ class MachineOptions:
     def network(self, alpha: float = 0.0) -> Network | None:
         """The network that these options describe; None: none. `alpha`: of a topology's messages."""
         if self.machine is not None:
-            return read_network(read_text(self.machine), display_name(self.machine))
+            return read_network(self.machine)
         if self.topology is None:
             return None
         return topology(*self.topology, (alpha,), [1 / each for each in self.bandwidth or ()])
@@ -219,6 +218,7 @@ class DrawOptions(CostOptions, InputFile):
         "--by", "what colours show; default: stage, if a worker has several", choices=("microbatch", "stage")
     )
     transfers: bool = switch("--transfers", "messages as arrows (in OUT.html: initially shown)", needs="output")
+    links: bool = switch("--links", "rows for the links and cards that messages and sums occupy", needs="output")
     measured: str | None = option("--measured TRACE", "an mpirun --trace file, drawn above its simulation", file=READ)
 
 
@@ -239,6 +239,7 @@ class DiffOptions:
 
     a: str = argument("A", "a schedule; - is standard input")
     b: str = argument("B", "another schedule, compiled or edited later")
+    jobs: bool = switch("--jobs", "the order of jobs on every rank, in place of all instructions")
 
 
 @dataclass(frozen=True, kw_only=True)

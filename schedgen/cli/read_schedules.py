@@ -23,9 +23,8 @@ from schedgen.cli.options import (
 )
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
-from schedgen.ir.graph_file import read_graph_file
 from schedgen.ir.program import Program
-from schedgen.planner.stage_costs import read_stage_profile
+from schedgen.planner.stage_costs import read_profile
 from schedgen.report.chakra import chakra_traces, jobs_rounded_to_zero
 from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
 from schedgen.report.diff import diff
@@ -131,12 +130,11 @@ def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount]
 
 def _read_profile(options: CostOptions | StatsOptions, program: Program) -> tuple[dict[str, Amount], Machine] | None:
     """Durations of jobs by direction, and the machine, as given by a profile; None if there is none."""
-    header, name = program.header, options.profile
-    if name is None:
+    if options.profile is None:
         return None
-    shown = display_name(name)
-    cost, machine = read_stage_profile(read_text(name), shown, header, read_graph_file(options.graph))
-    durations(cost, len(header.directions), shown)  # UsageError if they do not fit the schedule
+    cost, machine = read_profile(options.profile, program, options.graph)
+    shown = display_name(options.profile)
+    durations(cost, len(program.header.directions), shown)  # UsageError if they do not fit the schedule
     return cost, machine
 
 
@@ -179,7 +177,10 @@ def _scenes(options: DrawOptions, names: Sequence[str]) -> list[Scene]:
             scenes.append(build_scene("measured", file, program, execution.measured[-1], sizes, seconds=True))
             label = "simulated"
         seconds = execution.seconds or bool(execution.measured)
-        scenes.append(build_scene(label, file, program, execution.timeline, sizes, seconds))
+        links = execution.run.link_use(1e6 if execution.seconds else 1.0) if options.links else None
+        if links and not links.names:
+            raise UsageError("--links: no message occupies a link: give --beta, --profile, --machine or --topology")
+        scenes.append(build_scene(label, file, program, execution.timeline, sizes, seconds, links))
     return scenes
 
 
@@ -213,8 +214,8 @@ def run_export(options: ExportOptions) -> int:
 
 def run_diff(options: DiffOptions) -> int:
     """Print what differs between two schedules; the exit code tells whether anything does."""
-    names = (one_line(display_name(name)) for name in (options.a, options.b))
-    lines = diff(checked(options.a), checked(options.b), *names)
+    a, b = (one_line(display_name(name)) for name in (options.a, options.b))
+    lines = diff(checked(options.a), checked(options.b), a, b, options.jobs)
     differ = 0
     for line in lines:
         differ = 1

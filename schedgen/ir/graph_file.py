@@ -13,7 +13,7 @@ from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
 from schedgen.ir.version_1 import from_version_1
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
-from schedgen.util.files import display_name, read_text
+from schedgen.util.files import AnyPath, display_name, read_text
 from schedgen.util.parse_json import read_json
 
 
@@ -38,7 +38,7 @@ class ModelGraph:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def read_graph_file(name: str | None) -> ModelGraph | None:
+def read_graph_file(name: AnyPath | None) -> ModelGraph | None:
     """The graph in the file `name`, as `read_graph`; None if no file is given."""
     return None if name is None else read_graph(read_text(name), display_name(name))
 

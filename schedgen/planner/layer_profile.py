@@ -23,14 +23,14 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import REDO, by_stage
-from schedgen.ir.graph_file import ModelGraph
+from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import chain
 from schedgen.ir.version_1 import from_version_1
-from schedgen.simulator.machine import Machine, read_profile
+from schedgen.simulator.machine import Machine, parse_profile
 from schedgen.util.arrays import Floats
 from schedgen.util.errors import RefusedFile, UsageError, clip
-from schedgen.util.files import display_name, read_text
+from schedgen.util.files import AnyPath, display_name, read_text
 from schedgen.util.parse_json import read_json
 
 Edge = tuple[int, int]
@@ -95,15 +95,14 @@ class Layers(NamedTuple):
         return crossing
 
 
-def read_layers(name: str, graph: ModelGraph | None = None) -> Layers:
-    """The layers in the file `name`; RefusedFile, with the line, if it has neither of the two formats.
+def read_layers(file: AnyPath, graph: AnyPath | None = None) -> Layers:
+    """The layers in the file of a profile; RefusedFile, with the line, if it has neither of the two formats.
 
-    `graph`: the graph of the profiled stages; UsageError if it does not fit the file.
+    `graph`: the file with the graph of the profiled stages; UsageError if it does not fit the profile.
     """
-    text = read_text(name, MOST_BYTES)
-    name = display_name(name)
+    text, name = read_text(file, MOST_BYTES), display_name(file)
     if text.lstrip()[:1] in ("{", "["):
-        layers = parse_json(text, name, graph)
+        layers = parse_json(text, name, read_graph_file(graph))
     elif graph is None:
         layers = _parse_pipedream(text, name)
     else:
@@ -133,7 +132,7 @@ def parse_json(text: str, name: str, graph: ModelGraph | None) -> Layers:
         _check_graph(graph, count, name)
     edges = chain(count) if graph is None or graph.edges is None else graph.edges
     ties = 0 if graph is None else len(graph.tied)
-    times, machine = read_profile(text, name, count, edges, counted="its first list is of", ties=ties)
+    times, machine = parse_profile(text, name, count, edges, counted="its first list is of", ties=ties)
     if len(times.keys() - {REDO}) < 2:
         raise RefusedFile(f"{name}: a plan needs backwards: give B, or I and W, beside F")
     by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}

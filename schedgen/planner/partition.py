@@ -84,16 +84,25 @@ class Partition(NamedTuple):
         return tuple(stage.replicas for stage in self.stages)
 
 
-def link_bandwidth(workers: int, bandwidth: float | None, network: Network) -> float:
-    """The links' bytes a second: those that a user asks for, else those of the network's slowest; UsageError without
-    either, or if there are too many workers. One worker has no links, and then a byte may take no time."""
-    if workers > MOST_WORKERS:
-        raise UsageError(f"a plan is for {MOST_WORKERS} workers at the most, not {workers}")
-    network.check(workers)
-    beta = network.slowest(workers)
+def on_links(
+    layers: Layers, workers: int, network: Network | None = None, bandwidth: float | None = None
+) -> tuple[Layers, float]:
+    """The layers on this network or links in place of the profile's, and bytes a second: those given, else those of the
+    slowest link. One worker has no links, and then a byte may take no time.
+
+    UsageError for too many workers, or if nothing says how fast links are.
+    """
+    if not 1 <= workers <= MOST_WORKERS:
+        raise UsageError(f"a plan is for 1 to {MOST_WORKERS} workers, not {workers}")
+    if bandwidth is not None and (network or not bandwidth > 0):
+        raise UsageError("bandwidth should be above 0 bytes a second, and left out beside a network")
+    machine = layers.machine.on(network) if network else layers.machine
+    machine = machine._replace(joined=None) if bandwidth else machine
+    machine.network.check(workers)
+    beta = machine.network.slowest(workers)
     if bandwidth is None and not beta and workers > 1:
         raise UsageError("the profile does not say how fast links are (its beta is 0): give --bandwidth")
-    return bandwidth or (1 / beta if beta else math.inf)
+    return layers._replace(machine=machine), bandwidth or (1 / beta if beta else math.inf)
 
 
 def partition(prefixes: Prefixes, workers: int, bandwidth: float, memory: float = math.inf) -> Partition:

@@ -24,17 +24,19 @@ from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.planner.candidates import Candidate, candidate_bound, candidates, with_layers
 from schedgen.planner.cut_moves import Cuts, best_cuts
-from schedgen.planner.layer_profile import Layers
+from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
-from schedgen.planner.partition import partition, prefixes
+from schedgen.planner.partition import on_links, partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.network import Network
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError, number_of
+from schedgen.util.files import AnyPath
 from schedgen.util.jit import compiled_always
 from schedgen.util.progress import over
 
@@ -88,18 +90,28 @@ class _PlacedCandidate(NamedTuple):
 
 
 def plan(
-    layers: Layers,
+    profile: AnyPath | Layers,
     workers: int,
-    bandwidth: float,
     microbatches: int,
     memory: float = math.inf,
+    *,
+    network: Network | None = None,
+    bandwidth: float | None = None,
     schemes: Collection[str] | None = None,
     budget: int = 0,
 ) -> Plan:
-    """Try all candidates, or only those of `schemes`; UsageError if none keeps to `memory` bytes a worker.
+    """The schedules of a profile's layers that no other beats in both seconds and bytes, and the fastest's `program`.
 
-    `budget`: work for each search of an order, as for `search_order`; 0: no orders are searched.
+    memory     bytes that a worker may hold; the network's devices may have less
+    network    what joins the workers, or `bandwidth`: bytes a second of every link; default: as the profile says
+    schemes    names: only these are tried
+    budget     work for each search of an order, as for `search`; 0: no orders are searched
+
+    UsageError if no schedule fits; RefusedFile if `profile` is a file but no profile.
     """
+    layers = profile if isinstance(profile, Layers) else read_layers(profile)
+    layers, bandwidth = on_links(layers, workers, network, bandwidth)
+    memory = min(memory, layers.machine.network.least_memory(workers))
     bounded = [
         (candidate_bound(candidate), candidate)
         for candidate in candidates(layers, workers, bandwidth, microbatches, memory)

@@ -1,6 +1,6 @@
 """Layers gathered into stages: what each stage costs in the simulator, and the cuts that balance S stages.
 
-Whatever simulates a schedule with a profile reads it by `read_stage_profile`, so that a plan's file has its costs.
+Whatever simulates a schedule with a profile reads it by `read_profile`, so that a plan's file has its costs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import REDO, Amount, by_stage, own_costs
-from schedgen.ir.graph_file import ModelGraph
-from schedgen.ir.header import Header
+from schedgen.ir.graph_file import ModelGraph, read_graph_file
+from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.planner.layer_profile import Edge, Layers, listed, parse_json
 from schedgen.planner.partition import prefixes, unreplicated
-from schedgen.simulator.machine import Machine, by_direction, read_profile, workspaces
+from schedgen.simulator.machine import Machine, by_direction, parse_profile, workspaces
 from schedgen.util.arrays import Floats
 from schedgen.util.errors import UsageError
+from schedgen.util.files import AnyPath, display_name, read_text
 from schedgen.util.parse_json import read_json
 
 SHORTEST = 1e-5  # the least time of a stage's job, as a share of the longest job's
@@ -51,17 +52,16 @@ class StageCosts(NamedTuple):
         return _with_halves(self.times)
 
 
-def read_stage_profile(
-    text: str, name: str, header: Header, graph: ModelGraph | None = None
-) -> tuple[dict[str, Amount], Machine]:
-    """The durations of a schedule's jobs and the machine, from the JSON of a profile, as `plan` takes them.
+def read_profile(file: AnyPath, program: Program, graph: AnyPath | None = None) -> tuple[dict[str, Amount], Machine]:
+    """The durations of a schedule's jobs, seconds by direction and stage, and the machine, from the file of a profile.
 
     Where the schedule's stages join layers and the profile is of these, they are joined as `plan` joins them; `graph`:
-    that of the layers. RefusedFile as `read_profile` and `read_layers`; UsageError if `graph` does not fit.
+    the file with that of the layers. RefusedFile if a file is none, UsageError if it does not fit the schedule.
     """
+    text, name, header = read_text(file), display_name(file), program.header
     counts = header.scheme.get("layers", ())
     if len(counts) < sum(counts) == listed(read_json(text, name)) and not header.tensor_parallel:
-        layers = parse_json(text, name, graph)
+        layers = parse_json(text, name, read_graph_file(graph))
         beta = layers.machine.beta
         costs = stage_costs(layers, list(accumulate(counts)), 1 / beta if beta else math.inf)
         made = costs.graph or ModelGraph(header.stages, chain(header.stages))
@@ -71,7 +71,7 @@ def read_stage_profile(
         return dict(costs.with_halves), costs.machine
     if graph is not None:
         raise UsageError(f"--graph is of layers, but the schedule does not join those of {name}: leave it out")
-    times, machine = read_profile(text, name, header.stages, header.graph.edges, header)
+    times, machine = parse_profile(text, name, header.stages, header.graph.edges, header)
     if counts and "B" in times:
         by_stage_times = {name: by_stage(seconds, header.stages) for name, seconds in times.items()}
         return dict(_with_halves(_not_too_short(by_stage_times))), machine

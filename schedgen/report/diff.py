@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
@@ -12,14 +13,21 @@ from schedgen.ir.file import header_entries, line_of
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.program import Program
+from schedgen.report.job_diff import job_changes
 from schedgen.simulator.stats import stats
-from schedgen.util.errors import clip
+from schedgen.util.errors import UsageError, clip
 
 CONTEXT = 2  # rows shown around a change
 
 
-def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
-    """The diff's lines, none if the programs are equal; line numbers are those of the files `a_name` and `b_name`."""
+def diff(a: Program, b: Program, a_name: str, b_name: str, jobs: bool = False) -> Iterator[str]:
+    """The diff's lines, none if the programs are equal; line numbers are those of the files `a_name` and `b_name`.
+
+    `jobs`: show the order of jobs, not all instructions; UsageError if stages or microbatches differ.
+    """
+    sizes = [f"{each.stages} stages and {each.microbatches} microbatches" for each in (a.header, b.header)]
+    if jobs and sizes[0] != sizes[1]:
+        raise UsageError(f"--jobs compares schedules of the same sizes, not {sizes[0]} with {sizes[1]}")
     headers = list(_header_changes(a.header, b.header))
     changed = not all(np.array_equal(old, new) for old, new in zip(a.rows.columns(), b.rows.columns(), strict=True))
     if not headers and not changed:
@@ -34,7 +42,9 @@ def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
             same.append(f"{key} {_formatted(key, old)}")
     if same:
         yield f"unchanged: {', '.join(same)}"
-    if changed:
+    if changed and jobs:
+        yield from job_changes(a, b, shutil.get_terminal_size().columns)
+    elif changed:
         yield from _unified(a, b, a_name, b_name)
 
 

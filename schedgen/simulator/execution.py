@@ -55,7 +55,7 @@ class Run(NamedTuple):
     """State and results of the execution, allocated by NumPy, which asks the system for huge pages for large arrays."""
 
     start: Times  # by row, as in `Simulation`
-    arrival: Times  # of SEND rows; -1 until it is known
+    arrival: Times  # by message, as `order`: when it has arrived, or a part has crossed its link; -1 until it is known
     idle: Times
     cause: Small
     asleep: Ints  # by row, and after all rows by collective: the first rank that sleeps on it; -1: none
@@ -92,7 +92,7 @@ def new_run(program: Program, members: Numbers, sums: Sums, links: int) -> Run:
     messages = rows + len(sums.collective)
     return Run(
         start=np.zeros(rows),
-        arrival=np.full(rows, -1.0),
+        arrival=np.full(messages, -1.0),
         idle=np.zeros((workers, len(CAUSES))),
         cause=np.full(rows, -1, np.int8),
         asleep=np.full(rows + collectives, -1, np.int32),
@@ -290,7 +290,8 @@ def _offer(message: int, now: float, lasts: Times, paths: Paths, sums: Sums, run
         _wake(run.asleep, run.next_asleep, message, run.tree, first_leaf, now)
         return
     c = sums.collective[message - rows]
-    run.complete[c] = max(run.complete[c], now + paths.hold[begin])
+    run.arrival[message] = now + paths.hold[begin]
+    run.complete[c] = max(run.complete[c], run.arrival[message])
     run.outside[c] -= 1
     if run.outside[c] == 0:
         run.complete[c] += sums.latency[c]

@@ -1,6 +1,6 @@
 """The machine that a schedule is simulated on: its links, the bytes of buffers, the time of a STEP.
 
-`read_profile` reads the durations of jobs and a `Machine` from one JSON object, as `mpirun profile` writes it.
+`parse_profile` reads the durations of jobs and a `Machine` from one JSON object, as `mpirun profile` writes it.
 """
 
 from __future__ import annotations
@@ -63,9 +63,13 @@ class Machine(NamedTuple):
 
     def check_times(self) -> None:
         """UsageError if a time is below 0 or not finite."""
-        for name, time in (("alpha", self.alpha), ("beta", self.beta), ("step", self.step)):
-            if not ((amounts := np.ravel(time)) >= 0).all() or np.isinf(amounts).any():
-                raise UsageError(f"Machine: {name} should be a time of at least 0, not {time}")
+        times: list[tuple[str, Amount]] = [("step", self.step)]
+        for level in self.network.levels:
+            times += [("alpha", [alpha for _, alpha in level.alphas]), ("beta", level.beta), ("card", level.card)]
+        for name, time in times:
+            wrong = ~((amounts := np.ravel(time)) >= 0) | np.isinf(amounts)
+            if wrong.any():
+                raise UsageError(f"Machine: {name} should be a time of at least 0, not {amounts[wrong][0]:g}")
 
     def edge_bytes(self, graph: StageGraph) -> Floats:
         """Bytes of the x, and of the g, that goes along each edge, shape (edges,)."""
@@ -91,7 +95,7 @@ _UNDIVIDED = ("activation", "alpha", "beta", "overhead")
 _TIMES = ("alpha", "beta", "overhead", "step")  # the entries that are no bytes
 
 
-def read_profile(
+def parse_profile(
     text: str,
     name: str,
     stages: int,

@@ -20,6 +20,7 @@ from schedgen.ir.cost import is_amount
 from schedgen.ir.limits import MOST_WORKERS
 from schedgen.util.arrays import AnyInts, Ints, Numbers, Times
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
+from schedgen.util.files import AnyPath, display_name, read_text
 from schedgen.util.parse_json import read_json
 
 LEVEL_KEYS = ("name", "devices", "alpha", "beta", "card")
@@ -133,6 +134,16 @@ class Sums(NamedTuple):
     latency: Times  # by collective: from the end of its last part until it is done
 
 
+class LinkUse(NamedTuple):
+    """When links and cards are occupied: arrays with an entry for each message, or sum, on each; by link and start."""
+
+    names: list[str]  # of the links that are used
+    link: Numbers  # an index of names
+    row: Numbers  # of the program: the SEND, or an ALLREDUCE of the sum
+    start: Times
+    length: Times
+
+
 class SumOfAByte(NamedTuple):
     """What a sum over a group of ranks occupies for each byte that is summed."""
 
@@ -162,6 +173,12 @@ class Links:
                 groups = int(self.group[k - 1, -1]) + 1
                 self.cards.append((k, self.count, level.card, groups))
                 self.count += 2 * groups
+
+    @property
+    def names(self) -> list[str]:
+        """By link: whose it is and which way it goes, as in "0 out" or "host 1 in"."""
+        owners = [(self.workers, "")] + [(groups, f"{self.levels[k - 1].name} ") for k, _, _, groups in self.cards]
+        return [f"{owner}{i} {way}" for count, owner in owners for way in ("out", "in") for i in range(count)]
 
     @property
     def is_uneven(self) -> bool:
@@ -216,14 +233,18 @@ class Links:
 
 
 def topology(hosts: int, devices: int, alpha: Sequence[float], beta: Sequence[float]) -> Network:
-    """Hosts of so many devices; alpha and beta inside and between hosts. The card of a host has the beta between."""
+    """Hosts of so many devices; alpha and beta inside and between hosts. The card of a host has the beta between.
+
+    Alphas are seconds and betas seconds a byte, or both in another unit: that of the costs that go with the network.
+    """
     inside = Level("host", (devices,) * hosts, alpha[0], beta[0])
     return Network((inside, Level("network", 0, alpha[-1], beta[-1], beta[-1])) if hosts > 1 else (inside,))
 
 
-def read_network(text: str, name: str) -> Network:
-    """The network in the JSON of a machine file; RefusedFile if there is none in it."""
-    return network_of(read_json(text, name), name)
+def read_network(file: AnyPath) -> Network:
+    """The network that a machine file describes; RefusedFile if it describes none, OSError if it cannot be opened."""
+    name = display_name(file)
+    return network_of(read_json(read_text(file), name), name)
 
 
 def network_of(values: Any, name: str) -> Network:

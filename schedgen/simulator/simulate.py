@@ -29,7 +29,7 @@ from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_b
 from schedgen.simulator.execution import Listed, Waiting, execute, new_run
 from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import Links, Paths, Sums
+from schedgen.simulator.network import Links, LinkUse, Paths, Sums
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.arrays import Ints, Numbers, Small, Times
 
@@ -45,6 +45,8 @@ class Simulation:
     idle: Times  # (workers, len(CAUSES)): time each rank was idle, by cause
     cause: Small  # of rows that waited: what they waited for last, an index of CAUSES; else -1
     lasts: Times  # how long each row takes by itself; of SEND rows: how long the message takes
+    machine: Machine
+    parts: Times  # by part of a sum: when it has crossed its link
 
     @cached_property
     def end(self) -> Times:
@@ -105,19 +107,38 @@ class Simulation:
         """The bytes that each rank needs."""
         return footprint(self.program, self.sizes)
 
+    def link_use(self, unit: float = 1.0) -> LinkUse:
+        """What occupies links and cards, and when; `unit`: as for `timeline`."""
+        program, waits = self.program, analyse(self.program).waits
+        links = Links(self.machine.network, program.header.workers)
+        paths, sums = _paths(program, waits, self.sizes, links, self.lasts.copy())
+        message = np.repeat(np.arange(len(paths.first) - 1), np.diff(paths.first))
+        entered = program.rows_of(*COLLECTIVES)
+        first_of = entered[np.unique(waits.collective[entered], return_index=True)[1]]
+        row = np.concatenate([np.arange(len(program)), first_of[sums.collective]])[message]
+        part_starts = self.parts - paths.hold[paths.first[len(program)] :]
+        start = np.concatenate([self.arrival - self.lasts, part_starts])[message]
+        used, link = np.unique(paths.link, return_inverse=True)
+        order, names = np.lexsort((start, link)), [links.names[k] for k in used]
+        return LinkUse(names, link[order], row[order], unit * start[order], unit * paths.hold[order])
+
     def timeline(self, unit: float = 1.0) -> Timeline:
         """The simulation as a timeline; `unit`: microseconds per unit of its time."""
         arrival = np.where(self.program.rows.op == Op.SEND, unit * self.arrival, -1.0)
         return Timeline(unit * self.start, unit * (self.end - self.start), unit * self.wait, self.cause, arrival)
 
 
-def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | None = None) -> Simulation:
-    """Execute a projected program. `cost`: the duration of each direction, for all stages or by stage.
+def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None) -> Simulation:
+    """Execute a projected program: when each instruction starts and ends.
+
+    cost     the duration of each direction, for all stages or by stage; default: the schedule's own
+    machine  links and sizes, in the unit of the costs and in bytes; default: messages take no time
 
     `check` must accept the program, which is not proved here: numbers of any other, as of a deadlock, mean nothing.
     UsageError if costs, or the machine's times or sizes, are below 0.
     """
     machine, header, table = machine or Machine(), program.header, program.rows
+    cost = header.cost if cost is None else cost
     machine.check_times()
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
     analysis = analyse(program)
@@ -132,7 +153,8 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     run = new_run(program, waits.members, sums, links.count)
     execute.sized(4 * len(program))(listed, waiting, lasts, paths, sums, machine.is_free, 0, run)
     np.maximum(run.arrival, 0.0, out=run.arrival)
-    return Simulation(program, sizes, run.start, run.arrival, run.idle, run.cause, lasts)
+    arrival, parts = np.split(run.arrival, [len(program)])
+    return Simulation(program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts)
 
 
 def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -> Times:

@@ -19,6 +19,8 @@ from schedgen.util.errors import RefusedFile, UsageError
 BLOCK = 2**20  # bytes read at a time
 READ_LIMIT = 2**28  # bytes of a file that is read at once
 
+AnyPath = str | os.PathLike[str]
+
 
 def prepare_streams() -> None:
     """Make a command's standard streams take any text."""
@@ -27,17 +29,17 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")  # a file name may hold anything
 
 
-def display_name(name: str) -> str:
+def display_name(name: AnyPath) -> str:
     """What messages call the input file `name`."""
-    return "standard input" if name == "-" else name
+    return "standard input" if name == "-" else os.fspath(name)
 
 
-def open_input(name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+def open_input(name: AnyPath) -> contextlib.AbstractContextManager[BinaryIO]:
     """The file `name`, opened for reading; OSError if it cannot be."""
     return contextlib.nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb")
 
 
-def read_text(name: str, limit: int = READ_LIMIT) -> str:
+def read_text(name: AnyPath, limit: int = READ_LIMIT) -> str:
     """The file `name` as UTF-8, with undecodable bytes replaced by U+FFFD and a byte-order mark left out.
 
     RefusedFile if it has more than `limit` bytes, OSError if it cannot be opened.

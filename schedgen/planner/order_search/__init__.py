@@ -13,5 +13,5 @@ heuristic_orders.py   all of these, within a budget of work
 cp_sat.py             OR-Tools' CP-SAT: proofs for small problems
 compiled_orders.py    orders as schedules: compiled, read back, judged by the simulator
 search_order.py       the whole search: begin, find, prove; the simulator has the last word
-recompute.py          orders that redo forwards to keep to the memory
+recompute.py          orders that redo forwards to keep to the memory; `search`, all of this as one call
 """

@@ -16,13 +16,24 @@ k-colourable subgraph of an interval graph, if a worker saves k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import by_stage, has_both, own_costs, redo_duration, shortest_halves, without_redo
+from schedgen.checker import check_compiled
+from schedgen.ir.cost import (
+    Amount,
+    by_stage,
+    durations,
+    has_both,
+    own_costs,
+    redo_duration,
+    shortest_halves,
+    without_redo,
+)
 from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.budget import BUDGET
@@ -30,8 +41,10 @@ from schedgen.planner.order_search.compiled_orders import compile_order, judge, 
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
-from schedgen.planner.order_search.question import FoundOrder, Limits, NoOrder, Question, reached
+from schedgen.planner.order_search.question import OBJECTIVES, FoundOrder, Limits, NoOrder, Question, Ties, reached
 from schedgen.planner.order_search.search_order import search_order
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
@@ -40,6 +53,37 @@ from schedgen.util.jit import compiled_always
 ROOM = 1 + 1e-12  # sums of bytes are rounded
 LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, as multiples of the real one
 TIGHTER = 4  # times that a limit in bytes is tightened, if a schedule holds more besides saved forwards
+
+
+def search(
+    scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None, *,
+    memory_limit: int | None = None, memory: float | None = None, objective: str = "latency", tied: Ties = (),
+    recompute: bool = False, budget: int = BUDGET,
+) -> FoundOrder:  # fmt: skip
+    """The order of a scheme's jobs that ends first: its `program` and, in the unit of the costs, `value` and `bound`.
+
+    cost          by direction, for all stages or by stage; default: F=1, B=2 or, if backwards are split, all 1
+    memory_limit  saved forwards that a worker may hold; or `memory`: bytes that it may need; default: the devices' bytes
+    objective     what is minimized: latency, or window, the longest from a worker's first job to the end of its last
+    tied          stages that share parameters; `recompute`: whether forwards may be redone to keep to the memory
+    budget        the work, in millions of job start times
+
+    UsageError if no order keeps to the memory, or for what the search cannot handle.
+    """
+    cost = cost or own_costs(None, 3 if scheme.split else 2)
+    durations(cost, 2)  # UsageError if they are no times, or of forwards alone
+    if objective not in OBJECTIVES:
+        raise UsageError(f"objective {objective!r} is none of {', '.join(OBJECTIVES)}")
+    if memory_limit is not None and memory is not None:
+        raise UsageError("memory_limit counts saved forwards and memory counts bytes: give one of them")
+    machine = machine or Machine()
+    least = machine.network.least_memory(scheme.workers or sizes.workers or 1)
+    if memory_limit is None and min(least, memory or math.inf) < math.inf:
+        memory = min(least, memory or math.inf)
+    question = Question(scheme, sizes, cost, machine, Limits(objective, memory_limit, memory), tied)
+    best = (search_with_recompute if recompute else search_order)(question, budget)
+    check_compiled(best.program)
+    return best
 
 
 def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrder:

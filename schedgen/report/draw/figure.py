@@ -50,19 +50,22 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
     with matplotlib_style() as figure_type:
         span = max(scene.makespan for scene in scenes)
         rows, width = [_row_height(scene) for scene in scenes], _width(scenes, span)
-        inner = width - LEFT - RIGHT
+        names = [name for scene in scenes if scene.links for name in scene.links.names]
+        left = max(LEFT, *(text_width(name, SMALL) / 72 + 0.12 for name in names), 0)
+        inner = width - left - RIGHT
         wide = inner * 72 / span  # points of a unit of time
         labels = [figure_axes.fitting_labels(scene, row, wide) for scene, row in zip(scenes, rows, strict=True)]
         above, below = _legends(scenes, by, transfers, any(labels))
-        heights = [row * scene.program.header.workers for row, scene in zip(rows, scenes, strict=True)]
+        heights = [row * figure_axes.rows(scene) for row, scene in zip(rows, scenes, strict=True)]
         top, bottom = 0.45 + _legend_height(above), 0.39 + _legend_height(below)
         total = sum(heights) + top + bottom + BETWEEN * (len(scenes) - 1)
         drawing = figure_type(figsize=(width, total))
         y = total - top
         for scene, height, texts in zip(scenes, heights, labels, strict=True):
             bottom_edge, relative_height = (y - height) / total, height / total
-            axes = drawing.add_axes((LEFT / width, bottom_edge, inner / width, relative_height))
+            axes = drawing.add_axes((left / width, bottom_edge, inner / width, relative_height))
             figure_axes.draw_rows(axes, scene, by, colour_count(scenes, by), span, wide, texts)
+            figure_axes.draw_links(axes, scene)
             figure_axes.draw_transfers(axes, scene, transfers)
             figure_axes.draw_axis(axes, scene, captioned=scene is scenes[-1])
             axes.set_title(heading(scene), size=LARGE, loc="left", pad=5, weight="bold")
@@ -84,8 +87,8 @@ def _width(scenes: Sequence[Scene], span: float) -> float:
 
 def _row_height(scene: Scene) -> float:
     """Inches of a worker's row."""
-    workers = scene.program.header.workers
-    return min(max(5.0 / workers, 0.075), 0.36, TALLEST / workers)
+    rows = figure_axes.rows(scene)
+    return min(max(5.0 / rows, 0.22 if scene.links else 0.075), 0.36, TALLEST / rows)  # links have names
 
 
 def _legends(scenes: Sequence[Scene], by: str, transfers: Collection[str], labels: bool) -> tuple[Entries, Entries]:
@@ -105,7 +108,10 @@ def _legends(scenes: Sequence[Scene], by: str, transfers: Collection[str], label
     bottom = [(_swatch(paint), SHARES[share]) for share, paint in enumerate(SHARE_COLOURS) if spent[share]]
     programs = [scene.program for scene in scenes]
     sent = {int(kind) for each in programs for kind in np.unique(each.rows.kind[each.rows_of(Op.SEND)])}
-    drawn = [name for name in transfers if Kind[name.upper()] in sent]
+    sent &= {int(Kind[name.upper()]) for name in transfers}
+    for each in scenes:
+        sent |= {*each.program.rows.kind[each.links.row].tolist()} if each.links else set()
+    drawn = [name for name in TRANSFER_COLOURS if Kind[name.upper()] in sent]
     return top, bottom + [(_swatch(TRANSFER_COLOURS[name]), f"sends {name}") for name in drawn]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.instructions import KIND_NAME, Kind, Op
 from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS, TRACK, TRANSFER_COLOURS, colours
 from schedgen.report.draw.figure_style import HATCH_OPACITY, HATCHES, LABEL, SMALL, text_width
 from schedgen.report.draw.scene import Scene, format_time
@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 
 MOST_VECTORS = 6000  # bars; more of them are drawn as pixels
 TOP, BAR, STRIP = 0.06, 0.62, 0.22  # of a row's height: space above the bars, bars, memory held
+LINK = 0.5  # a link's row, of a worker's
 
 Label = tuple[int, str]  # number of a bar, text
+
+
+def rows(scene: Scene) -> float:
+    """The height of a scene, in rows of workers."""
+    return scene.program.header.workers + LINK * (len(scene.links.names) if scene.links else 0)
 
 
 def fitting_labels(scene: Scene, row: float, wide: float) -> list[Label]:
@@ -48,7 +54,7 @@ def draw_rows(axes: Axes, scene: Scene, by: str, count: int, span: float, wide: 
 
     workers, bars = scene.program.header.workers, scene.bars
     axes.set_xlim(0, span)
-    axes.set_ylim(workers, 0)
+    axes.set_ylim(rows(scene), 0)
     tracks = _corners(np.zeros(workers), np.arange(workers) + TOP, scene.makespan, BAR)
     axes.add_collection(PolyCollection(tracks, facecolor=TRACK, linewidth=0))
     gaps = scene.gaps()
@@ -129,11 +135,31 @@ def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
             axes.plot(*zip(*heads, strict=True), "o", color=paint, markersize=1.4, markeredgewidth=0, zorder=5)
 
 
+def draw_links(axes: Axes, scene: Scene) -> None:
+    """Draw what occupies links and cards below the workers, in the colours of messages."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba_array
+
+    if scene.links is None:
+        return
+    used, below = scene.links, scene.program.header.workers + 0.1 * LINK
+    tracks = _corners(np.zeros(len(used.names)), below + LINK * np.arange(len(used.names)), scene.makespan, 0.8 * LINK)
+    axes.add_collection(PolyCollection(tracks, facecolor=TRACK, linewidth=0))
+    paints = to_rgba_array([TRANSFER_COLOURS.get(KIND_NAME.get(kind, ""), INK) for kind in Kind])
+    paints = paints[scene.program.rows.kind[used.row]]
+    corners = _corners(used.start, below + LINK * used.link, used.length, 0.8 * LINK)
+    pixels = len(used.row) > MOST_VECTORS
+    axes.add_collection(  # with edges, so that short ones are seen
+        PolyCollection(corners, facecolors=paints, edgecolors=paints, linewidths=0.4, rasterized=pixels)
+    )
+
+
 def draw_axis(axes: Axes, scene: Scene, captioned: bool) -> None:
     """Draw ticks for workers and times and, if `captioned`, the axis' caption."""
     workers = scene.program.header.workers
-    ranks = range(0, workers, -(-workers // 16))
-    axes.set_yticks([rank + TOP + BAR / 2 for rank in ranks], [str(rank) for rank in ranks])
+    ranks, names = range(0, workers, -(-workers // 16)), scene.links.names if scene.links else []
+    places = [rank + TOP + BAR / 2 for rank in ranks] + [workers + LINK * (k + 0.5) for k in range(len(names))]
+    axes.set_yticks(places, [*map(str, ranks), *names])
     axes.tick_params(axis="y", length=0, pad=3)
     axes.tick_params(axis="x", length=2, width=0.5, color=INK, pad=2)
     axes.xaxis.set_major_formatter(lambda value, _: format_time(value, scene.seconds) if value else "0")
@@ -142,14 +168,14 @@ def draw_axis(axes: Axes, scene: Scene, captioned: bool) -> None:
     axes.spines["bottom"].set_color("#aab1bb")
     if captioned:
         unit = "time" if scene.seconds else "time, in units of the costs"
-        axes.set_xlabel(f"{unit}; a row is a worker", size=SMALL, labelpad=2, loc="left")
+        axes.set_xlabel(f"{unit}; a row is a worker{' or a link' if names else ''}", size=SMALL, labelpad=2, loc="left")
 
 
 def draw_shares(axes: Axes, scene: Scene) -> None:
     """Draw each worker's shares of time as a stacked bar, with its busy share in figures."""
     shares, workers = scene.shares(), scene.program.header.workers
     axes.set_xlim(0, 1)
-    axes.set_ylim(workers, 0)
+    axes.set_ylim(rows(scene), 0)
     axes.axis("off")
     axes.text(1.04, 0, "busy", size=SMALL, va="bottom")
     rank = np.arange(workers)

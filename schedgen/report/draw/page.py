@@ -91,6 +91,7 @@ def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]
         "latency": scene.latency,
         "line": line_of(scene.program, 0, 0),
         "looks": scene.looks,
+        "links": [] if scene.links is None else scene.links.names,
         "shares": shares.round(6).tolist(),
         "mean": shares.mean(axis=0).round(6).tolist(),
         "columns": [[name, column.dtype.str[1:], len(column)] for name, column in columns.items()],
@@ -106,6 +107,7 @@ def _columns(scene: Scene, sized: bool) -> Columns:
     saved     1: the row keeps something for a backward; -1: it is the last to use it
     awaited   the SEND whose message the row waits for last; -1: none
     receiver  for a SEND: the row that receives its message; user: the first row that uses it; -1: none
+    link      which of the scene's links is occupied, linkStart, linkLength: when, linkRow: by what; in this order
     """
     table, timeline, breakdown, bounds = scene.program.rows, scene.timeline, scene.breakdown, scene.program.bounds
     waits, held, saved = analyse(scene.program).waits, scene.held(in_bytes=sized), scene.held_activations()
@@ -142,5 +144,8 @@ def _columns(scene: Scene, sized: bool) -> Columns:
         "late": breakdown.late,
         "saved": np.sign(saved.taken) - np.sign(saved.freed),
     }
+    if scene.links is not None:
+        floats |= {"linkStart": scene.links.start, "linkLength": scene.links.length}
+        integers |= {"link": scene.links.link, "linkRow": scene.links.row}
     types = ((floats, "<f8"), (integers, "<i4"), (small, "<i1"))
     return {name: column.astype(form) for columns, form in types for name, column in columns.items()}

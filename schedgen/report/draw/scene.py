@@ -15,6 +15,7 @@ from schedgen.ir.instructions import COMPUTE, LETTER, Op
 from schedgen.ir.program import Program
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.buffer_sizes import BufferSizes
+from schedgen.simulator.network import LinkUse
 from schedgen.simulator.time_breakdown import COOL_DOWN, TimeBreakdown, time_breakdown
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.arrays import Ints, Numbers, Small, Times
@@ -57,6 +58,7 @@ class Scene(NamedTuple):
     sizes: BufferSizes
     seconds: bool  # whether times are seconds
     bars: Bars
+    links: LinkUse | None  # None: not shown
 
     @property
     def makespan(self) -> float:
@@ -112,8 +114,11 @@ class Scene(NamedTuple):
         return analyse(self.program).memory.saved
 
 
-def build_scene(name: str, file: str, program: Program, timeline: Timeline, sizes: BufferSizes, seconds: bool) -> Scene:
-    """The scene of a checked program; with `seconds` the timeline is in microseconds, else in units of the costs."""
+def build_scene(
+    name: str, file: str, program: Program, timeline: Timeline, sizes: BufferSizes, seconds: bool,
+    links: LinkUse | None = None,
+) -> Scene:  # fmt: skip
+    """The scene of a checked program; with `seconds` its times are in microseconds, else in units of the costs."""
     unit = 1e-6 if seconds else 1.0
     begin = float((timeline.start - timeline.wait).min())
     start, length = unit * (timeline.start - begin), unit * timeline.length
@@ -123,7 +128,9 @@ def build_scene(name: str, file: str, program: Program, timeline: Timeline, size
     row = np.flatnonzero(np.isin(table.op, COMPUTE) | ((table.op == Op.STEP) & (length > 0)))
     look = LOOK_OF_OP[table.op[row]]
     bars = Bars(row, table.rank[row], start[row], length[row], look, table.stage[row], table.mb[row])
-    return Scene(name, file, program, timeline, time_breakdown(program, timeline), sizes, seconds, bars)
+    if links is not None:
+        links = links._replace(start=unit * (links.start - begin), length=unit * links.length)
+    return Scene(name, file, program, timeline, time_breakdown(program, timeline), sizes, seconds, bars, links)
 
 
 def size_text(scene: Scene) -> str:

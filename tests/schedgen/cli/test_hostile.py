@@ -116,7 +116,7 @@ def file(run, tmp_path):
         ("compile 1f1b-rr --stages 60000000 --microbatches 1", "60000000 workers are too many"),
         ("compile gpipe --stages 20000 --microbatches 2", "20000 workers x 20000 stages are too many"),
         ("compare --stages 8 --microbatches 8 --workers 2000000000", "2000000000 workers are too many"),
-        ("plan {vgg16} --workers 200000000 --bandwidth 1 --microbatches 2", "4096 workers at the most, not 200000000"),
+        ("plan {vgg16} --workers 200000000 --bandwidth 1 --microbatches 2", "1 to 4096 workers, not 200000000"),
     ],
 )
 def test_large_numbers_are_refused_before_anything_is_made_of_them(command, words, run, refused):

@@ -79,11 +79,11 @@ def test_bounds_rule_out_no_schedule_of_a_graph(without_bounds):
             "alpha": 0.05, "beta": 0.01, "activation": np.array([chance.uniform(1, 50) for _ in range(7)]),
             "edge_activation": np.array([chance.uniform(1, 50) for _ in edges]) if apart and seed % 2 else None,
         }  # fmt: skip
-        arguments = layers_of(graph, **sizes), 4, 100, 4, 1500
+        arguments = layers_of(graph, **sizes), 4, 4, 1500
         schemes = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "fsdp", "1f1b-rr")
-        kept = plan(*arguments, schemes=schemes)
+        kept = plan(*arguments, bandwidth=100, schemes=schemes)
         with without_bounds():
-            all_tried = plan(*arguments, schemes=schemes)
+            all_tried = plan(*arguments, bandwidth=100, schemes=schemes)
         assert kept.front == all_tried.front
         left_out += all_tried.simulated - kept.simulated
     assert left_out

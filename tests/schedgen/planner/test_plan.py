@@ -98,10 +98,10 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
 def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes, without_bounds):
     """Messages without bytes take no time, whatever alpha is."""
     layers = model(split=split)
-    arguments = layers._replace(machine=layers.machine._replace(**sizes)), 4, 1e9, 8, limit
-    quick = plan(*arguments)
+    arguments = layers._replace(machine=layers.machine._replace(**sizes)), 4, 8, limit
+    quick = plan(*arguments, bandwidth=1e9)
     with without_bounds():
-        slow = plan(*arguments)
+        slow = plan(*arguments, bandwidth=1e9)
     assert quick.front == slow.front
     assert quick.simulated < slow.simulated == slow.schedules
     assert all(row.peak_bytes <= limit for row in quick.front)
@@ -117,9 +117,8 @@ def test_with_a_limit_nothing_is_missed_that_is_found_without(seed, schemes):
     activation, weight, saved = rng.integers(0, (9000, 30000, 9000), (6, 3)).T.astype(float)
     machine = Machine(activation=activation, weight=weight, saved=saved)
     layers = Layers(tuple("abcdef"), tuple(itertools.pairwise(range(6))), times, machine)
-    links = 2, 1e6
-    for found in plan(layers, *links, 4, schemes=schemes).front:
-        limited = plan(layers, *links, 4, found.peak_bytes, schemes=schemes).front
+    for found in plan(layers, 2, 4, bandwidth=1e6, schemes=schemes).front:
+        limited = plan(layers, 2, 4, found.peak_bytes, bandwidth=1e6, schemes=schemes).front
         assert limited[0].step_time <= found.step_time and limited[0].peak_bytes <= found.peak_bytes
 
 
@@ -154,7 +153,7 @@ def test_a_schedule_takes_what_its_row_says_though_its_cuts_moved_after_it_was_o
         overhead={"F": np.array([0.7, 1.2, 1.2, 0.9, 0.5, 0.2])},
     )  # fmt: skip
     layers = Layers(tuple("abcdef"), tuple(itertools.pairwise(range(6))), times, machine)
-    best = plan(layers, 2, 1e9, 4, 165e3, schemes=["hanayo"])
+    best = plan(layers, 2, 4, 165e3, bandwidth=1e9, schemes=["hanayo"])
     first = best.front[0]
     costs = stage_costs(layers, np.cumsum(first.layers).tolist(), 1e9)
     run = simulate(best.program, costs.with_halves, costs.machine)
@@ -191,7 +190,7 @@ def test_whether_backwards_are_split_and_what_is_redone_is_searched(memory):
     machine = Machine(activation=1.0, weight=1e6, saved=8e6 * ones, owned=4e6 * ones)
     times = {"F": 10 * ones, "B": 18 * ones, "I": 12 * ones, "W": 10 * ones}
     layers = Layers(("a", "b", "c", "d"), ((0, 1), (1, 2), (2, 3)), times, machine)
-    own, best = (plan(layers, 4, 1e9, 8, memory, schemes=["1f1b", "zb-h1"], budget=n) for n in (0, 1))
+    own, best = (plan(layers, 4, 8, memory, bandwidth=1e9, schemes=["1f1b", "zb-h1"], budget=n) for n in (0, 1))
     first = best.front[0]
     assert first.order == "search" and first.step_time < own.front[0].step_time and first.peak_bytes <= memory
     count = {op: len(best.program.rows_of(op)) for op in (Op.BWD, Op.BWD_I, Op.RECOMPUTE)}

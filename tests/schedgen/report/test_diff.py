@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedgen.report.job_diff import _columns
 
 
 @pytest.fixture
@@ -86,3 +90,45 @@ def test_the_directions_that_name_owners_are_a_difference(file, tmp_path, run):
     result = run("diff", *files)
     assert result.code == 1 and "owners named by: F B -> F I W" in result.out.splitlines()
     assert run("diff", files[0], files[0]).code == 0
+
+
+def test_the_jobs_of_gpipe_and_1f1b_are_seen_on_a_screen(file, run):
+    files = file("gpipe"), file("1f1b")
+    result = run("diff", "--jobs", *files)
+    assert result.code == 1 and len(result.out.splitlines()) < 24 < 300 < len(run("diff", *files).out.splitlines())
+    assert (
+        """
+rank 2: 16 jobs, 6 moved
+- F0 F1 F2 .. F7 B0    .. B5    B6 B7
++ F0 F1          B0 F2 .. B5 F7 B6 B7
+"""
+        in result.out
+    )
+    assert "rank" not in run("diff", "--jobs", files[0], file("gpipe", "--prefetch", "0")).out
+
+
+def test_jobs_that_change_ranks_and_halves_of_backwards_are_counted(file, run):
+    out = run("diff", "--jobs", file("1f1b"), file("zb-h1")).out
+    assert "rank 0: 24 jobs, 0 moved, 8 from no rank" in out
+    assert "\n- F0 .. F3 B0    F4 .. B3    F7 B4    .. B7\n+ F0 .. F3 I0 W0 F4 .. I3 W3 F7 I4 W4 .. I7 W7\n" in out
+    assert (
+        "rank 3: 16 jobs, 0 moved, 8 to rank 0, 8 from rank 0"
+        in run("diff", "--jobs", file("1f1b"), file("chimera")).out
+    )
+
+
+@given(st.permutations(range(7)), st.integers(0, 7))
+def test_what_stays_is_the_longest_common_order(order, left_out):
+    old, new = [("F", 0, k) for k in range(7)], [("F", 0, k) for k in order[left_out:]]
+    columns = _columns(old, new)
+    assert [[job for job in side if job] for side in zip(*columns, strict=True)] == [old, new]
+    longest = [0] * 7
+    for k in order[left_out:]:
+        longest[k] = 1 + max(longest[:k], default=0)
+    assert sum(None not in column for column in columns) == max(longest)
+
+
+def test_jobs_of_other_sizes_are_refused(file, run, refused, tmp_path):
+    assert run("compile", "1f1b", "--stages", "4", "--microbatches", "4", "-o", tmp_path / "four.json").code == 0
+    words = refused(run("diff", "--jobs", file("1f1b"), tmp_path / "four.json"), 2)
+    assert "--jobs compares schedules of the same sizes, not 4 stages and 8 microbatches with 4 stages and 4" in words

@@ -88,6 +88,16 @@ def test_transfers_are_drawn_where_they_are_asked_for(run, schedules):
     assert "LineCollection" in with_them.read_text() and "LineCollection" not in without.read_text()
 
 
+def test_links_have_rows_below_the_workers(run, refused, schedules):
+    file, hosts = schedules / "a.svg", ("--topology", "2x2", "--bandwidth", "2,1")
+    assert run("draw", schedules / "gpipe.json", *hosts, "--links", "-o", file).code == 0
+    said = texts(file)
+    assert {"0 out", "3 in", "host 0 out", "host 1 in", "sends x", "sends g"} <= set(said)
+    assert said.index("3") < said.index("0 out") and "LineCollection" not in file.read_text()
+    words = refused(run("draw", schedules / "gpipe.json", "--links", "-o", file), 2)
+    assert words == "schedgen: --links: no message occupies a link: give --beta, --profile, --machine or --topology"
+
+
 def test_two_schedules_have_one_time_axis(run, schedules):
     file = schedules / "a.svg"
     assert run("draw", schedules / "gpipe.json", schedules / "zb-h1.json", "-o", file).code == 0

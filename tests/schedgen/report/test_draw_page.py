@@ -17,6 +17,7 @@ import pytest
 
 from schedgen.checker import checked
 from schedgen.report.draw.colours import LOOKS
+from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.time_breakdown import SHARES
 
@@ -77,6 +78,16 @@ def test_the_page_has_the_simulation_s_times(page, schedules, scheme):
     for row in range(len(program)):
         at = scene["line"] + row + 2 * int(program.rows.rank[row])
         assert lines[at - 1].strip().rstrip(",") == str(program.instruction(row))
+
+
+def test_the_page_has_what_occupies_each_link(page, schedules):
+    numbers, (columns,) = unpacked(page(schedules / "fslpp.json", "--beta", "0.5", "--links"))
+    program = checked(str(schedules / "fslpp.json"))
+    used = simulate(program, program.header.cost, Machine(beta=0.5)).link_use()
+    assert numbers["scenes"][0]["links"] == used.names and used.names[0] == "0 out"
+    for name, column in zip(("link", "linkRow", "linkStart", "linkLength"), used[1:], strict=True):
+        assert columns[name].tolist() == column.tolist()
+    assert unpacked(page(schedules / "fslpp.json"))[0]["scenes"][0]["links"] == []
 
 
 @pytest.mark.skipif(not NODE, reason="no node on PATH")

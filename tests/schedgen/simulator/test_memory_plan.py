@@ -20,7 +20,7 @@ from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.simulator.footprint import footprint
-from schedgen.simulator.machine import Machine, read_profile
+from schedgen.simulator.machine import Machine, parse_profile
 from schedgen.simulator.memory_plan import memory_plan
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -287,7 +287,7 @@ def test_what_tied_stages_share(run, refused, tmp_path):
 def test_bytes_are_rounded_up():
     text = """{"F": 1, "B": 2, "beta": 0.5, "activation": 0.5, "saved": [1.1, 2], "half": 1e-9, "owned": 3.0,
                "workspace": {"F": [0.1, 7]}, "per_consumer": [1.5], "step": 0.5, "overhead": {"B": 0.5}}"""
-    assert read_profile(text, "p.json", 2, [(0, 1)])[1] == Machine(
+    assert parse_profile(text, "p.json", 2, [(0, 1)])[1] == Machine(
         beta=0.5, activation=1, saved=[2, 2], half=1, owned=3, workspace={"F": [1, 7]}, edge_activation=[2], step=0.5,
         overhead={"B": 0.5},
     )  # fmt: skip

@@ -43,6 +43,9 @@ def test_a_second_simulation_agrees(data):
         return
     run = simulate(program, program.header.cost, machine)
     start, arrival = simulate_again(program, program.header.cost, machine)
+    used = run.link_use()
+    ends, same = used.start + used.length, np.diff(used.link) == 0
+    assert (used.start[1:][same] >= ends[:-1][same] - 1e-9).all()  # one at a time on each link
     assert run.start.tolist() == start.tolist()
     assert run.arrival[program.rows_of(Op.SEND)].tolist() == arrival.tolist()
 
@@ -91,8 +94,12 @@ def test_a_host_s_card_is_shared():
     """Two hosts of two: each sum of n bytes sends 2 n through a card, twice what two ranks alone would send."""
     program = made("ddp", Sizes(1, 4, 4))
     apart = Network((Level("host", 2, 0, 0), Level("network", 0, 0, 1)))
-    ends = [
-        simulate(program, {"F": 1, "B": 2}, Machine(weight=60).on(network)).end.max()
+    runs = [
+        simulate(program, {"F": 1, "B": 2}, Machine(weight=60).on(network))
         for network in (topology(2, 2, [0], [0, 1]), apart)
     ]
-    assert ends == [3 + 2 * 60, 3 + 2 * 60 / 2]
+    assert [run.end.max() for run in runs] == [3 + 2 * 60, 3 + 2 * 60 / 2]
+    used = runs[0].link_use()
+    ranks = [f"{rank} {way}" for way in ("out", "in") for rank in range(4)]
+    assert used.names == [*ranks, "host 0 out", "host 1 out", "host 0 in", "host 1 in"]
+    assert used.start.tolist() == [3] * 12 and used.length.tolist() == [60] * 8 + [120] * 4

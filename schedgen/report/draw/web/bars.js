@@ -30,6 +30,8 @@ function paint(scene, row, kind) {
 const sheet = document.createElement("canvas");  // a row of pixels for each dense lane
 const channels = list => Float32Array.from(list.flatMap(c => [1, 3, 5].map(at => parseInt(c.slice(at, at + 2), 16))));
 const greyChannels = channels([GREY]);
+const linkColours = kinds.map(kind => transferColours[kind] || GREY);
+const linkChannels = linkColours.map(colour => channels([colour]));
 const paintChannels = { microbatch: paints.microbatch.map(channels), stage: paints.stage.map(channels) };
 
 /** Lanes whose bars are about as wide as pixels: each pixel has the mean of the colours that fall into it. */
@@ -56,12 +58,13 @@ function drawDense(dense) {
 }
 
 /** Add to every pixel's red, green, blue and coverage what falls into it; `scale`: pixels a unit of time. */
-function addColours({ scene, bars }, sums, wide, scale) {
+function addColours({ scene, bars, link }, sums, wide, scale) {
   const by = show.by === "microbatch" ? scene.mb : scene.stage;
   for (let i = firstAbove(bars.end, view.from); i < bars.count && bars.start[i] < view.to; i++) {
     const a = Math.max((bars.start[i] - view.from) * scale, 0), b = Math.min((bars.end[i] - view.from) * scale, wide);
-    const kind = bars.kind[i], colour = kind < 0 ? greyChannels : paintChannels[show.by][kind];
-    const at = kind < 0 ? 0 : 3 * Math.max(by[bars.row[i]], 0);
+    const kind = bars.kind[i], paintsOf = link ? linkChannels : paintChannels[show.by];
+    const colour = kind < 0 ? greyChannels : paintsOf[kind];
+    const at = kind < 0 || link ? 0 : 3 * Math.max(by[bars.row[i]], 0);
     for (let p = Math.floor(a); p < b; p++) {
       const part = Math.min(b, p + 1) - Math.max(a, p);
       sums[4 * p] += part * colour[at];
@@ -82,7 +85,7 @@ function drawWaits({ waits }, y, h) {
   }
 }
 
-function drawBars({ scene, bars }, y, h) {
+function drawBars({ scene, bars, link }, y, h) {
   const { em } = box, size = Math.min(0.86 * em, h * 0.62), labels = h > 0.85 * em;
   const ratio = devicePixelRatio || 1;
   if (labels) {
@@ -96,14 +99,14 @@ function drawBars({ scene, bars }, y, h) {
     if (x1 - x0 < 0.3) continue;  // too narrow to be seen among wider ones
     const wide = x1 - x0, gap = wide > 6 ? 0.5 : 0;
     const a = Math.max(x0 + gap, box.left - 4), b = Math.min(x1 - gap, box.right + 4);
-    pen.fillStyle = paint(scene, row, kind);
+    pen.fillStyle = link ? linkColours[kind] : paint(scene, row, kind);
     const tall = kind < 0 ? h * 0.4 : h, top = y + (h - tall) / 2;
     if (wide > 14 && h > 14) {
       pen.beginPath();
       pen.roundRect(a, top, b - a, tall, 2.5);
       pen.fill();
     } else pen.fillRect(a, top, b - a, tall);
-    if (kind < 0) continue;
+    if (kind < 0 || link) continue;
     if (looks[kind].hatch && wide > 5 && h > 7) {
       pen.fillStyle = hatch(looks[kind].hatch, ratio);
       pen.fillRect(a, y, b - a, h);

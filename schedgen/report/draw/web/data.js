@@ -5,7 +5,7 @@ const $ = id => document.getElementById(id);
 const data = JSON.parse($("scenes").textContent), { scenes } = data;
 const { looks, paints, shares, shareWords, shareColours, transferColours, kinds, operands, causes } = data;
 /** The state of the page's switches. */
-const show = { by: data.by, memory: data.memory, transfers: data.transfers, causes: true, order: data.order };
+const show = { by: data.by, memory: data.memory, transfers: data.transfers, order: data.order, causes: true, links: true };
 const INK = "#1c2430", SOFT = "#5b6675", TRACK = "#f3f5f8", HELD = data.held, GREY = data.grey;
 
 /** Unpack the columns of all scenes. */
@@ -66,9 +66,16 @@ function prepare(scene, number) {
       levels: { bytes: levelColumns(levels.bytes), activations: levelColumns(levels.activations) } });
   }
   scene.sends = scene.send.length;
+  const uses = scene.links.map(() => []);
+  scene.link?.forEach((link, k) => {
+    const row = scene.linkRow[k];
+    uses[link].push([scene.linkStart[k], scene.linkStart[k] + scene.linkLength[k], row, scene.kind[row]]);
+  });
+  scene.linkLanes = scene.links.map((label, k) =>
+    ({ scene, link: true, label, name: "", bars: spanColumns(uses[k]), waits: spanColumns([]) }));
 }
 
-/** Columns of a list of [start, end, row, kind]; kind is an index of `looks` (bars) or of `shares` (waits). */
+/** Columns of a list of [start, end, row, kind]; kind is an index of `looks`, `shares` (waits) or `kinds` (links). */
 function spanColumns(list) {
   const column = (type, k) => type.from(list, entry => entry[k]);
   return { count: list.length, start: column(Float64Array, 0), end: column(Float64Array, 1), row: column(Int32Array, 2),

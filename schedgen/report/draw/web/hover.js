@@ -6,7 +6,7 @@ let pointer = null;  // where it is on the picture
 function hit(x, y) {
   const lane = lanes.find(line => line.scene && y >= topOf(line) && y < topOf(line) + line.height), time = timeAt(x);
   if (!lane || x < box.left || y < box.axis) return null;
-  if (x > box.right) return { lane, share: true };
+  if (x > box.right) return lane.link ? null : { lane, share: true };
   if (show.transfers) {
     const nearest = nearestMessage(x, y);
     if (nearest) return { lane, time, ...nearest };
@@ -75,6 +75,11 @@ function tipHtml({ lane, time, bar, wait, message, share, scene: sender }) {
     return codeHtml(scene, send) + lineHtml(`${position(scene, send)}, at ${say(scene.start[send])}`)
       + codeHtml(scene, receive) + lineHtml(`${position(scene, receive)}, there at ${say(scene.arrival[message])}`);
   }
+  if (lane.link) {
+    const row = lane.bars.row[bar], start = lane.bars.start[bar], end = lane.bars.end[bar];
+    return codeHtml(scene, row) + lineHtml(position(scene, row))
+      + lineHtml(`occupies ${escapeHtml(lane.label)} from ${say(start)} to ${say(end)}, for <b>${say(end - start)}</b>`);
+  }
   if (bar !== undefined) {
     const row = lane.bars.row[bar], start = scene.start[row], end = scene.end[row];
     const when = `${say(start)} to ${say(end)}, takes <b>${say(end - start)}</b>`;
@@ -104,7 +109,8 @@ function drawPointer() {
   const list = target.bar !== undefined ? lane.bars : lane.waits, i = target.bar ?? target.wait;
   if (i !== undefined) {
     const a = Math.max(xOf(list.start[i]), box.left), b = Math.min(xOf(list.end[i]), box.right), job = list.row[i];
-    const messages = target.bar !== undefined ? messagesOf(scene, job)
+    const messages = lane.link ? messagesWhere(scene, row => row === job)
+      : target.bar !== undefined ? messagesOf(scene, job)
       : job >= 0 ? messagesWhere(scene, row => row === scene.awaited[job]) : [];
     drawArrows(marker, scene, messages, 1.5);
     marker.strokeStyle = INK;

@@ -72,10 +72,9 @@ function writeLegend() {
   });
   entry(swatch(paints[show.by][0], "", 6), `${show.by} 0 to ${number - 1}${show.by === "stage" ? "; numbers: microbatch" : ""}`);
   if (show.memory !== "off") entry(swatch(HELD), `${show.memory === "activations" ? "activations" : units()} held`);
-  if (show.transfers) {
-    const sent = new Set(scenes.flatMap(scene => Array.from(scene.send, row => scene.kind[row])));
-    for (const kind of [...sent].sort()) entry(swatch(transferColours[kinds[kind]], "", 1), `sends ${kinds[kind]}`);
-  }
+  const rowsOf = scene => [...show.transfers ? scene.send : [], ...show.links && scene.linkRow || []];
+  const sent = new Set(scenes.flatMap(scene => rowsOf(scene).map(row => scene.kind[row])));
+  for (const kind of [...sent].sort()) entry(swatch(linkColours[kind], "", 1), `sends ${kinds[kind]}`);
   const lineBreak = document.createElement("span");
   lineBreak.className = "break";
   area.append(lineBreak);
@@ -118,6 +117,7 @@ async function main() {
   const capital = word => word[0].toUpperCase() + word.slice(1);
   addSwitch("memory", "Memory", [["off", "Off"], ["activations", "Activations"], ["bytes", capital(units())]]);
   addSwitch("transfers", "Transfers", [["false", "Off"], ["true", "On"]]);
+  if (scenes.some(scene => scene.links.length)) addSwitch("links", "Links", [["false", "Off"], ["true", "On"]]);
   addSwitch("causes", "Idle", [["false", "Plain"], ["true", "By cause"]]);
   if (scenes.length > 1) addSwitch("order", "Rows", [["schedule", "By schedule"], ["worker", "By worker"]]);
   addButton("lower", "Rows \u2212", "lower rows", () => growRows(1 / GROWTH));

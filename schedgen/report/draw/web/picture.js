@@ -99,17 +99,18 @@ function drawMargins(lane) {
   if (!lane.scene) return;
   const { em, right, width } = box, { scene, rank } = lane;
   const middle = barTop(lane) + barHeight(lane) / 2, size = Math.min(0.92 * em, lane.height * 0.95);
-  const small = lane.height < 0.8 * em, skip = small ? Math.ceil(0.9 * em / lane.height) : 1;
+  const small = lane.height < 0.8 * em, skip = small && !lane.link ? Math.ceil(0.9 * em / lane.height) : 1;
   pen.textBaseline = "middle";
   pen.font = `${small ? 0.8 * em : size}px ${box.family}`;
-  if (rank % skip === 0) {
+  if (lane.link ? lane.height > 0.6 * em : rank % skip === 0) {
     pen.fillStyle = INK;
     pen.textAlign = "right";
-    pen.fillText(lane.name && scene.number ? "" : lane.label, 3.1 * em, middle);
+    pen.fillText(lane.name && scene.number ? "" : lane.label, lane.link ? box.left - 0.6 * em : 3.1 * em, middle);
     pen.fillStyle = SOFT;
     pen.textAlign = "left";
     pen.fillText(lane.name, 3.7 * em, middle);
   }
+  if (lane.link) return;
   const x0 = right + 0.9 * em, wide = 5.2 * em, h = Math.min(barHeight(lane), 1.5 * em), y = middle - h / 2;
   let x = x0;
   scene.shares[rank].forEach((share, i) => {

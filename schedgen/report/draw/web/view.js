@@ -15,10 +15,13 @@ function listLanes() {
         if (scene.lanes[rank]) list.push({ ...scene.lanes[rank], label: String(rank), name: scene.name });
       if (rank + 1 < ranks) list.push({ space: 0.3 });
     }
+    if (show.links)
+      for (const { linkLanes, name } of scenes) list.push(...linkLanes.map(lane => ({ ...lane, label: `${name} ${lane.label}` })));
   } else
     scenes.forEach((scene, i) => {
       if (scenes.length > 1) list.push({ heading: scene, space: i ? 2.6 : 1.7 });
       scene.lanes.forEach((lane, rank) => list.push({ ...lane, label: String(rank), name: "" }));
+      if (show.links) list.push(...scene.linkLanes.map(lane => ({ ...lane })));
     });
   return list;
 }
@@ -34,9 +37,11 @@ function layout() {
   const width = $("stage").clientWidth;
   const margin = show.memory === "bytes" && data.sized ? 15 : 12.5;
   box = { em, width, axis: 3.3 * em, family: typeface };
-  box.left = Math.round(4 * em + names);
+  const labels = Math.max(...lanes.map(lane => lane.link ? pen.measureText(lane.label).width : 0)) + 0.9 * em;
+  box.left = Math.round(Math.max(4 * em + names, labels));
   box.right = Math.round(width - margin * em);
-  const rows = lanes.filter(lane => lane.scene).length;
+  const part = lane => lane.link ? 0.5 : 1;  // of a row's height
+  const rows = lanes.reduce((sum, lane) => sum + (lane.scene ? part(lane) : 0), 0);
   const spaces = lanes.reduce((sum, lane) => sum + (lane.space || 0) * em, 0);
   const room = Math.max(innerHeight - $("stage").offsetTop - 1.2 * em - box.axis, 12 * em);
   box.fit = Math.min(Math.max((room - spaces - 0.6 * em) / rows, 0.55 * em), 9 * em);
@@ -44,7 +49,7 @@ function layout() {
   let y = 0.3 * em;
   for (const lane of lanes) {
     lane.y = y;
-    lane.height = lane.scene ? row : lane.space * em;
+    lane.height = lane.scene ? row * part(lane) : lane.space * em;
     y += lane.height;
   }
   box.content = y + 0.3 * em;
@@ -52,7 +57,7 @@ function layout() {
   $("stage").style.height = `${box.height}px`;
   sizeCanvases(width);
   scenes.forEach(scene => scene.laneOf = []);
-  lanes.forEach(lane => { if (lane.scene) lane.scene.laneOf[lane.rank] = lane; });
+  lanes.forEach(lane => { if (lane.levels) lane.scene.laneOf[lane.rank] = lane; });
   limitView();
 }
 
@@ -81,7 +86,8 @@ const xOf = time => box.left + (time - view.from) * box.scale;
 const timeAt = x => view.from + (x - box.left) / box.scale;
 const topOf = lane => box.axis + lane.y - view.top;
 const barTop = lane => topOf(lane) + lane.height * 0.06;
-const showsMemory = lane => show.memory !== "off" && lane.height > 1.3 * box.em;  // whether memory is below its bars
+/** Whether memory is below a lane's bars. */
+const showsMemory = lane => lane.levels && show.memory !== "off" && lane.height > 1.3 * box.em;
 const barHeight = lane => lane.height * (showsMemory(lane) ? 0.62 : 0.86);
 const visible = lane => topOf(lane) < box.height && topOf(lane) + lane.height > box.axis;
 
