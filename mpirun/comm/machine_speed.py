@@ -50,7 +50,11 @@ def measure_machine(
     if min(speed) == 1:
         return {"levels": levels}
     slowest = speed.index(min(speed))
-    note(comm, f"devices differ: rank {slowest} takes {1 / speed[slowest]:.2g} times as long as rank {speed.index(1)}")
+    note(
+        comm,
+        f"devices differ: rank {slowest} takes {1 / speed[slowest]:.2g} times as long as rank "
+        f"{speed.index(1)}; measure again when nothing else runs, if they are alike",
+    )
     return {"levels": levels, "speed": speed}
 
 

@@ -172,7 +172,7 @@ def run_plan(options: PlanOptions) -> int:
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
     check_writable("-o", options.output)
     layers, workers = read_layers(options.profile, options.graph), options.workers
-    network = options.network(layers.machine.alpha)
+    network = options.network(layers.machine.network)
     given = options.bandwidth[0] if options.bandwidth and not network else None
     layers, bandwidth = on_links(layers, workers, network, given)
     memory = min(options.memory, layers.machine.network.least_memory(workers))
@@ -227,7 +227,7 @@ def run_search(options: SearchOptions) -> int:
         shown, ties = display_name(options.profile), len(graph.tied) if graph else 0
         cost, machine = parse_profile(read_text(options.profile), shown, stages, edges, ties=ties)
         durations(cost, 2, shown)  # UsageError if it is of forwards alone
-    if (network := options.network(machine.alpha)) is not None:
+    if (network := options.network(machine.network)) is not None:
         machine = machine.on(network)
     tied, begin = graph.tied if graph else (), time.perf_counter()
     with _slow_schemes_noted():

@@ -93,13 +93,17 @@ class MachineOptions:
         without="machine",
     )  # fmt: skip
 
-    def network(self, alpha: float = 0.0) -> Network | None:
-        """The network that these options describe; None: none. `alpha`: of a topology's messages."""
+    def network(self, measured: Network) -> Network | None:
+        """The network that these options describe; None: none. A topology has the alphas of the `measured` one."""
+        bandwidth = self.bandwidth or ()
+        if len(bandwidth) > (2 if self.topology and self.topology[0] > 1 else 1):
+            raise UsageError("--bandwidth: give one number or, with a --topology of several hosts, inside,between")
         if self.machine is not None:
             return read_network(self.machine)
         if self.topology is None:
             return None
-        return topology(*self.topology, (alpha,), [1 / each for each in self.bandwidth or ()])
+        alphas = measured.levels[0].alpha, measured.levels[-1].alpha
+        return topology(*self.topology, alphas, [1 / each for each in bandwidth])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,7 @@ def run_simulate(options: SimulateOptions) -> int:
 def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
     """Durations of jobs by direction, and the machine, as given by the options."""
     cost, machine = _read_profile(options, program) or (options.cost or program.header.cost, options.amounts)
-    network = options.network(machine.alpha)
+    network = options.network(machine.network)
     return cost, machine.on(network) if network else machine
 
 

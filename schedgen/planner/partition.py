@@ -97,11 +97,12 @@ def on_links(
     if bandwidth is not None and (network or not bandwidth > 0):
         raise UsageError("bandwidth should be above 0 bytes a second, and left out beside a network")
     machine = layers.machine.on(network) if network else layers.machine
-    machine = machine._replace(joined=None) if bandwidth else machine
+    if bandwidth:
+        machine = machine.on(machine.network.with_links(1 / bandwidth))
     machine.network.check(workers)
     beta = machine.network.slowest(workers)
     if bandwidth is None and not beta and workers > 1:
-        raise UsageError("the profile does not say how fast links are (its beta is 0): give --bandwidth")
+        raise UsageError("nothing says how fast links are (beta is 0): give --bandwidth, or a machine file with beta")
     return layers._replace(machine=machine), bandwidth or (1 / beta if beta else math.inf)
 
 

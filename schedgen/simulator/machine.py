@@ -117,6 +117,8 @@ def parse_profile(
     """
     values = read_json(from_version_1(text), name)
     given = {*values} if isinstance(values, dict) else set()
+    if "machine" in given and (double := sorted(given & {"alpha", "beta"})):
+        raise RefusedFile(f"{name}: machine has the links' times: leave {double[0]} out")
     joined = network_of(values.pop("machine"), f"{name}: machine") if "machine" in given else None
     names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
     if not names:

@@ -23,6 +23,7 @@ from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
 from schedgen.util.files import AnyPath, display_name, read_text
 from schedgen.util.parse_json import read_json
 
+Alpha = float | tuple[tuple[float, float], ...]
 LEVEL_KEYS = ("name", "devices", "alpha", "beta", "card")
 KEYS = ("levels", "speed", "memory")
 
@@ -32,7 +33,7 @@ class Level(NamedTuple):
 
     name: str
     devices: int | tuple[int, ...]  # of its groups, in the order of ranks: of each, or of every one; 0: one has all
-    alpha: float | tuple[tuple[float, float], ...]  # time per message; or by size: bytes from which it is so, and it
+    alpha: Alpha  # time per message; or by size: bytes from which it is so, and it
     beta: float  # time per byte
     card: float = 0.0  # time per byte that leaves, or enters, a group of the level below; 0: its links share nothing
 
@@ -74,6 +75,8 @@ class Network(NamedTuple):
     def counts(self) -> dict[str, int]:
         """How many devices there are according to each list that has an entry for every one or for every group."""
         sums = {f"level '{each.name}'": sum(each.devices) for each in self.levels if isinstance(each.devices, tuple)}
+        if isinstance(last := self.levels[-1].devices, int) and last:
+            sums[f"level '{self.levels[-1].name}'"] = last
         lists = {"speed": self.speed, "memory": self.memory}
         return sums | {name: len(each) for name, each in lists.items() if isinstance(each, tuple)}
 
@@ -87,12 +90,17 @@ class Network(NamedTuple):
         used = links.level(np.arange(workers), np.zeros(workers, np.int64)).max() + 1
         return max(max(level.beta, level.card) for level in self.levels[:used])
 
+    def with_links(self, beta: float) -> Network:
+        """The network with this time per byte for all messages, and no cards."""
+        return self._replace(levels=tuple(level._replace(beta=beta, card=0.0) for level in self.levels))
+
     def slowed(self, times: Sequence[tuple[int, float]], workers: int) -> Network:
         """The network with ranks that take so many times as long; UsageError if there is no such rank."""
         speed = self.by_rank(self.speed, workers)
-        for rank, factor in times:
-            if rank >= workers:
-                raise UsageError(f"--slow {rank}={factor:g}: there are ranks 0 to {workers - 1}")
+        for number, (rank, factor) in enumerate(times):
+            if rank >= workers or rank in dict(times[:number]):
+                why = f"there are ranks 0 to {workers - 1}" if rank >= workers else f"rank {rank} is given twice"
+                raise UsageError(f"--slow {rank}={factor:g}: {why}")
             speed[rank] /= factor
         return self._replace(speed=tuple(speed.tolist()))
 
@@ -232,7 +240,7 @@ class Links:
         return SumOfAByte(link[hold > 0].astype(np.int32), hold[hold > 0], furthest, m, exchange)
 
 
-def topology(hosts: int, devices: int, alpha: Sequence[float], beta: Sequence[float]) -> Network:
+def topology(hosts: int, devices: int, alpha: Sequence[Alpha], beta: Sequence[float]) -> Network:
     """Hosts of so many devices; alpha and beta inside and between hosts. The card of a host has the beta between.
 
     Alphas are seconds and betas seconds a byte, or both in another unit: that of the costs that go with the network.
@@ -284,6 +292,8 @@ def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
         raise RefusedFile(f"{where}: devices should be a number from 1 to {MOST_WORKERS}, or a list of them")
     if not devices and not is_last:
         raise RefusedFile(f"{where}: devices is missing: how many a group of this level has")
+    if len(counts) > 1 and is_last:
+        raise RefusedFile(f"{where}: the last level joins all devices: give their number, or leave devices out")
     alpha = values["alpha"]
     return Level(
         clip(name),
@@ -305,22 +315,23 @@ def _are_alphas(value: Any) -> bool:
 
 def _check_nested(below: Level, level: Level, name: str) -> None:
     """RefusedFile unless every group of a level is some groups of the level below, and one of them is several."""
-    each, ends = below.devices, _ends(below)
+    each = below.devices
     if isinstance(each, int):
-        inside = all(end % each == 0 for end in _ends(level))
-        joins = not level.devices or any(b - a > each for a, b in pairwise([0, *_ends(level)]))
+        ends = [*accumulate(level.devices)] if isinstance(level.devices, tuple) else [level.devices]
+        inside = all(end % each == 0 for end in ends)
+        joins = not level.devices or any(b - a > each for a, b in pairwise([0, *ends]))
     else:
-        inside = not level.devices or (isinstance(level.devices, tuple) and {*_ends(level)} <= {*ends})
-        joins = len(ends) > max(1, len(_ends(level)))
+        below_ends = [*accumulate(each)]
+        ends = below_ends[-1:]
+        if isinstance(level.devices, tuple):
+            ends = [*accumulate(level.devices)]
+        elif level.devices:
+            ends = [*range(level.devices, ends[0], level.devices), *ends]
+        inside, joins = {*ends} <= {*below_ends}, len(below_ends) > len(ends)
     if not inside:
         raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
     if not joins:
         raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
-
-
-def _ends(level: Level) -> list[int]:
-    """The last device of every group, and one more; of the first group, if all are alike."""
-    return [*accumulate(level.devices)] if isinstance(level.devices, tuple) else [level.devices]
 
 
 def _amounts(value: Any, where: str, most: float) -> float | tuple[float, ...]:

@@ -63,7 +63,7 @@ def search(
     """The order of a scheme's jobs that ends first: its `program` and, in the unit of the costs, `value` and `bound`.
 
     cost          by direction, for all stages or by stage; default: F=1, B=2 or, if backwards are split, all 1
-    memory_limit  saved forwards that a worker may hold; or `memory`: bytes that it may need; default: the devices' bytes
+    memory_limit  saved forwards that a worker may hold; or `memory`: bytes that it may need; default: the device's
     objective     what is minimized: latency, or window, the longest from a worker's first job to the end of its last
     tied          stages that share parameters; `recompute`: whether forwards may be redone to keep to the memory
     budget        the work, in millions of job start times

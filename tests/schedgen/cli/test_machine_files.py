@@ -59,6 +59,27 @@ def test_a_profile_names_its_machine_and_another_replaces_it(run, schedule, tmp_
     assert makespan(run, schedule, "--profile", profile, "--machine", other) < with_machine
 
 
+@pytest.mark.parametrize("levels", [[[2, 2, 2, 2], 4, 0], [2, [4, 4], 0], [[2, 2, 2, 2], [4, 4], 8], [2, 4, 0]])
+def test_levels_may_be_numbers_or_lists(run, schedule, tmp_path, levels):
+    listed = [{**NETWORK, "name": str(k), **({"devices": each} if each else {})} for k, each in enumerate(levels)]
+    del listed[0]["card"]
+    ends = {makespan(run, schedule, "--weight", 600, "--machine", written(tmp_path, {"levels": listed}))}
+    three = [[2, 2, 2, 2], [4, 4], 0]
+    same = [{**each, **({"devices": count} if count else {})} for each, count in zip(listed, three, strict=True)]
+    if not levels[-1]:
+        ends.add(makespan(run, schedule, "--weight", 600, "--machine", written(tmp_path, {"levels": same})))
+    assert len(ends) == 1
+
+
+def test_another_bandwidth_keeps_devices_and_alphas(run, tmp_path):
+    profile = tmp_path / "profile.json"
+    machine = {**TWO_HOSTS, "speed": [1, 1, 1, 0.1]}
+    profile.write_text(json.dumps({"F": [1] * 4, "B": [2] * 4, "weight": 10, "machine": machine}))
+    plan = ("plan", profile, "--workers", 4, "--microbatches", 4, "--schemes", "1f1b", "--json")
+    slow = json.loads(run(*plan, "--bandwidth", 100).out)["schedules"][0]
+    assert slow["step_time"] > 30 and slow["layers"] != [1, 1, 1, 1]
+
+
 def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
     profile, machine = tmp_path / "profile.json", written(tmp_path, {**TWO_HOSTS, "memory": [1e3, 1e3, 1e3, 900]})
     profile.write_text(json.dumps({"F": [1] * 4, "B": [2] * 4, "saved": 100, "activation": 10, "weight": 10}))
@@ -86,6 +107,8 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
         ({"levels": [HOST, {**NETWORK, "devices": 2}]}, "no message uses level 'network'"),
         ({"levels": [{**HOST, "devices": [2]}]}, "the machine has 2 devices, but there are 4 workers"),
         ({**TWO_HOSTS, "speed": [1, 1]}, "the numbers of devices differ: 4 by level 'host', 2 by speed"),
+        ({"levels": [{**HOST, "devices": [2, 2]}]}, "level 0: the last level joins all devices: give their number"),
+        ({"levels": [{**HOST, "devices": 3}]}, "the machine has 3 devices, but there are 4 workers"),
         ({**TWO_HOSTS, "speed": [1, 1, 2, 1]}, "speed should be a number above 0 and at most 1"),
     ],
 )
@@ -103,6 +126,8 @@ def test_a_wrong_machine_is_refused_in_a_sentence(run, refused, schedule, tmp_pa
         (["--topology", "1x2", "--bandwidth", "10"], "the machine has 2 devices, but there are 4 workers"),
         (["--slow", "4=2"], "--slow 4=2: there are ranks 0 to 3"),
         (["--slow", "1=0.5"], "should be as 0=1.3"),
+        (["--slow", "1=2,1=3"], "--slow 1=3: rank 1 is given twice"),
+        (["--topology", "1x4", "--bandwidth", "10,1"], "--bandwidth: give one number or, with a --topology of several"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(run, refused, schedule, options, words):
