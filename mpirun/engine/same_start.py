@@ -121,8 +121,12 @@ def check_held(stages: Iterable[LocalStage], known: int, run: object) -> int:
     They are frozen, or the other run has not ended. Returns how many parameters are trained on other ranks; nothing is
     looked at if they are as many as `known`.
     """
-    held = (x for stage in stages for x in stage.module.parameters() if x in _ELSEWHERE)
-    if len(_ELSEWHERE) != known and any(not x.requires_grad or _ELSEWHERE[x] not in (None, run) for x in held):
+    held = ((x, stage) for stage in stages for x in stage.module.parameters() if x in _ELSEWHERE)
+    if len(_ELSEWHERE) != known and any(
+        # What is trained and not owned here is fetched in every step.
+        not x.requires_grad or (stage.owned and _ELSEWHERE[x] not in (None, run))
+        for x, stage in held
+    ):
         raise UsageError(
             "this Engine has parameters that another Engine trains, and this rank has not their values: give both "
             "Engines the scheme ddp"

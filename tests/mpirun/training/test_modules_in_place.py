@@ -142,6 +142,9 @@ for scheme in ("ddp", "1f1b", "fsdp"):
     first, second = engine(scheme, given), engine(scheme, given)
     losses = [run.step((tokens, target)).loss for _ in range(STEPS // 2) for run in (first, second)]
     close(losses, plainly("attribute", fixed))
+    with engine("1f1b", modules("attribute")) as other:  # then all look again at what is trained on which ranks
+        for run in (other, first, second):
+            run.step((tokens, target))
     first.close(), second.close()
 """
     execute(2, TRAINED + script)
