@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from plain_models import WORDS, Tied
 from split_models import agree
 from torch import Tensor, nn
 
-from mpirun import MpirunWarning, split
+from mpirun import split
 from schedgen.util.errors import UsageError
 
 BUCKETS, WIDTH = (6, 10), 8
@@ -85,12 +84,7 @@ class Scaled(Pooled):
         return self.head(self.encoded(tokens).mean(1)) * tokens.shape[1]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize("where", [{"stages": 3}, {"points": ["second", "head"]}])

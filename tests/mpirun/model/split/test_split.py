@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,7 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize(
