@@ -113,9 +113,7 @@ class Simulation:
         links = Links(self.machine.network, program.header.workers)
         paths, sums = _paths(program, waits, self.sizes, links, self.lasts.copy())
         message = np.repeat(np.arange(len(paths.first) - 1), np.diff(paths.first))
-        entered = program.rows_of(*COLLECTIVES)
-        first_of = entered[np.unique(waits.collective[entered], return_index=True)[1]]
-        row = np.concatenate([np.arange(len(program)), first_of[sums.collective]])[message]
+        row = np.concatenate([np.arange(len(program)), _entries(program, waits)[sums.collective]])[message]
         part_starts = self.parts - paths.hold[paths.first[len(program)] :]
         start = np.concatenate([self.arrival - self.lasts, part_starts])[message]
         used, link = np.unique(paths.link, return_inverse=True)
@@ -175,12 +173,17 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -
     return duration / speed[table.rank]
 
 
+def _entries(program: Program, waits: Waits) -> Numbers:
+    """By collective: the first row that enters it."""
+    rows = program.rows_of(*COLLECTIVES)
+    return rows[np.unique(waits.collective[rows], return_index=True)[1]]
+
+
 def _paths(program: Program, waits: Waits, sizes: BufferSizes, links: Links, lasts: Times) -> tuple[Paths, Sums]:
     """What every SEND and, after all rows, every part of a sum occupies. Also fills in how long SENDs last."""
     table, sends = program.rows, program.rows_of(Op.SEND)
     sent, lasts[sends] = links.messages(table.rank[sends], table.to[sends], message_bytes(program, sizes, sends))
-    rows = program.rows_of(*COLLECTIVES)
-    rows = rows[np.unique(waits.collective[rows], return_index=True)[1]]  # one of each collective
+    rows = _entries(program, waits)
     groups, group = np.unique(table.group[rows], return_inverse=True)
     sums = [links.sum_of(program.header.groups[k]) for k in groups]
     size, is_norm = summed_bytes(program, sizes)[rows], table.op[rows] == Op.NORM
