@@ -179,10 +179,7 @@ def run_plan(options: PlanOptions) -> int:
     numbers, lines = _partition(options, layers, bandwidth, memory)
     microbatches, program = options.microbatches or 0, None  # given if a schedule is made
     if not options.partition_only:
-        best = plan(
-            layers, workers, microbatches, memory, bandwidth=given, schemes=options.schemes,
-            budget=options.search,
-        )  # fmt: skip
+        best = plan(layers, workers, microbatches, memory, schemes=options.schemes, budget=options.search)
         numbers |= plan_output.plan_as_json(best)
         lines += ["", *plan_output.plan_as_text(best)]
         program = best.program
