@@ -54,8 +54,7 @@ class Machine(NamedTuple):
     @property
     def is_free(self) -> bool:
         """Whether messages take no time, and wait for no receive or link."""
-        levels = self.network.levels
-        return not any(each.beta or each.card or any(alpha for _, alpha in each.alphas) for each in levels)
+        return self.network.is_free
 
     def on(self, network: Network) -> Machine:
         """The machine with this network in place of its own."""

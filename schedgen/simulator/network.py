@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -65,6 +66,11 @@ class Network(NamedTuple):
     def beta(self) -> float:
         """The least beta of a message."""
         return min(level.beta for level in self.levels)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether messages take no time, and wait for no receive or link."""
+        return not any(each.beta or each.card or any(alpha for _, alpha in each.alphas) for each in self.levels)
 
     @property
     def devices(self) -> int | None:
@@ -171,7 +177,7 @@ class Links:
 
     def __init__(self, network: Network, workers: int) -> None:
         network.check(workers)
-        self.workers, self.levels = workers, network.levels
+        self.workers, self.levels, self.is_free = workers, network.levels, network.is_free
         self.group = network.groups(workers)
         self.beta = np.array([level.beta for level in network.levels])
         self.count = 2 * workers
@@ -206,12 +212,16 @@ class Links:
         for k, first, card, groups in self.cards:
             below, on_card = self.group[k - 1], np.where(level >= k, card * size, -1.0)
             columns += [(first + below[source], on_card), (first + groups + below[to], on_card)]
-        link, hold = (np.stack(parts, axis=1) for parts in zip(*columns, strict=True))
+        links, holds = zip(*columns, strict=True)
         alpha = np.choose(level, [each.latency(size) for each in self.levels])
-        lasts = hold.max(axis=1, initial=0) + np.where(size > 0, alpha, 0.0)
-        is_used = hold > 0
-        first_of = np.concatenate([[0], np.cumsum(is_used.sum(axis=1))])
-        return Paths(first_of, link[is_used].astype(np.int32), hold[is_used]), lasts
+        lasts = reduce(np.maximum, holds) + np.where(size > 0, alpha, 0.0)
+        # Along the columns, which are few, NumPy's own sums and maxima are slow.
+        used = sum((hold > 0).astype(np.int64) for hold in holds)
+        is_used = np.stack(holds, axis=1) > 0
+        link, hold = (
+            np.stack(parts, axis=1, dtype=type)[is_used] for parts, type in ((links, np.int32), (holds, float))
+        )
+        return Paths(np.concatenate([[0], np.cumsum(used)]), link, hold), lasts
 
     def sum_of(self, members: Sequence[int]) -> SumOfAByte:
         """What a sum of one byte over these ranks occupies.

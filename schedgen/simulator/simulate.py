@@ -170,7 +170,7 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -
             continue
         length = redo_duration(cost) if op == Op.RECOMPUTE else lengths[direction]
         duration[rows] = by_stage(length, header.stages)[table.stage[rows]]
-    return duration / speed[table.rank]
+    return duration if (speed == 1).all() else duration / speed[table.rank]
 
 
 def _entries(program: Program, waits: Waits) -> Numbers:
@@ -181,7 +181,7 @@ def _entries(program: Program, waits: Waits) -> Numbers:
 
 def _paths(program: Program, waits: Waits, sizes: BufferSizes, links: Links, lasts: Times) -> tuple[Paths, Sums]:
     """What every SEND and, after all rows, every part of a sum occupies. Also fills in how long SENDs last."""
-    table, sends = program.rows, program.rows_of(Op.SEND)
+    table, sends = program.rows, program.rows_of(Op.SEND)[: 0 if links.is_free else None]
     sent, lasts[sends] = links.messages(table.rank[sends], table.to[sends], message_bytes(program, sizes, sends))
     rows = _entries(program, waits)
     groups, group = np.unique(table.group[rows], return_inverse=True)
