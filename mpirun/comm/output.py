@@ -35,7 +35,8 @@ def note(comm: MPI.Comm, sentence: object) -> None:
 
 def say(line: str, stream: TextIO) -> None:
     """Print a line to a standard stream at once."""
-    print(line, file=stream, flush=True)
+    stream.write(f"{line}\n")  # at once, so that ranks do not share a line
+    stream.flush()
 
 
 def write_output(option: str, path: str, data: bytes) -> None:

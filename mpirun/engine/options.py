@@ -60,7 +60,10 @@ class RunOptions(SetupOptions):
     )  # fmt: skip
     verify: bool = switch("--verify", "repeat the steps in one process and compare")
     timeout: float = option(
-        "--timeout S", "seconds without progress after which ranks are ended; 0: never; default: 600", SECONDS, 600.0
+        "--timeout S",
+        "seconds without progress after which ranks are ended, in the set-up at least 300; 0: never; default: 600",
+        SECONDS,
+        600.0,
     )
     traceback: bool = switch("--traceback", "if a rank fails, show the whole traceback")
 

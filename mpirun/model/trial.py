@@ -111,6 +111,8 @@ class Trial:
             shapes.append(shape)
             if (slice := self.model.slice_of(stage)).count > 1:
                 _check_slice(slice.index, shapes)
+        # What forwards have cached outside of their modules has no values: let torch refuse to compute with it.
+        self.fake.allow_non_fake_inputs = False
         return shapes
 
     def with_values(self, stage: int) -> tuple[Sequence[Tensor], StageShape]:

@@ -50,6 +50,11 @@ def exit_by(
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         raise Stopped(stop.code) from None
     except BaseException as error:
+        if "allow_non_fake_inputs" in str(error):  # in torch's words for a tensor that the trial has left
+            error.add_note(
+                "a forward has kept a tensor of the trial, which has no values, outside of its module, for example in "
+                "a cache: keep it in the module, as a buffer"
+            )
         if comm.size == 1 and isinstance(error, UsageError | RefusedFile):
             print(f"mpirun: {error}", file=sys.stderr, flush=True)
             raise SystemExit(error.code) from None

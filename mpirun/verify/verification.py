@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 
 from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.output import say
 from mpirun.comm.waiting import sleeping_barrier
+from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit
 from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.running_statistics import statistics_rank
@@ -67,8 +69,11 @@ class Verification:
             if shapes[index].overwrites_buffers and statistics_rank(header, index) == comm.rank:
                 self.record.buffers.update({(index, n): x.cpu() for n, x in buffer_copies(stage.module).items()})
         differing = differing_copy(comm, header, shapes, self.record)
+        unfrozen = sorted({*chain(*comm.allgather(_unfrozen(self.interpreter.stages.values())))})
         ours = gather_record(comm, header, shapes, self.record)
         used = used_versions(comm, self.program)
+        if differing is None and unfrozen:
+            differing = f"{unfrozen[0]} has been unfrozen since the Engine was built, and is not trained"
         code = int(differing is not None)
         if ours is not None and differing is not None:
             _say(f"failed: {differing}")
@@ -104,6 +109,11 @@ class Verification:
         if code:
             _say(REASONS)
         return code
+
+
+def _unfrozen(stages: Iterable[LocalStage]) -> list[str]:
+    """The names of parameters that would be trained only if the run began now."""
+    return [name for s in stages for name, x in s.module.named_parameters() if x.requires_grad and name not in s.names]
 
 
 def _say(line: str) -> None:

@@ -24,6 +24,7 @@ from mpirun.model.dataflow import TensorSpec
 from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import LayerRng
 from mpirun.model.stage_shape import StageShape, flat_layout
+from schedgen.util.errors import number_of
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
@@ -214,7 +215,12 @@ class LocalStage:
         with autocast(self.device.kind, self.autocast_dtype):
             taken = self._taken(given)
             output = self.module(*taken) if self.call is None else self.call(self.module, *taken)
-            outputs = [output] if isinstance(output, Tensor) else list(output)
+            outputs = [output] if isinstance(output, Tensor) else list(output or ())
+            if len(outputs) != len(specs):
+                raise RuntimeError(
+                    f"stage {self.index} returned {number_of(len(outputs), 'tensor')}, "
+                    f"but on the first microbatch {len(specs)}"
+                )
             for tensor, spec in zip(outputs, specs, strict=True):
                 if self.call is None and (tensor.shape != spec.shape or tensor.dtype is not spec.dtype):
                     raise RuntimeError(

@@ -269,6 +269,44 @@ def test_torch_s_error_of_a_buffer_that_is_changed_in_place_says_what_to_do(laun
     assert "forwards of later microbatches change the buffer h: compute with a copy of it (.clone()), and keep" in line
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_of_the_trial_that_a_forward_has_cached_is_refused(ranks, launch):
+    """It has no values: a message that it is computed into would keep what its memory had before."""
+    script = """
+torch.manual_seed(0)
+from functools import lru_cache
+@lru_cache
+def scale(size):
+    return torch.arange(1.0, size + 1)
+class Cached(nn.Linear):
+    def forward(self, x):
+        return x * 1, super().forward(x) * scale(4)
+class Last(nn.Linear):
+    def forward(self, x, y):
+        return super().forward(x + y)
+with engine([Cached(4, 4), Last(4, 4)], "gpipe" if MPI.COMM_WORLD.size == 2 else "ddp", example=(x[:4], x[:4])) as run:
+    run.step((x, x))
+"""
+    done = launch(ranks, program=("-c", PRELUDE + script))
+    assert done.code == 1
+    assert "step 1: line" in done.err or ranks == 1
+    assert "outside of its module, for example in a cache: keep it in the module, as a buffer" in done.err
+
+
+def test_verify_names_a_parameter_that_was_unfrozen_after_the_engine_was_built(execute):
+    script = """
+modules = layers(2)
+modules[0].bias.requires_grad_(False)
+with engine(modules, "1f1b", example=(x[:4], x[:4]), verify=True) as run:
+    for step in range(3):
+        modules[0].bias.requires_grad_(step > 1)
+        run.step((x, x))
+    run.print(run.verify())
+"""
+    done = execute(2, script)
+    assert done.out == "verify: failed: bias has been unfrozen since the Engine was built, and is not trained\nFalse\n"
+
+
 def test_labels_that_are_ignored_are_told_where_microbatches_then_count_otherwise_than_in_one_batch(execute):
     script = """
 target = torch.tensor([0, 1, 2, 3, 0, -100, -100, 3])
