@@ -28,6 +28,7 @@ from schedgen.checker.tensor_slices import check_copies, rule_10, rule_11
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.file import read
 from schedgen.ir.program import Program
+from schedgen.ir.transport import Transport
 from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.files import display_name, open_input
 from schedgen.util.progress import over
@@ -35,24 +36,27 @@ from schedgen.util.progress import over
 __all__ = ["RULES", "Memory", "check", "check_compiled", "checked"]
 
 
-def check(program: Program, name: str = "program") -> Memory:
-    """Prove the eleven rules for a projected program; return its exact peak memory. `name` is for error messages."""
-    proof = Proof(program, name)
+def check(program: Program, name: str = "program", transport: Transport | None = None) -> Memory:
+    """Prove the eleven rules for a projected program; return its exact peak memory. `name` is for error messages.
+
+    With a `transport` other than MPI, rule 3 and rule 4 hold for it, whether or not they would for MPI.
+    """
+    proof = Proof(program, name, transport)
     rules = (rule_1, rule_9, rule_2, rule_3, rule_10, rule_6, rule_7, rule_8, rule_5)
     for rule in over(rules, "check", len(rules)):
         rule(proof)
     proof.analysis.forget_accesses()
-    rule_4(proof, proof.analysis.waits)
+    rule_4(proof)
     rule_11(proof)
     return proof.analysis.memory
 
 
-def checked(name: str) -> Program:
-    """The program in file `name` (-: standard input), read and checked. Raises RefusedFile."""
+def checked(name: str, transport: Transport | None = None) -> Program:
+    """The program in file `name` (-: standard input), read and checked for a transport. Raises RefusedFile."""
     label = display_name(name)
     with open_input(name) as source:
         program, fault = read(source, label)
-    check(program, label)
+    check(program, label, transport)
     if fault:
         raise RefusedFile(fault)
     return program

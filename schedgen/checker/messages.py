@@ -17,12 +17,14 @@ def rule_3(proof: Proof) -> None:
     rank, other_end, kind = proof.rank, proof.operand, proof.kind
     for rows in (proof.rows_of(*SENDERS), proof.rows_of(*RECEIVERS)):
         proof.refuse_any(3, rows[other_end[rows] == rank[rows]], "a rank does not send to itself")
-    messages = proof.analysis.messages
+    in_order = proof.transport is not None  # then rule 4 says what meets what: here each name needs its two ends
+    messages = proof.analysis.named if in_order else proof.analysis.messages
     if messages.complete:
         return
     send, receive = (rows[messages.matched : messages.matched + 1].tolist() for rows in messages[:2])
-    sent = [(rank[row], other_end[row], kind[row]) for row in send]  # the channel; empty if all are matched
-    received = [(other_end[row], rank[row], kind[row]) for row in receive]
+    channel = (kind, proof.stage, proof.mb, proof.piece) if in_order else (kind,)
+    sent = [(rank[row], other_end[row], *(each[row] for each in channel)) for row in send]  # empty if all are matched
+    received = [(other_end[row], rank[row], *(each[row] for each in channel)) for row in receive]
     if sent == received:
         words = f"the next message of this kind from rank {rank[send[0]]} is sent by line {proof.where(send[0])}"
         proof.refuse(3, receive[0], words)

@@ -11,6 +11,7 @@ from schedgen.ir.effects import Buffer, Effect
 from schedgen.ir.file import line_of
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
+from schedgen.ir.transport import Transport
 from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
 from schedgen.util.errors import RefusedFile
 
@@ -50,8 +51,8 @@ class Touches(NamedTuple):
 class Proof:
     """A projected program and what the rules share."""
 
-    def __init__(self, program: Program, name: str) -> None:
-        self.program, self.header, self.name = program, program.header, name
+    def __init__(self, program: Program, name: str, transport: Transport | None = None) -> None:
+        self.program, self.header, self.name, self.transport = program, program.header, name, transport
         self.analysis = analyse(program)
         self.rank, self.op, self.kind, self.stage, self.mb, self.piece, self.operand = program.rows
         self.group = self.version = self.operand  # by the opcode: `Operands`
@@ -75,7 +76,10 @@ class Proof:
 
     def refuse(self, rule: int, row: int, reason: str) -> NoReturn:
         """Raise RefusedFile for an instruction that breaks a rule."""
-        raise RefusedFile(f"{self.name}:{self.where(row)}: {reason} (rule {rule}: {RULES[rule]})", rule)
+        words = RULES[rule]
+        if self.transport and rule in (3, 4):
+            words = f"{words.partition(',')[0]} on {self.transport.name}"
+        raise RefusedFile(f"{self.name}:{self.where(row)}: {reason} (rule {rule}: {words})", rule)
 
     def refuse_any(self, rule: int, rows: AnyInts, reason: str) -> None:
         """Refuse the first of these rows, if there is one."""
