@@ -66,9 +66,9 @@ def events(
     entering = np.flatnonzero(collective >= 0)
     event[entering] = first_collective + collective[entering]
     count = first_collective + int(collective.max(initial=-1)) + 1
-    begin = end = event  # of an operation: when it is the first of its communicator, and when it is done
+    issued, begin, end = row, event, event  # of an operation: it is issued, first of its communicator, done
     if batch and communicator is not None:
-        count, begin, end = _batches(program, communicator, event, count)
+        count, issued, begin, end = _batches(program, communicator, event, count)
     blocking = is_operation if communicator is None else collective >= 0
     blocking = blocking & ~program.is_one_of(*RECEIVERS)
     passed = np.where(blocking, end, row)  # when the rank goes on behind the row
@@ -78,7 +78,7 @@ def events(
         return Follows(before[ahead], after[behind], ahead, behind, keeps)
 
     parts = [
-        follow(row, operation, begin, operation),
+        follow(issued, operation, begin, operation),
         follow(end, lifetimes.received, row, lifetimes.users),
     ]
     if begin is not end:
@@ -92,16 +92,17 @@ def events(
     return Events(count, event, (*parts, follow(passed, later - 1, row, later, True)))
 
 
-def _batches(program: Program, communicator: Numbers, event: Ints, count: int) -> tuple[int, Ints, Ints]:
-    """How many events there are with the beginnings and ends of batches, and these by row."""
+def _batches(program: Program, communicator: Numbers, event: Ints, count: int) -> tuple[int, Ints, Ints, Ints]:
+    """How many events there are with those of batches, and by row when its batch is issued, begins and is done."""
     messages, rank = program.rows_of(*MESSAGES), program.rows.rank
     joined = (np.diff(messages) == 1) & (np.diff(rank[messages]) == 0)
-    run = np.cumsum(np.append(True, ~joined)[: len(messages)])
+    run = np.cumsum(np.append(True, ~joined)[: len(messages)]) - 1
     batch = np.unique(run * (communicator.max(initial=0) + 1) + communicator[messages], return_inverse=True)[1]
     batches = int(batch.max(initial=-1)) + 1
-    begin, end = event.copy(), event.copy()
+    issued, begin, end = np.arange(len(program), dtype=np.int32), event.copy(), event.copy()
+    issued[messages] = messages[np.flatnonzero(np.append(~joined, True)[: len(messages)])][run]
     begin[messages], end[messages] = count + batch, count + batches + batch
-    return count + 2 * batches, begin, end
+    return count + 2 * batches, issued, begin, end
 
 
 def _queues(rank: Ints, communicator: Numbers, begin: Ints) -> tuple[Numbers, Numbers]:

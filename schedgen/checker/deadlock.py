@@ -26,7 +26,7 @@ def rule_4(proof: Proof) -> None:
         program, analysis.lifetimes, met, analysis.waits.collective, carried, transport is not None and transport.batch
     )
     happened = all.execute()
-    if carried is not None:
+    if not met.complete:
         message = happened[(happened >= len(program)) & (happened < len(program) + len(met.sends))] - len(program)
         name = names(program)
         _refuse_others(proof, met.sends[message], met.receives[message], name)
@@ -43,14 +43,14 @@ def _refuse_others(proof: Proof, sends: Numbers, receives: Numbers, name: Number
 
 
 def _refuse_circle(proof: Proof, all: Events, happened: Numbers) -> None:
-    """Refuse the row that comes first of those that keep others back in a circle of events that do not happen."""
+    """Refuse the first row of those that keep others back in a circle of events that do not happen."""
     circle = _circle(proof, all, happened)
     least = min(range(len(circle)), key=lambda k: circle[k][0])
     circle = circle[least:] + circle[:least]
-    others, kept = circle[1:SHOWN], [str(proof.program.instruction(row)) for _, row in circle[:SHOWN]]
-    words = f"in a cycle with {'; '.join(f'line {proof.where(row)}' for row, _ in others)}" if others else "for itself"
-    more = f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
-    proof.refuse(4, circle[0][0], f"waits forever, {words}{more}; behind them wait {', '.join(kept)}")
+    kept = ", ".join(str(proof.program.instruction(row)) for _, row in circle[:SHOWN])
+    others = "; ".join(f"line {proof.where(row)}" for row, _ in circle[1:SHOWN]) or "its own batch"
+    others += f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
+    proof.refuse(4, circle[0][0], f"waits forever, in a cycle with {others}; behind them wait {kept}")
 
 
 def _circle(proof: Proof, all: Events, happened: Numbers) -> list[tuple[int, int]]:
@@ -68,6 +68,8 @@ def _circle(proof: Proof, all: Events, happened: Numbers) -> list[tuple[int, int
         path[event] = len(path)
         event = int(reason[event, 0])
     steps = [(ahead, kept) for _, ahead, kept, keeps in reason[list(path)[path[event] :]].tolist() if keeps]
+    if not steps:  # a SEND of what its own batch receives
+        return [(int(reason[event, 1]), int(reason[event, 2]))]
     first = next(k for k in range(len(steps)) if steps[k][1] != steps[k - 1][0])
     circle: list[tuple[int, int]] = []
     for ahead, kept in steps[first:] + steps[:first]:
