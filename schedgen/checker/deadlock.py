@@ -26,7 +26,7 @@ def rule_4(proof: Proof, waits: Waits) -> None:
     )  # fmt: skip
     circle = _circle(proof, waits, reached)
     if circle:
-        others = "; ".join(f"line {proof.where(row)}" for row in circle[1:SHOWN])
+        others = "; ".join(proof.where(row) for row in circle[1:SHOWN])
         others += f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
         proof.refuse(4, circle[0], f"waits forever, in a cycle with {others}")
 

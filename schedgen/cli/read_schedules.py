@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from schedgen.checker import checked
 from schedgen.cli.options import (
     CheckOptions,
     CostOptions,
@@ -21,6 +20,7 @@ from schedgen.cli.options import (
     SimulateOptions,
     StatsOptions,
 )
+from schedgen.cli.read_lists import checked
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
