@@ -38,7 +38,7 @@ def _refuse_others(proof: Proof, sends: Numbers, receives: Numbers, name: Number
     """Refuse the first of these messages, which are delivered in this order, that meets the receive of another."""
     other = np.flatnonzero(name[sends] != name[receives])
     for k in other[:1].tolist():
-        words = f"this meets the SEND of another buffer, line {proof.where(sends[k])}"
+        words = f"this meets the SEND of another buffer, {proof.where(sends[k])}"
         proof.refuse(3, receives[k], f"{words}, as {len(other)} of {len(sends)} delivered messages do")
 
 
@@ -48,7 +48,7 @@ def _refuse_circle(proof: Proof, all: Events, happened: Numbers) -> None:
     least = min(range(len(circle)), key=lambda k: circle[k][0])
     circle = circle[least:] + circle[:least]
     kept = ", ".join(str(proof.program.instruction(row)) for _, row in circle[:SHOWN])
-    others = "; ".join(f"line {proof.where(row)}" for row, _ in circle[1:SHOWN]) or "its own batch"
+    others = "; ".join(proof.where(row) for row, _ in circle[1:SHOWN]) or "its own batch"
     others += f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
     proof.refuse(4, circle[0][0], f"waits forever, in a cycle with {others}; behind them wait {kept}")
 

@@ -53,6 +53,7 @@ class Proof:
 
     def __init__(self, program: Program, name: str, transport: Transport | None = None) -> None:
         self.program, self.header, self.name, self.transport = program, program.header, name, transport
+        self.begin = f"{name}:" if program.cells is None else f"{name}: "  # of a refusal, before its place
         self.analysis = analyse(program)
         self.rank, self.op, self.kind, self.stage, self.mb, self.piece, self.operand = program.rows
         self.group = self.version = self.operand  # by the opcode: `Operands`
@@ -71,15 +72,17 @@ class Proof:
         return Touches(rows, self.rank[rows], accesses.number[at])
 
     def where(self, row: int) -> str:
-        """Line, rank and text of an instruction."""
-        return f"{line_of(self.program, row)}: rank {self.rank[row]}: {self.program.instruction(row)}"
+        """Line, rank and text of an instruction; of one from torch's list, rank and cell."""
+        place, cells = f"rank {self.rank[row]}", self.program.cells
+        place = f"line {line_of(self.program, row)}: {place}" if cells is None else f"{place}, cell {cells[row]}"
+        return f"{place}: {self.program.instruction(row)}"
 
     def refuse(self, rule: int, row: int, reason: str) -> NoReturn:
         """Raise RefusedFile for an instruction that breaks a rule."""
-        words = RULES[rule]
+        where, words = self.where(row).removeprefix("line "), RULES[rule]
         if self.transport and rule in (3, 4):
-            words = f"{words.partition(',')[0]} on {self.transport.name}"
-        raise RefusedFile(f"{self.name}:{self.where(row)}: {reason} (rule {rule}: {words})", rule)
+            words = f"{words.partition(',')[0]}, on {self.transport.name}"
+        raise RefusedFile(f"{self.begin}{where}: {reason} (rule {rule}: {words})", rule)
 
     def refuse_any(self, rule: int, rows: AnyInts, reason: str) -> None:
         """Refuse the first of these rows, if there is one."""
@@ -89,5 +92,5 @@ class Proof:
     def refuse_rank(self, rule: int, rank: int, reason: str) -> NoReturn:
         """Raise RefusedFile for a rank that lacks an instruction; the line is the end of the rank's list."""
         end = int(self.program.bounds[rank + 1])
-        line = line_of(self.program, end - 1, rank) + 1
-        raise RefusedFile(f"{self.name}:{line}: rank {rank}: {reason} (rule {rule}: {RULES[rule]})", rule)
+        line = f"{line_of(self.program, end - 1, rank) + 1}: " if self.program.cells is None else ""
+        raise RefusedFile(f"{self.begin}{line}rank {rank}: {reason} (rule {rule}: {RULES[rule]})", rule)

@@ -10,14 +10,25 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from schedgen.checker import check, check_compiled
-from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
+from schedgen.cli.options import (
+    CompareOptions,
+    CompileOptions,
+    NewOptions,
+    PlanOptions,
+    SchemesOptions,
+    SearchOptions,
+    SizeOptions,
+)
+from schedgen.cli.read_lists import torch_list_of
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
+from schedgen.compiler.options import Options
+from schedgen.compiler.torch_program import torch_program
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
@@ -33,9 +44,9 @@ from schedgen.planner.plan import pipedream, plan
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.schemes import describe, load
-from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.torch_list import TorchList, scheme_of
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import parse_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
@@ -43,9 +54,15 @@ from schedgen.util.files import check_writable, display_name, is_standard_output
 
 
 def run_compile(options: CompileOptions) -> int:
-    """Write the schedule of a scheme, once it is proved; a note on stderr says if w or n was slow."""
+    """Write the schedule of a scheme, or torch's list, once it is proved; a note on stderr says if w or n was slow."""
+    torch_list = torch_list_of(options.scheme) if options.scheme.endswith(".csv") else None
     graph = read_graph_file(options.graph)
-    scheme, sizes = _scheme(options, None if graph is None else graph.stages)
+    scheme, sizes = _scheme(options, torch_list, None if graph is None else graph.stages)
+    if torch_list is not None and torch_list.has_messages:
+        if not (new := _options_that_lower(options)):
+            _write_checked(torch_program(torch_list, Options(cost=options.cost)), options.output, options.scheme)
+            return 0
+        note(f"--{new[0].replace('_', '-')} replaces the messages of {options.scheme} by schedgen's")
     substages = 1
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
@@ -67,6 +84,16 @@ def run_compile(options: CompileOptions) -> int:
         check_compiled(program)
         _write_checked(program, options.output)
     return 0
+
+
+def _options_that_lower(options: CompileOptions) -> list[str]:
+    """The names of given options that change more than the name and the costs of torch's list."""
+    default, kept = (
+        CompileOptions(scheme="", output=""),
+        ("scheme", "output", "cost", *SizeOptions.__dataclass_fields__),
+    )
+    given = [field.name for field in fields(options) if getattr(options, field.name) != getattr(default, field.name)]
+    return [name for name in given if name not in kept]
 
 
 def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:
@@ -106,11 +133,11 @@ def _slow_schemes_noted() -> Iterator[None]:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
-def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]:
-    """The scheme to compile, and its sizes: a CSV file has its own; `stages` are those of a graph."""
+def _scheme(options: CompileOptions, torch_list: TorchList | None, stages: int | None) -> tuple[Scheme, Sizes]:
+    """The scheme to compile, and its sizes: torch's list has its own; `stages` are those of a graph."""
     sizes = {name: getattr(options, name) for name in Sizes._fields}
-    if options.scheme.endswith(".csv"):
-        scheme, own_sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
+    if torch_list is not None:
+        scheme, own_sizes = scheme_of(torch_list)
         if isinstance(R := options.replicas, int):
             workers, batches = R * (own_sizes.workers or 1), R * own_sizes.microbatches
             own_sizes = own_sizes._replace(workers=workers, microbatches=batches, replicas=R)
@@ -144,9 +171,9 @@ def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
     return scheme
 
 
-def _write_checked(program: Program, output: str) -> None:
-    """Write a compiled program, unless the checker refuses it."""
-    check(program, "internal error, the compiled schedule")
+def _write_checked(program: Program, output: str, name: str = "internal error, the compiled schedule") -> None:
+    """Write a program, unless the checker refuses it under this name."""
+    check(program, name)
     with open_output(output) as out:
         write(program, out)
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from schedgen.checker import checked
 from schedgen.cli.options import (
     CheckOptions,
     CostOptions,
@@ -21,6 +20,7 @@ from schedgen.cli.options import (
     SimulateOptions,
     StatsOptions,
 )
+from schedgen.cli.read_lists import checked
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
@@ -34,7 +34,7 @@ from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.stats_table import named_numbers, stats_table
-from schedgen.report.torch_csv import as_torch_csv, lost_in_csv
+from schedgen.report.torch_csv import as_torch_csv
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.stats import simulation_numbers, stats
@@ -190,12 +190,10 @@ def run_export(options: ExportOptions) -> int:
     cost, machine = _costs(options, program)
     unit = 1e6 if options.profile else 1.0
     files: Iterable[tuple[str, bytes]]
-    if options.to == "csv":
+    if options.to.startswith("torch"):
         if options.given:
-            raise UsageError(f"torch's CSV has no costs: leave --{options.given[0]} out")
-        files = [("", as_torch_csv(program).encode())]
-        if lost := lost_in_csv(program):
-            note(f"torch's CSV has jobs alone: it loses {' and '.join(lost)}")
+            raise UsageError(f"torch's lists have no costs: leave --{options.given[0]} out")
+        files = [("", as_torch_csv(program, messages=options.to == "torch").encode())]
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]

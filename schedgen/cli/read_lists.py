@@ -1,0 +1,36 @@
+"""Schedules by the names of their files: schedgen's own, and torch's lists."""
+
+from __future__ import annotations
+
+from schedgen import checker
+from schedgen.compiler.torch_program import torch_program
+from schedgen.ir.program import Program
+from schedgen.schemes.torch_list import TorchList, read_torch_list
+from schedgen.util.errors import RefusedFile, UsageError, note
+from schedgen.util.files import read_text
+
+
+def checked(name: str) -> Program:
+    """The schedule in file `name` (-: standard input), or torch's list in a .csv, read and checked. Raises RefusedFile.
+
+    Notes on stderr say what of torch's list the program leaves out, and whose the messages are.
+    """
+    if not name.endswith(".csv"):
+        return checker.checked(name)
+    torch_list = torch_list_of(name)
+    if not torch_list.has_messages:
+        note(f"{name} has jobs alone: its messages are those that schedgen compile gives it")
+    try:
+        program = torch_program(torch_list)
+    except UsageError as error:
+        raise RefusedFile(f"{name}: {error}") from None
+    checker.check(program, name)
+    return program
+
+
+def torch_list_of(name: str) -> TorchList:
+    """torch's list in file `name`; a note on stderr says what of it no schedule has."""
+    torch_list = read_torch_list(read_text(name), name)
+    if torch_list.left_out:
+        note(torch_list.left_out)
+    return torch_list
