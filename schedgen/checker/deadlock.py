@@ -31,7 +31,7 @@ def rule_4(proof: Proof) -> None:
         name = names(program)
         _refuse_others(proof, met.sends[message], met.receives[message], name)
     if len(happened) < all.count:
-        _refuse_circle(proof, all, happened)
+        refuse_circle(proof, all, happened)
 
 
 def _refuse_others(proof: Proof, sends: Numbers, receives: Numbers, name: Numbers) -> None:
@@ -42,13 +42,13 @@ def _refuse_others(proof: Proof, sends: Numbers, receives: Numbers, name: Number
         proof.refuse(3, receives[k], f"{words}, as {len(other)} of {len(sends)} delivered messages do")
 
 
-def _refuse_circle(proof: Proof, all: Events, happened: Numbers) -> None:
+def refuse_circle(proof: Proof, all: Events, happened: Numbers) -> None:
     """Refuse the first row of those that keep others back in a circle of events that do not happen."""
     circle = _circle(proof, all, happened)
     least = min(range(len(circle)), key=lambda k: circle[k][0])
     circle = circle[least:] + circle[:least]
     kept = ", ".join(str(proof.program.instruction(row)) for _, row in circle[:SHOWN])
-    others = "; ".join(proof.where(row) for row, _ in circle[1:SHOWN]) or "its own batch"
+    others = "; ".join(proof.where(row) for row, _ in circle[1:SHOWN])
     others += f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
     proof.refuse(4, circle[0][0], f"waits forever, in a cycle with {others}; behind them wait {kept}")
 
@@ -68,8 +68,6 @@ def _circle(proof: Proof, all: Events, happened: Numbers) -> list[tuple[int, int
         path[event] = len(path)
         event = int(reason[event, 0])
     steps = [(ahead, kept) for _, ahead, kept, keeps in reason[list(path)[path[event] :]].tolist() if keeps]
-    if not steps:  # a SEND of what its own batch receives
-        return [(int(reason[event, 1]), int(reason[event, 2]))]
     first = next(k for k in range(len(steps)) if steps[k][1] != steps[k - 1][0])
     circle: list[tuple[int, int]] = []
     for ahead, kept in steps[first:] + steps[:first]:

@@ -10,6 +10,7 @@ There are no tags: within a communicator, the k-th SEND of a directed edge meets
 receive of what it first uses is done, and a row that ends or changes a buffer until the SENDs of the buffer are. A rank
 waits at a collective until it is done. With +batch, adjacent SENDs and receives of a rank are one operation in each of
 their communicators, as between ncclGroupStart and ncclGroupEnd: all begin together, and none is done before all are.
+Only a SEND that is the first to use what the rank has received begins another.
 """
 
 from __future__ import annotations

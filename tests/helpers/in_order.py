@@ -101,6 +101,7 @@ def outcomes(program: Program, carrier: Carrier | None, batch: bool = False, mos
     run: dict[tuple[int, int], tuple[int, int]] = {}  # by operation (rank, row): the first and the last row of its batch
     for rank, row in sorted(queue):
         joins = batch and lists[rank][row].op in MESSAGES and lists[rank][row - 1].op in MESSAGES and (rank, row - 1) in run
+        joins = joins and not _is_relay(program, lists[rank], row)
         run[rank, row] = (run[rank, row - 1][0] if joins else row, row)
     final = {(row[0], run[row][0]): row[1] for row in sorted(run)}
     batch_of = {row: (row[0], run[row][0], queue[row]) for row in run}
@@ -147,6 +148,15 @@ def outcomes(program: Program, carrier: Carrier | None, batch: bool = False, mos
             swapped = {names for names in met if names[0] != names[1]}
             found.add(Outcome(state[1] + 1 == 1 << len(events), frozenset(swapped)))
     return found
+
+
+def _is_relay(program: Program, listed: list[Instruction], row: int) -> bool:
+    """Whether a SEND is the first to use what its rank has received."""
+    name = name_of(listed[row])
+    if listed[row].op != Op.SEND:
+        return False
+    before = [e for e in listed[:row] if name in used(program, e) | defined(program, e)]
+    return bool(before) and before[-1].op in (Op.RECV, Op.FETCH_W)
 
 
 def _events(program: Program, lists: list[list[Instruction]], carrier: Carrier | None) -> list[list[tuple[Any, Any]]]:
