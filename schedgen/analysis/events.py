@@ -36,19 +36,19 @@ class Follows(NamedTuple):
 class Events(NamedTuple):
     """The events of a program: its rows, by number, and after them messages and collectives."""
 
-    count: int
+    total: int
     of_row: Ints  # of a SEND, a receive or a collective: its message or collective; of other rows: the row
     follows: tuple[Follows, ...]  # rows of one rank, which come one after another, are the last
 
-    def execute(self, queues: Numbers | None = None) -> Numbers:
+    def execute(self, queues: Numbers | None = None) -> Ints:
         """The events that happen, in the order of one execution.
 
         `queues`: by row the queue of its operation, -1: none. Operations of a queue then go in its order as long as
         something can happen in this order. Where nothing can, the event that has been ready longest overtakes.
         """
         before, after = (np.concatenate([part[k] for part in self.follows]) for k in (0, 1))
-        none = np.zeros(0, np.int32)
-        places = none, none, np.zeros(self.count + 1, np.int32), none
+        none: Ints = np.zeros(0, np.int32)
+        places = none, none, np.zeros(self.total + 1, np.int32), none
         if queues is not None:
             operations = np.flatnonzero(queues >= 0).astype(np.int32)
             order = stable_order(queues[operations])
@@ -56,14 +56,14 @@ class Events(NamedTuple):
             ahead, behind = np.full((2, len(queues)), -1, np.int32)
             ahead[in_queue[1:][is_next]], behind[in_queue[:-1][is_next]] = in_queue[:-1][is_next], in_queue[1:][is_next]
             of_event = operations[stable_order(self.of_row[operations])]
-            first = np.searchsorted(self.of_row[of_event], np.arange(self.count + 1)).astype(np.int32)
+            first = np.searchsorted(self.of_row[of_event], np.arange(self.total + 1)).astype(np.int32)
             places = ahead, behind, first, of_event
-        order, held = np.empty((2, self.count), np.int32)
+        happening, held = np.empty((2, self.total), np.int32)
         happened = _execute.sized(2 * len(before))(
-            before, after, np.zeros(self.count + 2, np.int32), np.empty(len(before), np.int32),
-            np.zeros((2, self.count), np.int32), self.of_row, *places, order, held, 0, 0, 0, 0,
+            before, after, np.zeros(self.total + 2, np.int32), np.empty(len(before), np.int32),
+            np.zeros((2, self.total), np.int32), self.of_row, *places, happening, held, 0, 0, 0, 0,
         )  # fmt: skip
-        return order[:happened]
+        return happening[:happened]
 
 
 def events(
@@ -105,11 +105,11 @@ def events(
         ahead, behind = _queues(rank, communicator, begin)
         sends, release = _releases(program, lifetimes.send_before)
         parts += [follow(end, ahead, begin, behind, True), follow(end, sends, row, release)]
-    stays = row
+    stays = np.arange(rows)
     if touched is not None:
         stays = np.flatnonzero(~program.is_one_of(*MESSAGES))
-        ahead, behind = _around(program, touched)
-        parts.append(follow(row, ahead, row, behind))
+        used, next_used = _around(program, touched)
+        parts.append(follow(row, used, row, next_used))
     next_to = np.flatnonzero(rank[stays[1:]] == rank[stays[:-1]])
     return Events(count, event, (*parts, follow(passed, stays[:-1][next_to], row, stays[1:][next_to], True)))
 
@@ -151,8 +151,8 @@ def _around(program: Program, touched: Accesses) -> tuple[Ints, Ints]:
     return touched.row[before[same]], touched.row[after[same]]
 
 
-def _releases(program: Program, send_before: Ints) -> tuple[Numbers, Numbers]:
-    """Every SEND of a buffer that is ended or changed later, and the row that does so; `send_before`: of `Lifetimes`."""
+def _releases(program: Program, send_before: Ints) -> tuple[AnyInts, AnyInts]:
+    """Every SEND of a buffer that a later row ends or changes, and that row; `send_before`: as in `Lifetimes`."""
     following = np.full(len(program), -1, np.int32)
     later = np.flatnonzero(send_before >= 0)
     following[send_before[later]] = later

@@ -62,7 +62,11 @@ def names(program: Program) -> Numbers:
     """By row, a number for the name of the buffer that it names, in the order of kind, stage, microbatch, piece."""
     table, header = program.rows, program.header
     number = table.kind.astype(np.int64)
-    for column, count in ((table.stage, header.stages), (table.mb, header.microbatches), (table.piece, table.piece.max())):
+    for column, count in (
+        (table.stage, header.stages),
+        (table.mb, header.microbatches),
+        (table.piece, table.piece.max()),
+    ):
         number = number * (int(count) + 2) + column + 1
     order: Numbers = np.unique(number, return_inverse=True)[1]
     return order

@@ -5,44 +5,66 @@ Every event happens that no circle of events keeps back. A message between wrong
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from schedgen.analysis import analyse
 from schedgen.analysis.events import Events, events
-from schedgen.analysis.messages import match_messages, names
+from schedgen.analysis.messages import Messages, match_messages, names
 from schedgen.checker.proof import Proof
+from schedgen.ir.program import Program
 from schedgen.ir.transport import communicators
-from schedgen.util.arrays import Numbers
+from schedgen.util.arrays import Ints, Numbers
 
 SHOWN = 4  # rows of a cycle that a refusal names
 
 
+class Execution(NamedTuple):
+    """What happens when a list is executed on a transport."""
+
+    met: Messages  # without tags a SEND may meet the receive of another buffer
+    all: Events
+    happened: Ints  # events, in the order of an execution
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all ranks reach their ends with the right buffers."""
+        return self.met.complete and len(self.happened) == self.all.total
+
+
+def executed(program: Program, communicator: Numbers | None, batch: bool = False) -> Execution:
+    """Execute a program; its communicators are as in `ir.transport`, None: MPI."""
+    analysis = analyse(program)
+    met = analysis.messages if communicator is None else match_messages(program, np.maximum(communicator, 0))
+    all = events(program, analysis.lifetimes, met, analysis.waits.collective, communicator, batch)
+    return Execution(met, all, all.execute())
+
+
 def rule_4(proof: Proof) -> None:
     """Refuse a program, with rules 3, 6 and 7 proved, whose ranks wait for one another in a cycle."""
-    analysis, transport, program = proof.analysis, proof.transport, proof.program
+    program, transport = proof.program, proof.transport
     carried = None if transport is None else communicators(program, transport)
-    # A transport without tags delivers by position, and so perhaps to a receive of another buffer.
-    met = analysis.messages if carried is None else match_messages(program, np.maximum(carried, 0))
-    all = events(
-        program, analysis.lifetimes, met, analysis.waits.collective, carried, transport is not None and transport.batch
-    )
-    happened = all.execute()
-    if not met.complete:
-        message = happened[(happened >= len(program)) & (happened < len(program) + len(met.sends))] - len(program)
-        name = names(program)
-        _refuse_others(proof, met.sends[message], met.receives[message], name)
-    if len(happened) < all.count:
-        refuse_circle(proof, all, happened)
+    execution = executed(program, carried, transport is not None and transport.batch)
+    if not execution.met.complete:
+        _refuse_others(proof, execution)
+    if len(execution.happened) < execution.all.total:
+        refuse_circle(proof, execution.all, execution.happened)
 
 
-def _refuse_others(proof: Proof, sends: Numbers, receives: Numbers, name: Numbers) -> None:
-    """Refuse the first of these messages, which are delivered in this order, that meets the receive of another."""
-    other = np.flatnonzero(name[sends] != name[receives])
+def _refuse_others(proof: Proof, execution: Execution) -> None:
+    """Refuse the first message that meets the receive of another buffer, if one does before ranks wait forever."""
+    sends, receives, _ = execution.met
+    delivered = execution.happened - len(proof.program)
+    delivered = delivered[(delivered >= 0) & (delivered < len(sends))]
+    name = names(proof.program)
+    other = delivered[name[sends[delivered]] != name[receives[delivered]]]
     for k in other[:1].tolist():
         words = f"this meets the SEND of another buffer, {proof.where(sends[k])}"
-        proof.refuse(3, receives[k], f"{words}, as {len(other)} of {len(sends)} delivered messages do")
+        proof.refuse(3, receives[k], f"{words}, and so do {len(other)} of {len(sends)} messages in all")
 
 
-def refuse_circle(proof: Proof, all: Events, happened: Numbers) -> None:
+def refuse_circle(proof: Proof, all: Events, happened: Ints) -> None:
     """Refuse the first row of those that keep others back in a circle of events that do not happen."""
     circle = _circle(proof, all, happened)
     least = min(range(len(circle)), key=lambda k: circle[k][0])
@@ -53,11 +75,11 @@ def refuse_circle(proof: Proof, all: Events, happened: Numbers) -> None:
     proof.refuse(4, circle[0][0], f"waits forever, in a cycle with {others}; behind them wait {kept}")
 
 
-def _circle(proof: Proof, all: Events, happened: Numbers) -> list[tuple[int, int]]:
+def _circle(proof: Proof, all: Events, happened: Ints) -> list[tuple[int, int]]:
     """Of a circle of events that do not happen, the rows that keep back another of their rank, and the other."""
-    stuck = np.ones(all.count, bool)
+    stuck = np.ones(all.total, bool)
     stuck[happened] = False
-    reason = np.empty((all.count, 4), np.int64)  # by stuck event, another that it follows, and why
+    reason = np.empty((all.total, 4), np.int64)  # by stuck event, another that it follows, and why
     for part in all.follows:
         k = np.flatnonzero(stuck[part.before] & stuck[part.after])
         why = part.before[k], part.ahead[k], part.row[k], np.full(len(k), part.keeps)

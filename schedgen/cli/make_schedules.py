@@ -35,6 +35,7 @@ from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
+from schedgen.ir.transport import read_transport
 from schedgen.planner import plan_output
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
@@ -52,6 +53,8 @@ from schedgen.simulator.machine import parse_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
+INTERNAL = "internal error, the compiled schedule"
+
 
 def run_compile(options: CompileOptions) -> int:
     """Write the schedule of a scheme, or torch's list, once it is proved; a note on stderr says if w or n was slow."""
@@ -63,7 +66,7 @@ def run_compile(options: CompileOptions) -> int:
             _write_checked(torch_program(torch_list, Options(cost=options.cost)), options.output, options.scheme)
             return 0
         note(f"--{new[0].replace('_', '-')} replaces the messages of {options.scheme} by schedgen's")
-    substages = 1
+    substages, transport = 1, read_transport(options.transport)
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
         scheme = _with_graph(scheme, graph, substages)
@@ -78,10 +81,13 @@ def run_compile(options: CompileOptions) -> int:
                 tied=graph.tied if graph else (),
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
                 substages=substages,
+                in_order=transport,
             ),
             **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )
         check_compiled(program)
+        if transport:
+            check(program, INTERNAL, transport)
         _write_checked(program, options.output)
     return 0
 
@@ -171,7 +177,7 @@ def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
     return scheme
 
 
-def _write_checked(program: Program, output: str, name: str = "internal error, the compiled schedule") -> None:
+def _write_checked(program: Program, output: str, name: str = INTERNAL) -> None:
     """Write a program, unless the checker refuses it under this name."""
     check(program, name)
     with open_output(output) as out:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from schedgen.compiler.options import Options
 from schedgen.ir.cost import read_cost
+from schedgen.ir.transport import NAMES
 from schedgen.planner.candidates import SEARCHED
 from schedgen.planner.order_search.budget import BUDGET
 from schedgen.planner.order_search.question import OBJECTIVES
@@ -35,6 +36,7 @@ MODEL_GRAPH = "a model's graph, written by mpirun graph: stages, edges, ties and
 LIMIT = "saved forwards a worker may hold; default: no limit"
 SCHEDULE = "the schedule; - is standard output"
 SCHEDULE_FILE = "a schedule, or torch's FILE.csv; - is standard input"
+TRANSPORTS = f"mpi, or in-order:{{{','.join(NAMES)},FILE}}, the last a JSON file of communicators, perhaps with +batch"
 BANDWIDTH = Number("a bandwidth of at least 1e-18 bytes a second", float, 1e-18, 1e18)
 SLOWER = Number("a factor of at least 1", float, 1, 1e6)
 _MACHINE_FIELDS = ("alpha", "beta", "activation", "weight", "saved")  # those that are options
@@ -175,6 +177,7 @@ class CompileOptions(Options, LoopOptions):
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
     profile: str | None = option("--profile P", "JSON with durations by stage, for greedy", file=READ, without="cost")
     dump_passes: str | None = option("--dump-passes DIR", "a new folder for the list after each pass of compiling")
+    transport: str = option("--transport T", f"the list is safe on it, too: {TRANSPORTS}", default="mpi")
     output: str = option("-o --output FILE", SCHEDULE, required=True, file=WRITTEN)
 
 
@@ -183,6 +186,16 @@ class CheckOptions:
     """check: the schedules to prove."""
 
     files: Sequence[str] = argument("FILE", SCHEDULE_FILE, nargs="+")
+    transport: str = option("--transport T", f"what delivers messages: {TRANSPORTS}", default="mpi")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairOptions(CostOptions, InputFile):
+    """repair: a schedule, the transport it is to be safe on, and what its jobs and messages cost."""
+
+    transport: str | None = option("--transport T", TRANSPORTS, group="remedy")
+    fewest: bool = switch("--fewest", "move nothing: find few communicators that make it safe as it is")
+    output: str | None = option("-o --output FILE", f"{SCHEDULE}; with --fewest the communicators", file=WRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from schedgen.cli.read_lists import checked
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
+from schedgen.ir.transport import read_transport
 from schedgen.planner.stage_costs import read_profile
 from schedgen.report.chakra import chakra_traces, jobs_rounded_to_zero
 from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
@@ -45,14 +46,16 @@ from schedgen.util.files import display_name, is_standard_output, open_output, r
 
 def run_check(options: CheckOptions) -> int:
     """Prove the files one after another, and print a line for each."""
+    transport = read_transport(options.transport)
     for name in options.files:
-        program = checked(name)
+        program = checked(name, transport)
         header = program.header
         gradients = "" if header.is_forward else ", every gradient at every owner"
         print(
             f"{display_name(name)}: {header.scheme['name']}, {number_of(header.workers, 'worker')}, "
             f"{number_of(len(program), 'instruction')}: "
-            f"every {'forward' if header.is_forward else 'job'} once, no deadlock{gradients}"
+            f"every {'forward' if header.is_forward else 'job'} once, no deadlock"
+            f"{f' on {options.transport}' if transport else ''}{gradients}"
         )
     return 0
 
@@ -96,7 +99,7 @@ class _Execution(NamedTuple):
 def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
     """Simulate the schedule in file `name` with the options' costs or, if there are none, those of --measured."""
     program = checked(name)
-    cost, machine = _costs(options, program)
+    cost, machine = costs(options, program)
     measured = _read_trace(options.measured, program) if options.measured else []
     times = run_numbers(program, measured)["profile"] if measured else {}
     if times and not (options.cost or options.profile):
@@ -121,7 +124,7 @@ def run_simulate(options: SimulateOptions) -> int:
     return 0
 
 
-def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
+def costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
     """Durations of jobs by direction, and the machine, as given by the options."""
     cost, machine = _read_profile(options, program) or (options.cost or program.header.cost, options.amounts)
     network = options.network(machine.network)
@@ -187,7 +190,7 @@ def _scenes(options: DrawOptions, names: Sequence[str]) -> list[Scene]:
 def run_export(options: ExportOptions) -> int:
     """Write a schedule in another tool's form."""
     program = checked(options.file)
-    cost, machine = _costs(options, program)
+    cost, machine = costs(options, program)
     unit = 1e6 if options.profile else 1.0
     files: Iterable[tuple[str, bytes]]
     if options.to.startswith("torch"):

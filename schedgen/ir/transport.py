@@ -31,15 +31,20 @@ NAMES = ("one", "rank", "pair", "edge", "edge-kind")
 MESSAGES = (*SENDERS, *RECEIVERS)
 _IN_ORDER, _BATCH = "in-order:", "+batch"
 MOST_COMMUNICATORS = 4096  # of a user's assignment: each takes time that grows with the list
-_KINDS = {name: kind for kind, name in KIND_NAME.items() if kind != Kind.T}
+_KINDS: dict[str, Kind] = {name: kind for kind, name in KIND_NAME.items() if kind != Kind.T}
 
 
 class Communicator(NamedTuple):
     """What one communicator of a user's assignment carries."""
 
-    edges: tuple[tuple[int, int], ...] | None = ()  # directed, (sender, receiver); None: all
-    kinds: tuple[Kind, ...] = tuple(_KINDS.values())  # of the messages along these edges
+    edges: tuple[tuple[int, int, Kind], ...] = ()  # sender, receiver, and the kind of buffer; Kind.NONE: all kinds
     groups: tuple[int, ...] = ()  # whose collectives
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """Its entry in an assignment."""
+        edges = [[*edge[:2], *([KIND_NAME[edge[2]]] if edge[2] else [])] for edge in self.edges]
+        return {"edges": edges} | ({"groups": self.groups} if self.groups else {})
 
 
 class Transport(NamedTuple):
@@ -57,25 +62,36 @@ def read_transport(text: str) -> Transport | None:
         return None
     communicators, batch = text.removeprefix(_IN_ORDER).removesuffix(_BATCH), text.endswith(_BATCH)
     if not text.startswith(_IN_ORDER) or not communicators:
-        raise UsageError(f"--transport '{text}' is none of mpi, {_IN_ORDER}{{{','.join(NAMES)},FILE}}, or these{_BATCH}")
+        raise UsageError(
+            f"--transport '{text}' is none of mpi, {_IN_ORDER}{{{','.join(NAMES)},FILE}}, or these{_BATCH}"
+        )
     if communicators in NAMES:
         return Transport(text, communicators, batch)
     shown = display_name(communicators)
     raw = read_json(read_text(communicators), shown)
     if not isinstance(raw, list) or not 0 < len(raw) <= MOST_COMMUNICATORS:
         raise RefusedFile(f"{shown}: an assignment is a list of 1 to {MOST_COMMUNICATORS} communicators")
-    return Transport(text, communicators, batch, tuple(_communicator(entry, f"{shown}: {k}") for k, entry in enumerate(raw)))
+    return Transport(
+        text, communicators, batch, tuple(_communicator(entry, f"{shown}: {k}") for k, entry in enumerate(raw))
+    )
 
 
 def _communicator(entry: Any, where: str) -> Communicator:
-    """One entry of an assignment."""
+    """One entry of an assignment; `where` it stands, for a refusal."""
     try:
-        carried = Communicator(**entry)
-        edges = None if carried.edges == "all" else tuple((int(a), int(b)) for a, b in carried.edges or ())
-        return Communicator(edges, tuple(_KINDS[kind] for kind in carried.kinds), tuple(map(int, carried.groups)))
-    except (TypeError, ValueError, KeyError, OverflowError):
-        form = '{"edges": [[sender, receiver], ...] or "all", "kinds": ["x", ...], "groups": [number, ...]}'
+        named = Communicator(**entry)
+        edges = [(_rank(edge[0]), _rank(edge[1]), _KINDS[edge[2]] if edge[2:] else Kind.NONE) for edge in named.edges]
+        return Communicator(tuple(edges), tuple(map(_rank, named.groups)))
+    except (TypeError, ValueError, LookupError):
+        form = '{"edges": [[sender, receiver], [sender, receiver, "x"], ...], "groups": [number, ...]}'
         raise RefusedFile(f"{where}: a communicator is {form}") from None
+
+
+def _rank(value: Any) -> int:
+    """A rank or another number below 2**31; ValueError for anything else."""
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise ValueError
+    return value
 
 
 def communicators(program: Program, transport: Transport) -> Numbers:
@@ -93,12 +109,13 @@ def communicators(program: Program, transport: Transport) -> Numbers:
     number[sums] = own_one + table.group[sums]
     if transport.assigned:
         for k, carried in reversed([*enumerate(transport.assigned)]):
-            known = [a * workers + b for a, b in carried.edges or () if 0 <= a < workers and 0 <= b < workers]
-            along = True if carried.edges is None else np.isin(edge, known)
-            number[rows[np.isin(kind, carried.kinds) & along]] = k
-            number[sums[np.isin(table.group[sums], [g for g in carried.groups if 0 <= g < len(program.header.groups)])]] = k
+            for a, b, of in carried.edges:
+                number[rows[(edge == a * workers + b) & (b < workers) & ((kind == of) | (of == Kind.NONE))]] = k
+            number[sums[np.isin(table.group[sums], carried.groups)]] = k
         for row in rows[number[rows] < 0][:1].tolist():
-            raise RefusedFile(f"{chosen}: no communicator carries this: rank {table.rank[row]}: {program.instruction(row)}")
+            raise RefusedFile(
+                f"{chosen}: no communicator carries this: rank {table.rank[row]}: {program.instruction(row)}"
+            )
     elif chosen in ("one", "rank"):
         number[np.concatenate([rows, sums]) if chosen == "one" else rows] = 0
     elif chosen == "pair":
@@ -108,3 +125,19 @@ def communicators(program: Program, transport: Transport) -> Numbers:
     has = np.flatnonzero(number >= 0)
     number[has] = np.unique(number[has], return_inverse=True)[1]
     return number
+
+
+def in_queue_order(place: Numbers, queue: Numbers) -> Numbers:
+    """The least places, none below those given, at which no operation is above one that comes before it in its queue.
+
+    Operations are sorted by `queue`, which is not below 0, and within each are in its order.
+    """
+    above = queue * (int(place.max(initial=0)) + 2)  # apart, so that one maximum does for all
+    least: Numbers = np.maximum.accumulate(place + above) - above
+    return least
+
+
+def queues(program: Program, transport: Transport) -> Numbers:
+    """By row, a number for its rank and communicator together; -1: it has no communicator."""
+    communicator = communicators(program, transport)
+    return np.where(communicator < 0, -1, communicator * program.header.workers + program.rows.rank)

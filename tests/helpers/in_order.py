@@ -98,9 +98,13 @@ def outcomes(program: Program, carrier: Carrier | None, batch: bool = False, mos
     events = _events(program, lists, carrier)
     of_row = {row: k for k, rows in enumerate(events) for row, _ in rows}
     queue = {row: queue for rows in events for row, queue in rows}
-    run: dict[tuple[int, int], tuple[int, int]] = {}  # by operation (rank, row): the first and the last row of its batch
+    run: dict[
+        tuple[int, int], tuple[int, int]
+    ] = {}  # by operation (rank, row): the first and the last row of its batch
     for rank, row in sorted(queue):
-        joins = batch and lists[rank][row].op in MESSAGES and lists[rank][row - 1].op in MESSAGES and (rank, row - 1) in run
+        joins = (
+            batch and lists[rank][row].op in MESSAGES and lists[rank][row - 1].op in MESSAGES and (rank, row - 1) in run
+        )
         joins = joins and not _is_relay(program, lists[rank], row)
         run[rank, row] = (run[rank, row - 1][0] if joins else row, row)
     final = {(row[0], run[row][0]): row[1] for row in sorted(run)}
@@ -120,7 +124,9 @@ def outcomes(program: Program, carrier: Carrier | None, batch: bool = False, mos
                 received = earlier.op in (Op.RECV, Op.FETCH_W) and name_of(earlier) in wanted
                 if received or (earlier.op == Op.SEND and name_of(earlier) in ends):
                     bits |= done_with[rank, j]
-                if j == k - 1 and (earlier.op in (Op.ALLREDUCE, Op.NORM) or (carrier is None and earlier.op == Op.SEND)):
+                if j == k - 1 and (
+                    earlier.op in (Op.ALLREDUCE, Op.NORM) or (carrier is None and earlier.op == Op.SEND)
+                ):
                     bits |= done_with[rank, j]
             needs[rank, k] = bits
 
