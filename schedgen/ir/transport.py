@@ -80,9 +80,9 @@ def _communicator(entry: Any, where: str) -> Communicator:
     """One entry of an assignment; `where` it stands, for a refusal."""
     try:
         named = Communicator(**entry)
-        edges = [(_rank(edge[0]), _rank(edge[1]), _KINDS[edge[2]] if edge[2:] else Kind.NONE) for edge in named.edges]
-        return Communicator(tuple(edges), tuple(map(_rank, named.groups)))
-    except (TypeError, ValueError, LookupError):
+        edges = ((_rank(a), _rank(b), _KINDS[kind[0]] if kind else Kind.NONE) for a, b, *kind in entry.get("edges", []))
+        return named._replace(edges=tuple(edges), groups=tuple(map(_rank, named.groups)))
+    except (AttributeError, TypeError, ValueError, LookupError):
         form = '{"edges": [[sender, receiver], [sender, receiver, "x"], ...], "groups": [number, ...]}'
         raise RefusedFile(f"{where}: a communicator is {form}") from None
 
