@@ -17,20 +17,24 @@ def checked(name: str) -> Program:
     """
     if not name.endswith(".csv"):
         return checker.checked(name)
-    torch_list = torch_list_of(name)
-    if not torch_list.has_messages:
-        note(f"{name} has jobs alone: its messages are those that schedgen compile gives it")
+    torch_list = list_in(name)
     try:
         program = torch_program(torch_list)
     except UsageError as error:
         raise RefusedFile(f"{name}: {error}") from None
     checker.check(program, name)
+    if not torch_list.has_messages:
+        note(f"{name} has jobs alone: its messages are those that schedgen compile gives it")
+    note_left_out(torch_list)
     return program
 
 
-def torch_list_of(name: str) -> TorchList:
-    """torch's list in file `name`; a note on stderr says what of it no schedule has."""
-    torch_list = read_torch_list(read_text(name), name)
+def list_in(name: str) -> TorchList:
+    """torch's list in file `name`. Raises RefusedFile."""
+    return read_torch_list(read_text(name), name)
+
+
+def note_left_out(torch_list: TorchList) -> None:
+    """Say on stderr what of torch's list no schedule has, if there is anything."""
     if torch_list.left_out:
         note(torch_list.left_out)
-    return torch_list
