@@ -18,6 +18,8 @@ tensor_slices.py    rules 10 and 11
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from schedgen.analysis import Memory, analyse
 from schedgen.checker.buffers import rule_2, rule_7, rule_8
 from schedgen.checker.deadlock import rule_4
@@ -34,7 +36,9 @@ from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.files import display_name, open_input
 from schedgen.util.progress import over
 
-__all__ = ["RULES", "Memory", "check", "check_but_waits", "check_compiled", "checked"]
+__all__ = ["RULES", "Memory", "Prove", "check", "check_but_waits", "check_compiled", "checked"]
+
+Prove = Callable[[Program, str], object]  # takes a program and what messages call its file; raises RefusedFile
 
 
 def check(program: Program, name: str = "program", transport: Transport | None = None) -> Memory:
@@ -58,12 +62,12 @@ def check_but_waits(program: Program, name: str, transport: Transport | None = N
     return proof
 
 
-def checked(name: str) -> Program:
-    """The program in file `name` (-: standard input), read and checked. Raises RefusedFile."""
+def checked(name: str, prove: Prove = check) -> Program:
+    """The program in file `name` (-: standard input), read and proved by `prove`. Raises RefusedFile."""
     label = display_name(name)
     with open_input(name) as source:
         program, fault = read(source, label)
-    check(program, label)
+    prove(program, label)
     if fault:
         raise RefusedFile(fault)
     return program

@@ -24,7 +24,7 @@ from schedgen.cli.options import (
     SearchOptions,
     SizeOptions,
 )
-from schedgen.cli.read_lists import torch_list_of
+from schedgen.cli.read_lists import list_in, note_left_out
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
 from schedgen.compiler.options import Options
@@ -58,14 +58,32 @@ INTERNAL = "internal error, the compiled schedule"
 
 def run_compile(options: CompileOptions) -> int:
     """Write the schedule of a scheme, or torch's list, once it is proved; a note on stderr says if w or n was slow."""
-    torch_list = torch_list_of(options.scheme) if options.scheme.endswith(".csv") else None
+    torch_list = list_in(options.scheme) if options.scheme.endswith(".csv") else None
     graph = read_graph_file(options.graph)
     scheme, sizes = _scheme(options, torch_list, None if graph is None else graph.stages)
-    if torch_list is not None and torch_list.has_messages:
-        if not (new := _options_that_lower(options)):
-            _write_checked(torch_program(torch_list, Options(cost=options.cost)), options.output, options.scheme)
-            return 0
-        note(f"--{new[0].replace('_', '-')} replaces the messages of {options.scheme} by schedgen's")
+    if torch_list is None:
+        _write_compiled(options, scheme, sizes, graph)
+        return 0
+    replacing = _options_that_lower(options)
+    if torch_list.has_messages and not replacing:
+        _write_checked(torch_program(torch_list, Options(cost=options.cost)), options.output, options.scheme)
+    else:
+        _write_compiled(options, scheme, sizes, graph)
+    if torch_list.has_messages and replacing:
+        note(f"--{replacing[0].replace('_', '-')} replaces the messages of {options.scheme} by schedgen's")
+    note_left_out(torch_list)
+    return 0
+
+
+def _options_that_lower(options: CompileOptions) -> list[str]:
+    """The names of given options with which torch's list is lowered anew: all but its own sizes, costs and names."""
+    kept = {"scheme", "output", "cost", *(field.name for field in fields(SizeOptions))}
+    names, default = [field.name for field in fields(options)], CompileOptions(scheme="", output="")
+    return [name for name in names if name not in kept and getattr(options, name) != getattr(default, name)]
+
+
+def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph: ModelGraph | None) -> None:
+    """Compile a scheme, prove the schedule and write it."""
     substages, transport = 1, read_transport(options.transport)
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
@@ -89,17 +107,6 @@ def run_compile(options: CompileOptions) -> int:
         if transport:
             check(program, INTERNAL, transport)
         _write_checked(program, options.output)
-    return 0
-
-
-def _options_that_lower(options: CompileOptions) -> list[str]:
-    """The names of given options that change more than the name and the costs of torch's list."""
-    default, kept = (
-        CompileOptions(scheme="", output=""),
-        ("scheme", "output", "cost", *SizeOptions.__dataclass_fields__),
-    )
-    given = [field.name for field in fields(options) if getattr(options, field.name) != getattr(default, field.name)]
-    return [name for name in given if name not in kept]
 
 
 def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:
@@ -191,6 +198,9 @@ def run_compare(options: CompareOptions) -> int:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
     with _slow_schemes_noted():
         comparison = compare(sizes, options.cost, options.memory_limit, options.files)
+    for name in options.files:
+        if name.endswith(".csv") and list_in(name).has_messages:
+            note(f"{name} is compared with the messages of schedgen compile in place of its own")
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
         raise UsageError(f"no scheme fits: {reasons}")

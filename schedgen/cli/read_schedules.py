@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from schedgen.checker import check
 from schedgen.cli.options import (
     CheckOptions,
     CostOptions,
@@ -48,7 +50,7 @@ def run_check(options: CheckOptions) -> int:
     """Prove the files one after another, and print a line for each."""
     transport = read_transport(options.transport)
     for name in options.files:
-        program = checked(name, transport)
+        program = checked(name, partial(check, transport=transport))
         header = program.header
         gradients = "" if header.is_forward else ", every gradient at every owner"
         print(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 from schedgen.checker import check, check_but_waits
 from schedgen.checker.proof import Proof
 from schedgen.checker.repair import Fewest, fewest, repair
 from schedgen.cli.options import RepairOptions
-from schedgen.cli.read_lists import listed
+from schedgen.cli.read_lists import checked
 from schedgen.cli.read_schedules import costs
 from schedgen.ir.file import write
 from schedgen.ir.transport import MESSAGES, read_transport
 from schedgen.simulator.simulate import simulate
-from schedgen.util.errors import RefusedFile, UsageError, note, number_of
+from schedgen.util.errors import UsageError, note, number_of
 from schedgen.util.files import display_name, is_standard_output, open_output
 
 
@@ -22,13 +23,11 @@ def run_repair(options: RepairOptions) -> int:
     """Move messages until a schedule is safe on a transport, or find communicators that make it safe as it is."""
     if options.fewest == bool(options.transport):
         raise UsageError("repair needs either --transport or --fewest (see schedgen repair --help)")
-    name, (program, fault) = display_name(options.file), listed(options.file)
-    if fault:
-        raise RefusedFile(fault)
     transport = read_transport(options.transport or "in-order:edge-kind")
     if transport is None:
         raise UsageError("repair moves messages for a transport that delivers in order, not for mpi")
-    check_but_waits(program, name, transport)
+    name = display_name(options.file)
+    program = checked(options.file, partial(check_but_waits, transport=transport))
     if options.fewest:
         return _print_fewest(options, fewest(program, name))
     cost, machine = costs(options, program)
