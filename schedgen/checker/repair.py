@@ -1,6 +1,6 @@
 """Repair: the order of messages in which a list is safe on a transport that delivers in order, jobs left in place.
 
-The list is executed with messages that only their own SEND and receive delay. Where a communicator's operations can
+The list is executed with messages that nothing but their own SEND and receive delays. Where a communicator's operations can
 happen in the order of the list, they do; where nothing can happen, one that could overtakes. This gives all events one
 order. On each rank the operations of a communicator are then brought into this order, by moving some of them down, none
 further than directly behind one that comes before it: so a row is never moved beyond what waits for it, and no event
@@ -44,10 +44,10 @@ def repair(program: Program, name: str, transport: Transport) -> Repaired:
     """
     analysis, rank, row = analyse(program), program.rows.rank.astype(np.int64), np.arange(len(program))
     queue, is_message = queues(program, transport), program.is_one_of(*MESSAGES)
-    for touched in (None, analysis.accesses):
-        free = np.full(len(program), -1)
-        collective = analysis.waits.collective
-        all = events(program, analysis.lifetimes, analysis.named, collective, free, touched=touched)
+    collective, free = analysis.waits.collective, np.full(len(program), -1)
+    # First as MPI delivers at its strictest, so that a list that is safe there stays so; at last with messages anywhere.
+    for communicator, touched in ((None, None), (free, None), (free, analysis.accesses)):
+        all = events(program, analysis.lifetimes, analysis.named, collective, communicator, touched=touched)
         happened = all.execute(queue)
         if len(happened) == all.total:
             break
