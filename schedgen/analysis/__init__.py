@@ -4,6 +4,7 @@
     analysis.accesses               what every row does to which buffers
     analysis.lifetimes              where every buffer's lives begin and end, and the first fault
     analysis.messages               which receive each SEND is matched with
+    analysis.named                  the same by the names of buffers, in whatever order messages come
     analysis.waits                  the graph of what rows wait for
     analysis.memory                 the most buffers of each kind at once
 
@@ -17,7 +18,7 @@ from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from schedgen.analysis.lifetimes import Lifetimes, Memory, MemoryTimeline, follow_buffers
-from schedgen.analysis.messages import Messages, Waits, match_messages, wait_graph
+from schedgen.analysis.messages import Messages, Waits, match_messages, names, wait_graph
 from schedgen.ir.accesses import Accesses, accesses
 from schedgen.ir.program import Program
 
@@ -50,9 +51,14 @@ class Analysis:
         return match_messages(self._program)
 
     @cached_property
+    def named(self) -> Messages:
+        """Every SEND and the receive of the same buffer."""
+        return self.messages if self.messages.complete else match_messages(self._program, names(self._program))
+
+    @cached_property
     def waits(self) -> Waits:
         """What rows wait for; only for programs for which rules 3, 6 and 7 are proved."""
-        return wait_graph(self._program, self.lifetimes, self.messages)
+        return wait_graph(self._program, self.lifetimes, self.named)
 
     @cached_property
     def memory(self) -> Memory:

@@ -13,7 +13,6 @@ import numpy as np
 
 from schedgen.analysis.lifetimes import Lifetimes
 from schedgen.ir.effects import COLLECTIVES, RECEIVERS, SENDERS
-from schedgen.ir.instructions import Kind
 from schedgen.ir.program import Program
 from schedgen.util.arrays import AnyInts, Ints, Numbers
 from schedgen.util.sort import stable_order
@@ -36,12 +35,17 @@ class Messages(NamedTuple):
         return self.matched == len(self.sends) == len(self.receives)
 
 
-def match_messages(program: Program) -> Messages:
-    """Match the SENDs and the receives of a projected program, up to the first pair that does not match."""
+def match_messages(program: Program, part: AnyInts | None = None) -> Messages:
+    """Match the SENDs and the receives of a projected program, up to the first pair that does not match.
+
+    `part`: by row, what distinguishes channels in place of the kind, not below 0.
+    """
     table, workers = program.rows, program.header.workers
+    part = table.kind if part is None else part
+    parts = int(part.max(initial=0)) + 1
 
     def by_channel(rows: Numbers, source: AnyInts, to: AnyInts) -> Numbers:
-        channel = (source[rows].astype(np.int64) * workers + to[rows]) * len(Kind) + table.kind[rows]
+        channel = (source[rows].astype(np.int64) * workers + to[rows]) * parts + part[rows]
         return rows[stable_order(channel)]
 
     sends = by_channel(program.rows_of(*SENDERS), table.rank, table.operand)
@@ -52,6 +56,20 @@ def match_messages(program: Program) -> Messages:
     for column in (table.kind, table.stage, table.mb, table.piece):
         same &= column[a] == column[b]
     return Messages(sends, receives, length if same.all() else int(np.argmin(same)))
+
+
+def names(program: Program) -> Numbers:
+    """By row, a number for the name of the buffer that it names, in the order of kind, stage, microbatch, piece."""
+    table, header = program.rows, program.header
+    number = table.kind.astype(np.int64)
+    for column, count in (
+        (table.stage, header.stages),
+        (table.mb, header.microbatches),
+        (table.piece, table.piece.max()),
+    ):
+        number = number * (int(count) + 2) + column + 1
+    order: Numbers = np.unique(number, return_inverse=True)[1]
+    return order
 
 
 def entries(program: Program) -> list[tuple[int, Numbers]]:

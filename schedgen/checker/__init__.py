@@ -9,6 +9,7 @@ jobs.py             rule 1
 buffers.py          rules 2, 7 and 8; the exact peak memory is `analysis.memory`
 messages.py         rule 3
 deadlock.py         rule 4
+repair.py           orders of messages, and communicators, with which rule 4 holds
 gradient_sums.py    rule 5
 collectives.py      rule 6
 weight_versions.py  rule 9, and rule 5 where weights have versions
@@ -16,6 +17,8 @@ tensor_slices.py    rules 10 and 11
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from schedgen.analysis import Memory, analyse
 from schedgen.checker.buffers import rule_2, rule_7, rule_8
@@ -28,31 +31,43 @@ from schedgen.checker.tensor_slices import check_copies, rule_10, rule_11
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.file import read
 from schedgen.ir.program import Program
+from schedgen.ir.transport import Transport
 from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.files import display_name, open_input
 from schedgen.util.progress import over
 
-__all__ = ["RULES", "Memory", "check", "check_compiled", "checked"]
+__all__ = ["RULES", "Memory", "Prove", "check", "check_but_waits", "check_compiled", "checked"]
+
+Prove = Callable[[Program, str], object]  # takes a program and what messages call its file; raises RefusedFile
 
 
-def check(program: Program, name: str = "program") -> Memory:
-    """Prove the eleven rules for a projected program; return its exact peak memory. `name` is for error messages."""
-    proof = Proof(program, name)
-    rules = (rule_1, rule_9, rule_2, rule_3, rule_10, rule_6, rule_7, rule_8, rule_5)
-    for rule in over(rules, "check", len(rules)):
-        rule(proof)
+def check(program: Program, name: str = "program", transport: Transport | None = None) -> Memory:
+    """Prove the eleven rules for a projected program; return its exact peak memory. `name` is for error messages.
+
+    With a `transport` other than MPI, rule 3 and rule 4 hold for it, whether or not they would for MPI.
+    """
+    proof = check_but_waits(program, name, transport)
     proof.analysis.forget_accesses()
-    rule_4(proof, proof.analysis.waits)
+    rule_4(proof)
     rule_11(proof)
     return proof.analysis.memory
 
 
-def checked(name: str) -> Program:
-    """The program in file `name` (-: standard input), read and checked. Raises RefusedFile."""
+def check_but_waits(program: Program, name: str, transport: Transport | None = None) -> Proof:
+    """Prove all rules but those for which it matters what waits for what: 4, 11 and, with a transport, 3's order."""
+    proof = Proof(program, name, transport)
+    rules = (rule_1, rule_9, rule_2, rule_3, rule_10, rule_6, rule_7, rule_8, rule_5)
+    for rule in over(rules, "check", len(rules)):
+        rule(proof)
+    return proof
+
+
+def checked(name: str, prove: Prove = check) -> Program:
+    """The program in file `name` (-: standard input), read and proved by `prove`. Raises RefusedFile."""
     label = display_name(name)
     with open_input(name) as source:
         program, fault = read(source, label)
-    check(program, label)
+    prove(program, label)
     if fault:
         raise RefusedFile(fault)
     return program

@@ -1,104 +1,100 @@
-"""Rule 4: every rank reaches its end even if every SEND is a rendezvous.
+"""Rule 4: every rank reaches its end, even if every SEND is a rendezvous; or on a transport that delivers in order.
 
-Every rank's list is executed as far as the wait graph allows. The order in which ranks advance does not change what
-can be reached.
+Every event happens that no circle of events keeps back. A message between wrong buffers is a fault of rule 3.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from schedgen.analysis import Waits
+from schedgen.analysis import analyse
+from schedgen.analysis.events import Events, events
+from schedgen.analysis.messages import Messages, match_messages, names
 from schedgen.checker.proof import Proof
+from schedgen.ir.program import Program
+from schedgen.ir.transport import communicators
 from schedgen.util.arrays import Ints, Numbers
-from schedgen.util.jit import kernel
 
 SHOWN = 4  # rows of a cycle that a refusal names
 
 
-def rule_4(proof: Proof, waits: Waits) -> None:
+class Execution(NamedTuple):
+    """What happens when a list is executed on a transport."""
+
+    met: Messages  # without tags a SEND may meet the receive of another buffer
+    all: Events
+    happened: Ints  # events, in the order of an execution
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all ranks reach their ends with the right buffers."""
+        return self.met.complete and len(self.happened) == self.all.total
+
+
+def executed(program: Program, communicator: Numbers | None, batch: bool = False) -> Execution:
+    """Execute a program; its communicators are as in `ir.transport`, None: MPI."""
+    analysis = analyse(program)
+    met = analysis.messages if communicator is None else match_messages(program, np.maximum(communicator, 0))
+    all = events(program, analysis.lifetimes, met, analysis.waits.collective, communicator, batch)
+    return Execution(met, all, all.execute())
+
+
+def rule_4(proof: Proof) -> None:
     """Refuse a program, with rules 3, 6 and 7 proved, whose ranks wait for one another in a cycle."""
-    length, collectives, workers = len(proof.program), len(waits.members), proof.header.workers
-    reached = proof.program.bounds[:-1].copy()
-    _advance.sized(2 * length)(
-        proof.rank, proof.program.bounds, *waits[:4], waits.members.copy(), reached, np.zeros(workers, np.int64),
-        np.full(length + collectives, -1, np.int32), np.full(workers, -1, np.int32), np.arange(workers),
-    )  # fmt: skip
-    circle = _circle(proof, waits, reached)
-    if circle:
-        others = "; ".join(f"line {proof.where(row)}" for row in circle[1:SHOWN])
-        others += f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
-        proof.refuse(4, circle[0], f"waits forever, in a cycle with {others}")
+    program, transport = proof.program, proof.transport
+    carried = None if transport is None else communicators(program, transport)
+    execution = executed(program, carried, transport is not None and transport.batch)
+    if not execution.met.complete:
+        _refuse_others(proof, execution)
+    if len(execution.happened) < execution.all.total:
+        refuse_circle(proof, execution.all, execution.happened)
 
 
-@kernel
-def _advance(
-    rank: Ints, bounds: Numbers, first: Ints, sends: Ints, receiver: Ints, collective: Ints, outside: Numbers,
-    at: Numbers, left: Numbers, asleep: Ints, next_asleep: Ints, runnable: Numbers,
-) -> None:  # fmt: skip
-    """Advance every rank as far as it gets: `at` becomes the row at which each stops.
-
-    `outside`: by collective, the members still to arrive. `left`: by rank, the index in `sends` of the first that its
-    row waits for and that may not have been executed. `asleep`: by row and, after all rows, by collective, the first
-    rank that sleeps on it; `next_asleep`: by rank, the next that sleeps on the same. `runnable`: a stack of ranks, at
-    first all.
-    """
-    top = len(runnable)
-    while top:
-        top -= 1
-        r = runnable[top]
-        while at[r] < bounds[r + 1]:
-            row = at[r]
-            wait, entered = -1, collective[row]
-            left[r] = max(left[r], first[row])
-            if entered >= 0:
-                outside[entered] -= 1
-                if outside[entered] > 0:
-                    wait = len(rank) + entered
-                else:
-                    woken = asleep[len(rank) + entered]
-                    while woken >= 0:
-                        at[woken] += 1
-                        runnable[top] = woken
-                        top += 1
-                        woken = next_asleep[woken]
-            else:
-                while left[r] < first[row + 1] and at[rank[sends[left[r]]]] > sends[left[r]]:
-                    left[r] += 1
-                if left[r] < first[row + 1]:
-                    wait = sends[left[r]]
-                elif receiver[row] >= 0 and at[rank[receiver[row]]] <= receiver[row]:
-                    wait = receiver[row]
-            if wait >= 0:
-                next_asleep[r] = asleep[wait]
-                asleep[wait] = r
-                break
-            at[r] = row + 1
-            woken = asleep[row]
-            asleep[row] = -1
-            while woken >= 0:
-                runnable[top] = woken
-                top += 1
-                woken = next_asleep[woken]
+def _refuse_others(proof: Proof, execution: Execution) -> None:
+    """Refuse the first message that meets the receive of another buffer, if one does before ranks wait forever."""
+    sends, receives, _ = execution.met
+    delivered = execution.happened - len(proof.program)
+    delivered = delivered[(delivered >= 0) & (delivered < len(sends))]
+    name = names(proof.program)
+    other = delivered[name[sends[delivered]] != name[receives[delivered]]]
+    for k in other[:1].tolist():
+        words = f"this meets the SEND of another buffer, {proof.where(sends[k])}"
+        proof.refuse(3, receives[k], f"{words}, and so do {len(other)} of {len(sends)} messages in all")
 
 
-def _circle(proof: Proof, waits: Waits, at: Numbers) -> list[int]:
-    """A cycle of rows that wait for one another, given `at`, the row of each rank; empty if all have ended."""
-    stuck = np.flatnonzero(at < proof.program.bounds[1:])
-    if not len(stuck):
-        return []
-    entering = np.argsort(waits.collective, kind="stable")
-    begin = np.searchsorted(waits.collective[entering], np.arange(len(waits.members) + 1))
-    path: dict[int, int] = {}  # row -> number of rows before it
-    row = int(at[stuck[0]])
-    while row not in path:
-        path[row] = len(path)
-        collective = waits.collective[row]
-        if collective >= 0:
-            awaited = entering[begin[collective] : begin[collective + 1]]
-            awaited = awaited[at[proof.rank[awaited]] < awaited]
+def refuse_circle(proof: Proof, all: Events, happened: Ints) -> None:
+    """Refuse the first row of those that keep others back in a circle of events that do not happen."""
+    circle = _circle(proof, all, happened)
+    least = min(range(len(circle)), key=lambda k: circle[k][0])
+    circle = circle[least:] + circle[:least]
+    kept = ", ".join(str(proof.program.instruction(row)) for _, row in circle[:SHOWN])
+    others = "; ".join(proof.where(row) for row, _ in circle[1:SHOWN])
+    others += f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
+    proof.refuse(4, circle[0][0], f"waits forever, in a cycle with {others}; behind them wait {kept}")
+
+
+def _circle(proof: Proof, all: Events, happened: Ints) -> list[tuple[int, int]]:
+    """Of a circle of events that do not happen, the rows that keep back another of their rank, and the other."""
+    stuck = np.ones(all.total, bool)
+    stuck[happened] = False
+    reason = np.empty((all.total, 4), np.int64)  # by stuck event, another that it follows, and why
+    for part in all.follows:
+        k = np.flatnonzero(stuck[part.before] & stuck[part.after])
+        why = part.before[k], part.ahead[k], part.row[k], np.full(len(k), part.keeps)
+        reason[part.after[k]] = np.stack(why, axis=1)
+    path: dict[int, int] = {}  # event -> number of events before it
+    event = int(np.argmax(stuck))
+    while event not in path:
+        path[event] = len(path)
+        event = int(reason[event, 0])
+    steps = [(ahead, kept) for _, ahead, kept, keeps in reason[list(path)[path[event] :]].tolist() if keeps]
+    first = next(k for k in range(len(steps)) if steps[k][1] != steps[k - 1][0])
+    circle: list[tuple[int, int]] = []
+    for ahead, kept in steps[first:] + steps[:first]:
+        if circle and circle[-1][0] == kept:  # rows one after another
+            circle[-1] = ahead, circle[-1][1]
         else:
-            awaited = np.append(waits.sends[waits.first[row] : waits.first[row + 1]], waits.receiver[row])
-            awaited = awaited[(awaited >= 0) & (at[proof.rank[awaited]] <= awaited)]
-        row = int(at[proof.rank[awaited[0]]])
-    return list(path)[path[row] :]
+            circle.append((ahead, kept))
+    return circle

@@ -17,14 +17,16 @@ def rule_3(proof: Proof) -> None:
     rank, other_end, kind = proof.rank, proof.operand, proof.kind
     for rows in (proof.rows_of(*SENDERS), proof.rows_of(*RECEIVERS)):
         proof.refuse_any(3, rows[other_end[rows] == rank[rows]], "a rank does not send to itself")
-    messages = proof.analysis.messages
+    in_order = proof.transport is not None  # then rule 4 says what meets what: here each name needs its two ends
+    messages = proof.analysis.named if in_order else proof.analysis.messages
     if messages.complete:
         return
     send, receive = (rows[messages.matched : messages.matched + 1].tolist() for rows in messages[:2])
-    sent = [(rank[row], other_end[row], kind[row]) for row in send]  # the channel; empty if all are matched
-    received = [(other_end[row], rank[row], kind[row]) for row in receive]
+    channel = (kind, proof.stage, proof.mb, proof.piece) if in_order else (kind,)
+    sent = [(rank[row], other_end[row], *(each[row] for each in channel)) for row in send]  # empty if all are matched
+    received = [(other_end[row], rank[row], *(each[row] for each in channel)) for row in receive]
     if sent == received:
-        words = f"the next message of this kind from rank {rank[send[0]]} is sent by line {proof.where(send[0])}"
+        words = f"the next message of this kind from rank {rank[send[0]]} is sent by {proof.where(send[0])}"
         proof.refuse(3, receive[0], words)
     # Channels are sorted: the smaller of these two has no partner left for its message.
     if not received or (sent and sent < received):
@@ -49,8 +51,8 @@ def rule_6(proof: Proof) -> None:
             entered = np.arange(start, end)
             both = min(len(first), len(entered))
             for k in np.flatnonzero((names[:, first[:both]] != names[:, entered[:both]]).any(axis=0))[:1]:
-                line = proof.where(int(rows[first[k]]))
-                proof.refuse(6, int(rows[entered[k]]), f"in place of this, rank {members[0]} enters line {line}")
+                place = proof.where(int(rows[first[k]]))
+                proof.refuse(6, int(rows[entered[k]]), f"in place of this, rank {members[0]} enters {place}")
             if len(first) != len(entered):
                 longer, absent = (first, rank) if len(first) > len(entered) else (entered, members[0])
                 proof.refuse(6, int(rows[longer[both]]), f"rank {absent} of group {group} does not enter this")

@@ -11,6 +11,7 @@ from schedgen.ir.effects import Buffer, Effect
 from schedgen.ir.file import line_of
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
+from schedgen.ir.transport import Transport
 from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
 from schedgen.util.errors import RefusedFile
 
@@ -50,8 +51,9 @@ class Touches(NamedTuple):
 class Proof:
     """A projected program and what the rules share."""
 
-    def __init__(self, program: Program, name: str) -> None:
-        self.program, self.header, self.name = program, program.header, name
+    def __init__(self, program: Program, name: str, transport: Transport | None = None) -> None:
+        self.program, self.header, self.name, self.transport = program, program.header, name, transport
+        self.begin = f"{name}:" if program.cells is None else f"{name}: "  # of a refusal, before its place
         self.analysis = analyse(program)
         self.rank, self.op, self.kind, self.stage, self.mb, self.piece, self.operand = program.rows
         self.group = self.version = self.operand  # by the opcode: `Operands`
@@ -70,12 +72,17 @@ class Proof:
         return Touches(rows, self.rank[rows], accesses.number[at])
 
     def where(self, row: int) -> str:
-        """Line, rank and text of an instruction."""
-        return f"{line_of(self.program, row)}: rank {self.rank[row]}: {self.program.instruction(row)}"
+        """Line, rank and text of an instruction; of one from torch's list, rank and cell."""
+        place, cells = f"rank {self.rank[row]}", self.program.cells
+        place = f"line {line_of(self.program, row)}: {place}" if cells is None else f"{place}, cell {cells[row]}"
+        return f"{place}: {self.program.instruction(row)}"
 
     def refuse(self, rule: int, row: int, reason: str) -> NoReturn:
         """Raise RefusedFile for an instruction that breaks a rule."""
-        raise RefusedFile(f"{self.name}:{self.where(row)}: {reason} (rule {rule}: {RULES[rule]})", rule)
+        where, words = self.where(row).removeprefix("line "), RULES[rule]
+        if self.transport and rule in (3, 4):
+            words = f"{words.partition(',')[0]}, on {self.transport.name}"
+        raise RefusedFile(f"{self.begin}{where}: {reason} (rule {rule}: {words})", rule)
 
     def refuse_any(self, rule: int, rows: AnyInts, reason: str) -> None:
         """Refuse the first of these rows, if there is one."""
@@ -85,5 +92,5 @@ class Proof:
     def refuse_rank(self, rule: int, rank: int, reason: str) -> NoReturn:
         """Raise RefusedFile for a rank that lacks an instruction; the line is the end of the rank's list."""
         end = int(self.program.bounds[rank + 1])
-        line = line_of(self.program, end - 1, rank) + 1
-        raise RefusedFile(f"{self.name}:{line}: rank {rank}: {reason} (rule {rule}: {RULES[rule]})", rule)
+        line = f"{line_of(self.program, end - 1, rank) + 1}: " if self.program.cells is None else ""
+        raise RefusedFile(f"{self.begin}{line}rank {rank}: {reason} (rule {rule}: {RULES[rule]})", rule)

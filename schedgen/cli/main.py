@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import schedgen
 from schedgen.cli import make_schedules, options, read_schedules
+from schedgen.cli.repair import run_repair
 from schedgen.schemes import SCHEMES
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.files import prepare_streams
@@ -41,6 +42,10 @@ COMMANDS = (
     Command(
         "check", options.CheckOptions, read_schedules.run_check, "prove schedules right, or say what is wrong",
         "schedgen check 1f1b.json",
+    ),
+    Command(
+        "repair", options.RepairOptions, run_repair, "order messages so that a transport cannot hang",
+        "schedgen repair 1f1b.json --transport in-order:pair -o safe.json",
     ),
     Command(
         "seal", options.SealOptions, read_schedules.run_seal, "re-hash and re-format a schedule edited by hand",

@@ -10,20 +10,32 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from schedgen.checker import check, check_compiled
-from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
+from schedgen.cli.options import (
+    CompareOptions,
+    CompileOptions,
+    NewOptions,
+    PlanOptions,
+    SchemesOptions,
+    SearchOptions,
+    SizeOptions,
+)
+from schedgen.cli.read_lists import list_in, note_left_out
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
+from schedgen.compiler.options import Options
+from schedgen.compiler.torch_program import torch_program
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
+from schedgen.ir.transport import read_transport
 from schedgen.planner import plan_output
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
@@ -33,20 +45,46 @@ from schedgen.planner.plan import pipedream, plan
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.schemes import describe, load
-from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.torch_list import TorchList, scheme_of
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import parse_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
+INTERNAL = "internal error, the compiled schedule"
+
 
 def run_compile(options: CompileOptions) -> int:
-    """Write the schedule of a scheme, once it is proved; a note on stderr says if w or n was slow."""
+    """Write the schedule of a scheme, or torch's list, once it is proved; a note on stderr says if w or n was slow."""
+    torch_list = list_in(options.scheme) if options.scheme.endswith(".csv") else None
     graph = read_graph_file(options.graph)
-    scheme, sizes = _scheme(options, None if graph is None else graph.stages)
-    substages = 1
+    scheme, sizes = _scheme(options, torch_list, None if graph is None else graph.stages)
+    if torch_list is None:
+        _write_compiled(options, scheme, sizes, graph)
+        return 0
+    replacing = _options_that_lower(options)
+    if torch_list.has_messages and not replacing:
+        _write_checked(torch_program(torch_list, Options(cost=options.cost)), options.output, options.scheme)
+    else:
+        _write_compiled(options, scheme, sizes, graph)
+    if torch_list.has_messages and replacing:
+        note(f"--{replacing[0].replace('_', '-')} replaces the messages of {options.scheme} by schedgen's")
+    note_left_out(torch_list)
+    return 0
+
+
+def _options_that_lower(options: CompileOptions) -> list[str]:
+    """The names of given options with which torch's list is lowered anew: all but its own sizes, costs and names."""
+    kept = {"scheme", "output", "cost", *(field.name for field in fields(SizeOptions))}
+    names, default = [field.name for field in fields(options)], CompileOptions(scheme="", output="")
+    return [name for name in names if name not in kept and getattr(options, name) != getattr(default, name)]
+
+
+def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph: ModelGraph | None) -> None:
+    """Compile a scheme, prove the schedule and write it."""
+    substages, transport = 1, read_transport(options.transport)
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
         scheme = _with_graph(scheme, graph, substages)
@@ -61,12 +99,14 @@ def run_compile(options: CompileOptions) -> int:
                 tied=graph.tied if graph else (),
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
                 substages=substages,
+                in_order=transport,
             ),
             **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )
         check_compiled(program)
+        if transport:
+            check(program, INTERNAL, transport)
         _write_checked(program, options.output)
-    return 0
 
 
 def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:
@@ -106,11 +146,11 @@ def _slow_schemes_noted() -> Iterator[None]:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
-def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]:
-    """The scheme to compile, and its sizes: a CSV file has its own; `stages` are those of a graph."""
+def _scheme(options: CompileOptions, torch_list: TorchList | None, stages: int | None) -> tuple[Scheme, Sizes]:
+    """The scheme to compile, and its sizes: torch's list has its own; `stages` are those of a graph."""
     sizes = {name: getattr(options, name) for name in Sizes._fields}
-    if options.scheme.endswith(".csv"):
-        scheme, own_sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
+    if torch_list is not None:
+        scheme, own_sizes = scheme_of(torch_list)
         if isinstance(R := options.replicas, int):
             workers, batches = R * (own_sizes.workers or 1), R * own_sizes.microbatches
             own_sizes = own_sizes._replace(workers=workers, microbatches=batches, replicas=R)
@@ -144,9 +184,9 @@ def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
     return scheme
 
 
-def _write_checked(program: Program, output: str) -> None:
-    """Write a compiled program, unless the checker refuses it."""
-    check(program, "internal error, the compiled schedule")
+def _write_checked(program: Program, output: str, name: str = INTERNAL) -> None:
+    """Write a program, unless the checker refuses it under this name."""
+    check(program, name)
     with open_output(output) as out:
         write(program, out)
 
@@ -158,6 +198,9 @@ def run_compare(options: CompareOptions) -> int:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
     with _slow_schemes_noted():
         comparison = compare(sizes, options.cost, options.memory_limit, options.files)
+    for name in options.files:
+        if name.endswith(".csv") and list_in(name).has_messages:
+            note(f"{name} is compared with the messages of schedgen compile in place of its own")
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
         raise UsageError(f"no scheme fits: {reasons}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from schedgen.compiler.options import Options
 from schedgen.ir.cost import read_cost
+from schedgen.ir.transport import NAMES
 from schedgen.planner.candidates import SEARCHED
 from schedgen.planner.order_search.budget import BUDGET
 from schedgen.planner.order_search.question import OBJECTIVES
@@ -34,6 +35,8 @@ LAYERS_GRAPH = "that of the layers in P, if the schedule was planned with one; -
 MODEL_GRAPH = "a model's graph, written by mpirun graph: stages, edges, ties and more; - is standard input"
 LIMIT = "saved forwards a worker may hold; default: no limit"
 SCHEDULE = "the schedule; - is standard output"
+SCHEDULE_FILE = "a schedule, or torch's FILE.csv; - is standard input"
+TRANSPORTS = f"mpi, or in-order:{{{','.join(NAMES)},FILE}}, the last a JSON file of communicators, perhaps with +batch"
 BANDWIDTH = Number("a bandwidth of at least 1e-18 bytes a second", float, 1e-18, 1e18)
 SLOWER = Number("a factor of at least 1", float, 1, 1e6)
 _MACHINE_FIELDS = ("alpha", "beta", "activation", "weight", "saved")  # those that are options
@@ -70,7 +73,7 @@ def by(text: str) -> tuple[int, int]:
 class InputFile:
     """The schedule that a command reads."""
 
-    file: str = argument("FILE", "a schedule; - is standard input")
+    file: str = argument("FILE", SCHEDULE_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +177,7 @@ class CompileOptions(Options, LoopOptions):
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
     profile: str | None = option("--profile P", "JSON with durations by stage, for greedy", file=READ, without="cost")
     dump_passes: str | None = option("--dump-passes DIR", "a new folder for the list after each pass of compiling")
+    transport: str = option("--transport T", f"the list is safe on it, too: {TRANSPORTS}", default="mpi")
     output: str = option("-o --output FILE", SCHEDULE, required=True, file=WRITTEN)
 
 
@@ -181,7 +185,17 @@ class CompileOptions(Options, LoopOptions):
 class CheckOptions:
     """check: the schedules to prove."""
 
-    files: Sequence[str] = argument("FILE", "a schedule; - is standard input", nargs="+")
+    files: Sequence[str] = argument("FILE", SCHEDULE_FILE, nargs="+")
+    transport: str = option("--transport T", f"what delivers messages: {TRANSPORTS}", default="mpi")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairOptions(CostOptions, InputFile):
+    """repair: a schedule, the transport it is to be safe on, and what its jobs and messages cost."""
+
+    transport: str | None = option("--transport T", TRANSPORTS, group="remedy")
+    fewest: bool = switch("--fewest", "move nothing: find few communicators that make it safe as it is")
+    output: str | None = option("-o --output FILE", f"{SCHEDULE}; with --fewest the communicators", file=WRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +245,9 @@ class ExportOptions(CostOptions, InputFile):
     """export: a schedule, its costs, and the form it is written in."""
 
     to: str = option(
-        "--to", "chrome: for Perfetto; chakra: MLCommons' traces, one per rank; csv: torch's actions",
-        required=True, choices=("chrome", "chakra", "csv"),
+        "--to", "chrome: for Perfetto; chakra: MLCommons' traces, one per rank; torch: torch's list (compute_comms); "
+        "torch-jobs: its jobs alone (compute_only)",
+        required=True, choices=("chrome", "chakra", "torch", "torch-jobs"),
     )  # fmt: skip
     output: str = option("-o --output OUT", "- is standard output", required=True, file=WRITTEN)
 
@@ -241,7 +256,7 @@ class ExportOptions(CostOptions, InputFile):
 class DiffOptions:
     """diff: the two schedules."""
 
-    a: str = argument("A", "a schedule; - is standard input")
+    a: str = argument("A", SCHEDULE_FILE)
     b: str = argument("B", "another schedule, compiled or edited later")
     jobs: bool = switch("--jobs", "the order of jobs on every rank, in place of all instructions")
 

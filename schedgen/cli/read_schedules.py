@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from schedgen.checker import checked
+from schedgen.checker import check
 from schedgen.cli.options import (
     CheckOptions,
     CostOptions,
@@ -21,9 +22,11 @@ from schedgen.cli.options import (
     SimulateOptions,
     StatsOptions,
 )
+from schedgen.cli.read_lists import checked
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
+from schedgen.ir.transport import read_transport
 from schedgen.planner.stage_costs import read_profile
 from schedgen.report.chakra import chakra_traces, jobs_rounded_to_zero
 from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
@@ -34,7 +37,7 @@ from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.stats_table import named_numbers, stats_table
-from schedgen.report.torch_csv import as_torch_csv, lost_in_csv
+from schedgen.report.torch_csv import as_torch_csv
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.stats import simulation_numbers, stats
@@ -45,14 +48,16 @@ from schedgen.util.files import display_name, is_standard_output, open_output, r
 
 def run_check(options: CheckOptions) -> int:
     """Prove the files one after another, and print a line for each."""
+    transport = read_transport(options.transport)
     for name in options.files:
-        program = checked(name)
+        program = checked(name, partial(check, transport=transport))
         header = program.header
         gradients = "" if header.is_forward else ", every gradient at every owner"
         print(
             f"{display_name(name)}: {header.scheme['name']}, {number_of(header.workers, 'worker')}, "
             f"{number_of(len(program), 'instruction')}: "
-            f"every {'forward' if header.is_forward else 'job'} once, no deadlock{gradients}"
+            f"every {'forward' if header.is_forward else 'job'} once, no deadlock"
+            f"{f' on {options.transport}' if transport else ''}{gradients}"
         )
     return 0
 
@@ -96,7 +101,7 @@ class _Execution(NamedTuple):
 def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
     """Simulate the schedule in file `name` with the options' costs or, if there are none, those of --measured."""
     program = checked(name)
-    cost, machine = _costs(options, program)
+    cost, machine = costs(options, program)
     measured = _read_trace(options.measured, program) if options.measured else []
     times = run_numbers(program, measured)["profile"] if measured else {}
     if times and not (options.cost or options.profile):
@@ -121,7 +126,7 @@ def run_simulate(options: SimulateOptions) -> int:
     return 0
 
 
-def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
+def costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
     """Durations of jobs by direction, and the machine, as given by the options."""
     cost, machine = _read_profile(options, program) or (options.cost or program.header.cost, options.amounts)
     network = options.network(machine.network)
@@ -187,15 +192,13 @@ def _scenes(options: DrawOptions, names: Sequence[str]) -> list[Scene]:
 def run_export(options: ExportOptions) -> int:
     """Write a schedule in another tool's form."""
     program = checked(options.file)
-    cost, machine = _costs(options, program)
+    cost, machine = costs(options, program)
     unit = 1e6 if options.profile else 1.0
     files: Iterable[tuple[str, bytes]]
-    if options.to == "csv":
+    if options.to.startswith("torch"):
         if options.given:
-            raise UsageError(f"torch's CSV has no costs: leave --{options.given[0]} out")
-        files = [("", as_torch_csv(program).encode())]
-        if lost := lost_in_csv(program):
-            note(f"torch's CSV has jobs alone: it loses {' and '.join(lost)}")
+            raise UsageError(f"torch's lists have no costs: leave --{options.given[0]} out")
+        files = [("", as_torch_csv(program, messages=options.to == "torch").encode())]
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]

@@ -90,6 +90,7 @@ def header_of(placed: PlacedScheme) -> Header:
             **({} if options.memory_limit is None else {"memory_limit": options.memory_limit}),
             **({} if scheme.updates == FLUSH else {"updates": scheme.updates}),
             **({"accumulated": accumulated} if scheme.updates == TWO_BUFFERS else {}),
+            **({} if options.in_order is None else {"transport": options.in_order.name}),
         },
         graph=placed.graph,
         tied=placed.tied,

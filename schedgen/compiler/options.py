@@ -9,6 +9,7 @@ from typing import Any
 
 from schedgen.ir.cost import Amount, read_cost
 from schedgen.ir.limits import check_jobs
+from schedgen.ir.transport import Transport
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.replicas import dealt
@@ -63,6 +64,7 @@ class Options:
     substages: int = option("", "stages of the model in each stage of the scheme, one after another", count, 1)
     tensor: int = option("--tensor T", "slices of every stage, each on a worker", count, 1)
     replicated_stages: Collection[int] = ()  # stages that all slices compute alike; the last always is
+    in_order: Transport | None = None  # on which the list is to be safe
     forward: bool = switch("--forward", "forwards alone, for evaluation and prediction, on the workers of training")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -128,7 +128,7 @@ def read_lines(data: bytes, state: State, limits: Limits) -> Taken:
 
     A line is wrong if `write_lines` would not write it and it is not a bracket in its place.
     """
-    form, numbers = _forms_and_numbers(data)
+    form, numbers = forms_and_numbers(data, _FORMS.number)
     line = _FORMS.line[form]
     before, closed = np.append(state.line, line)[:-1], state.rank + np.cumsum(line == CLOSE)
     last_end = (line == CLOSE) & ((closed == limits.workers) != (form == _LAST_END))
@@ -197,18 +197,21 @@ def _misplaced(text: str, state: State, limits: Limits) -> str:
     with suppress(ValueError, RecursionError, KeyError, TypeError):
         item = json.loads(text)
         why = f"{item['op']} is written as one of {', '.join(_TEXTS[item['op']])}"
-        form, _ = _forms_and_numbers(f"{line_of_item(item)}\n".encode())
+        form, _ = forms_and_numbers(f"{line_of_item(item)}\n".encode(), _FORMS.number)
         why = "not in canonical form; `schedgen seal` rewrites it" if form[0] >= 0 else why
     return f"{clip(text)}: {why}"
 
 
-def _forms_and_numbers(data: bytes) -> tuple[Numbers, Numbers]:
-    """The form of every line, -1 for none, and all numbers; -2 for one with leading zeros or too many digits."""
+def forms_and_numbers(data: bytes, known: Mapping[bytes, int]) -> tuple[Numbers, Numbers]:
+    """What is `known` as the form of every line, -1 for none, and all numbers, in their order.
+
+    A number with leading zeros or more than 10 digits is -2.
+    """
     letters, zeroed = np.frombuffer(data, np.uint8), np.frombuffer(data.translate(_TO_ZERO), np.uint8)
     is_digit = zeroed == ord("0")
     is_first = is_digit & ~np.append(False, is_digit)[:-1]
     lines = zeroed[is_first | ~is_digit].tobytes().split(b"\n")[:-1]
-    form = np.fromiter(map(_FORMS.number.get, lines, itertools.repeat(-1)), np.int64, len(lines))
+    form = np.fromiter(map(known.get, lines, itertools.repeat(-1)), np.int64, len(lines))
     first = np.flatnonzero(is_first)
     length = np.flatnonzero(is_digit & ~np.append(is_digit, False)[1:]) + 1 - first
     numbers = np.zeros(len(first), np.int64)

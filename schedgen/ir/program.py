@@ -78,6 +78,9 @@ class Program:
     header: Header
     rows: Rows
     time: Times | None = None  # global order only: when each row happens, ascending
+    cells: Numbers | None = (
+        None  # of torch's list only: the cell (from 1) that a row is from, or the last one before it
+    )
 
     def __len__(self) -> int:
         """How many instructions all ranks have together."""
@@ -94,8 +97,9 @@ class Program:
         merge = _merge_at(after, len(self))
         pairs = zip(self.rows.columns(), new.columns(), strict=True)
         rows = Rows(*(merge(column, inserted[order]) for column, inserted in pairs))
-        time = None if self.time is None else merge(self.time, self.time[np.maximum(after, 0)])
-        return Program(self.header, rows, time)
+        before = np.maximum(after, 0)
+        time, cells = (None if of is None else merge(of, of[before]) for of in (self.time, self.cells))
+        return Program(self.header, rows, time, cells)
 
     def project(self) -> Program:
         """The same instructions grouped by rank, each rank in global order."""

@@ -28,7 +28,7 @@ OPTIONAL_KEYS = ("per_consumer", "shards", "tensor")
 
 # The least value of each number of the lowering.
 _LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}
-_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated")
+_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated", "transport")
 _LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", *_OPTIONAL_LOWERING)  # in this order
 
 _Checked = TypeVar("_Checked")
@@ -181,6 +181,7 @@ def _lowering(value: Any, limits: Limits) -> dict[str, Any]:
     _need(right, "lowering", "lowering: updates must be stash, vertical or 2bw, or be left out")
     right = ("accumulated" in value) == (value.get("updates") == TWO_BUFFERS)
     _need(right, "lowering", "lowering: accumulated belongs to updates 2bw, and to no others")
+    _need(_is_printable(value.get("transport", "")), "lowering", "lowering: transport must be a printable name")
     for key, least in _LEAST.items():
         right = key not in value or _is_whole(value[key], least, LARGEST)
         _need(right, "lowering", f"lowering: {key} must be a whole number of at least {least}")

@@ -24,8 +24,8 @@ from schedgen.ir.limits import check_workers
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.schemes import SCHEMES, load
-from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.torch_list import read_torch_list, scheme_of
 from schedgen.simulator.stats import most_weights, stats
 from schedgen.util.errors import UsageError, one_line
 from schedgen.util.files import read_text
@@ -124,7 +124,7 @@ def compare(
 def _loaded(name: str, sizes: Sizes) -> Scheme:
     """The scheme of this name or in this file; UsageError if it has other sizes, or its stages are no chain."""
     if name.endswith(".csv"):
-        scheme, own = scheme_from_csv(read_text(name), name)
+        scheme, own = scheme_of(read_torch_list(read_text(name), name))
         if own != sizes:
             its = f"--stages {own.stages} --microbatches {own.microbatches} --workers {own.workers}"
             raise UsageError(f"{name} has its own sizes: compare it with {its}")

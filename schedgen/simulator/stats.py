@@ -54,7 +54,14 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     }
     if tensor := header.tensor_parallel:
         numbers["exchanges"] = len(program.exchanges()) // tensor.degree
+    slots = {
+        "receive_slots": _receive_slots(program, Buffer.X, Buffer.G),
+        "receive_slots_apart": _receive_slots(program, Buffer.X) + _receive_slots(program, Buffer.G),
+    }
+    numbers |= {name: int(by_rank.sum()) for name, by_rank in slots.items()}
     numbers |= {"instructions": len(program), "workers": _workers(program, run.busy, memory)}
+    for rank, worker in enumerate(numbers["workers"]):
+        worker |= {name: int(by_rank[rank]) for name, by_rank in slots.items()}
     if not header.has_flush:
         numbers |= {"versions": _most_versions(program).tolist(), "staleness": _staleness(program).tolist()}
     if machine is not None:
@@ -81,6 +88,14 @@ def _collectives(program: Program) -> int:
     rows = program.rows_of(Op.ALLREDUCE, Op.NORM)
     sizes = np.array([len(group) for group in program.header.groups])
     return round(float((1 / sizes[program.rows.group[rows]]).sum()))
+
+
+def _receive_slots(program: Program, *kinds: Buffer) -> Numbers:
+    """By worker: the most received buffers of these kinds, which may share slots, that are live at once."""
+    lifetimes, most = analyse(program).lifetimes, np.zeros(program.header.workers, np.int64)
+    received = lifetimes.is_received & np.isin(lifetimes.buffer, kinds)
+    np.maximum.at(most, program.rows.rank, lifetimes.timeline(received.astype(np.int64)).during)
+    return most
 
 
 def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, Any]]:

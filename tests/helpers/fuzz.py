@@ -34,8 +34,8 @@ SECONDS = 10.0  # of processor time that a command may take
 MEMORY = 2**28  # bytes that it may add to the address space
 SENTENCE = 1000  # characters of an error, the file's name left out
 
-# What a command may add on stderr though it has done what it was asked for: of tables that torch writes or reads.
-NOTES = r"schedgen: note: torch's CSV has jobs alone.*\n"
+# What a command may add on stderr though it has done what it was asked for: of torch's lists.
+NOTES = r"(schedgen: note: .*\n)+"
 GOLDEN = sorted((Path(__file__).parents[2] / "traces").glob("*.json"))
 OPTIONS = ("--cost", "--alpha", "--beta", "--activation", "--weight", "--saved")
 
@@ -90,6 +90,13 @@ PROFILES = (
     b'{"F": 1, "B": 2}',
     b'{"F": [1, 2], "B": [2, 3.5], "alpha": 0.5, "beta": 1e-3, "activation": [10, 20], "weight": 7, "saved": 3}',
     b'{"F": 1, "I": 1, "W": 1, "half": 2, "owned": 9, "step": 0.5, "workspace": {"F": 1, "B": [2, 3], "I": 1, "W": 4}}',
+)
+
+
+LISTS = (
+    b"0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1I1,1W1,1F2,1B2\n",
+    (Path(__file__).parents[1] / "data" / "torch-172668.csv").read_bytes(),
+    b'0UNSHARD,0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0, 1F0,"",1B0,1SEND_B0,1WAIT_SEND_B0\n',
 )
 
 
@@ -173,7 +180,7 @@ class Range:
         readers = (
             ["stats", mutant], ["stats", mutant, "--json"], ["simulate", mutant, "--json", "--alpha", "0.1"],
             ["simulate", mutant, "--trace", other], ["diff", base, mutant], ["diff", mutant, base],
-            ["export", mutant, "--to", "csv", "-o", other], ["export", mutant, "--to", "chrome", "-o", other],
+            ["export", mutant, "--to", "torch-jobs", "-o", other], ["export", mutant, "--to", "chrome", "-o", other],
             ["draw", mutant, "-o", str(self.drawn)],
         )  # fmt: skip
         reader = readers[case.command % len(readers)]
@@ -184,8 +191,7 @@ class Range:
         if said.code == 0:
             if not case.sealed and data not in self.bases:
                 raise Failure("a file with the wrong hash is accepted")
-            late = "csv" in reader and (b'"updates": ' in data or b'"tensor": ' in data)  # not in torch's CSV
-            self.ask(reader, (0, 1) if reader[0] == "diff" else (2,) if late else (0,))
+            self.ask(reader, (0, 1) if reader[0] == "diff" else (0, 2) if "torch-jobs" in reader else (0,))
             self.ask(["seal", mutant], (0,))
             if self.mutant.read_bytes() != data:
                 raise Failure("a file that is accepted is not what writing makes")
@@ -197,12 +203,14 @@ class Range:
                 raise Failure("what seal wrote is not what check reads")
 
     def actions(self, case: Case) -> None:
-        """Damage torch's CSV: if it compiles, `check` must accept the schedule."""
+        """Damage one of torch's lists: if it compiles, `check` must accept it, and the schedule."""
         table = self.mutant.with_suffix(".csv")
-        answer(["export", str(self.base), "--to", "csv", "-o", str(table)])
-        table.write_bytes(self.damaged(case, table.read_bytes()))
+        table.write_bytes(self.damaged(case, LISTS[case.base % len(LISTS)]))
+        checked = self.ask(["check", str(table)], (0, 1))
         if self.ask(["compile", str(table), "-o", str(self.other)], (0, 1, 2)).code == 0:
             self.ask(["check", str(self.other)], (0,))
+        if checked.code == 0:
+            self.ask(["diff", str(table), str(self.other)], (0,))
 
     def option(self, case: Case) -> None:
         chance = Random(case.steps[0][1])

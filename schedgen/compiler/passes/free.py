@@ -20,8 +20,11 @@ from schedgen.util.jit import kernel
 FREED = (Buffer.X, Buffer.G, Buffer.DW)
 
 
-def free(program: Program) -> Program:
-    """A projected program with its FREEs inserted; where weights have versions, dw is already freed at its STEP."""
+def free(program: Program, sends_end_late: bool = False) -> Program:
+    """A projected program with its FREEs inserted; where weights have versions, dw is already freed at its STEP.
+
+    A FREE that the program has is kept. `sends_end_late`: one that waits for SENDs comes at the end of its list.
+    """
     header, table = program.header, program.rows
     kinds = [buffer for buffer in FREED if buffer != Buffer.DW or header.has_flush]
     done = accesses(program, kinds)
@@ -30,12 +33,14 @@ def free(program: Program) -> Program:
     most = int((begins | (done.buffer == Buffer.DW) & (done.effect != Effect.ADD)).sum())
     places = slots(np.where(np.isin(np.arange(len(Buffer)), kinds), numbers_in_all(header), 0))
     buffer, (number, after) = np.empty(most, np.int8), np.empty((2, most), np.int32)
+    jobs = program.is_one_of(*COMPUTE) & (not sends_end_late)
     count = _last_uses.sized(4 * len(program))(
-        table.rank, program.is_one_of(*COMPUTE), *done, places, np.zeros((places.total, 2), np.int32),
+        table.rank, jobs, *done, places, np.zeros((places.total, 2), np.int32),
         np.empty(len(program), np.int32), buffer, number, after,
     )  # fmt: skip
     del done, begins  # a third of the memory in use
     order = np.argsort(after[:count], kind="stable")
+    order = order[np.searchsorted(after[order], 0) :]
     buffer, number, after = buffer[order], number[order], after[order]
     stage, mb, piece = operands(header, buffer, number)
     kind_of = np.zeros(len(Buffer), np.int8)
@@ -68,4 +73,6 @@ def _last_uses(
             buffer[count], named[count] = kind[a], number[a]
             count += 1
         after[first_use[slot, 1]] = next_compute[next_compute[row]] if effect[a] == Effect.SEND else row
+        if effect[a] == Effect.END:
+            after[first_use[slot, 1]] = -1  # it is freed
     return count

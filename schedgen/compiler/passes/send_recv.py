@@ -14,7 +14,9 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
+from schedgen.ir.transport import in_queue_order, queues
 from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
+from schedgen.util.sort import stable_order
 
 
 def send_recv(program: Program, placed: PlacedScheme) -> Program:
@@ -95,11 +97,23 @@ def receive_early(program: Program, placed: PlacedScheme) -> Program:
 
     So it is posted before the message leaves. All RECVs of a rank move by the same number of its jobs, and stay in
     order. Weight fetches are early enough already: `weight_fetch` places them as early as its slots allow.
+
+    On a transport that delivers in order, none moves above an operation of its communicator. So these stay in the
+    global order, in which each message can be delivered once those before it are. With +batch no RECV moves, lest its
+    batch is done late.
     """
-    if not placed.options.prefetch:
+    transport = placed.options.in_order
+    if not placed.options.prefetch or (transport and transport.batch):
         return program
     receives = program.rows_of(Op.RECV)
     behind = earlier_compute(program, receives, placed.options.prefetch) - 1
+    if transport:
+        queue, place = queues(program, transport), np.arange(len(program))
+        place[receives] = behind
+        operations = np.flatnonzero(queue >= 0)
+        operations = operations[stable_order(queue[operations])]
+        place[operations] = in_queue_order(place[operations], queue[operations])
+        behind = place[receives]
     stays = ~program.is_one_of(Op.RECV)
     kept_until = np.zeros(len(program) + 1, np.int32)  # by row + 1: how many of the rows up to it stay
     kept_until[1:] = np.cumsum(stays)

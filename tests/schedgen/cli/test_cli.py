@@ -356,7 +356,7 @@ def test_no_command_writes_over_a_file_that_it_reads(files, run, refused, graph_
     for command in (
         ("simulate", schedule, "--trace", link),
         ("simulate", schedule, "--profile", "costs.json", "--trace", "costs.json"),
-        ("export", schedule, "--to", "csv", "-o", schedule),
+        ("export", schedule, "--to", "torch-jobs", "-o", schedule),
         ("compile", *own, "--n", "1f1b", "-o", "own.py"),
         ("compile", "1f1b", "--graph", graph, "--microbatches", 4, "-o", graph),
         ("search", *own, "--budget", 1, "-o", "./own.py"),

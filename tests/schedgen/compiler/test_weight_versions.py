@@ -411,7 +411,7 @@ def test_an_order_that_cannot_update_is_one_sentence(scheme, words, tmp_path):
 def test_torchs_csv_has_no_versions(run, refused, base, tmp_path):
     path = tmp_path / "late.json"
     path.write_bytes(written(compiled((1, 1), 4)))
-    message = refused(run("export", path, "--to", "csv", "-o", tmp_path / "late.csv"), 2)
+    message = refused(run("export", path, "--to", "torch-jobs", "-o", tmp_path / "late.csv"), 2)
     assert "versions" in message and not (tmp_path / "late.csv").exists()
 
 

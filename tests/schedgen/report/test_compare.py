@@ -161,7 +161,7 @@ def test_files_are_rows_beside_all_built_in_schemes(write, small, run):
     for name, text in OWN.items():
         write(name, text)
     assert run("compile", "zb-v", "--stages", 4, "--microbatches", 4, "-o", "zb-v.json").code == 0
-    assert run("export", "zb-v.json", "--to", "csv", "-o", "zb-v.csv").code == 0
+    assert run("export", "zb-v.json", "--to", "torch-jobs", "-o", "zb-v.csv").code == 0
     files = [*OWN, "zb-v.csv"]
     for cost in ((), ("--cost", "F=1,B=3,R=0")):
         done = run("compare", *files, "lpp.py", *SMALL, *cost, "--json")

@@ -19,7 +19,7 @@ def actions(golden, run, tmp_path):
         path = tmp_path / "golden.csv"
         # The golden 1F1B has --prefetch 0.
         said = "schedgen: note: torch's CSV has jobs alone: it loses its prefetch\n" if scheme == "1f1b" else ""
-        assert run("export", tmp_path / "golden.json", "--to", "csv", "-o", path) == (0, "", said)
+        assert run("export", tmp_path / "golden.json", "--to", "torch-jobs", "-o", path) == (0, "", said)
         return path
 
     return actions
@@ -52,7 +52,7 @@ def test_what_is_written_is_read_as_the_same_schedule(scheme, actions, golden, r
     for what in ("latency", "bubble", "peak_activations", "messages", "gap"):
         assert after[what] == before[what], what
     assert after["scheme"] == {"name": "golden", **{key: before["scheme"][key] for key in list(before["scheme"])[1:4]}}
-    assert run("export", again, "--to", "csv", "-o", "-").out == path.read_text()
+    assert run("export", again, "--to", "torch-jobs", "-o", "-").out == path.read_text()
 
 
 # torch's schedules, and the names of those that are also schemes of ours.
@@ -85,7 +85,7 @@ def test_torchs_own_csv_reads_checks_and_simulates(name, golden, run, tmp_path):
 def test_torch_reads_what_is_written_as_its_own(name, run, tmp_path):
     file, back = tmp_path / "theirs.json", tmp_path / "back.csv"
     assert run("compile", dump(name, 4, 8, tmp_path), "-o", file) == (0, "", "")
-    assert run("export", file, "--to", "csv", "-o", back) == (0, "", "")
+    assert run("export", file, "--to", "torch-jobs", "-o", back) == (0, "", "")
     torch_schedule = schedule(name, 4, 8)
     own = dict(torch_schedule.pipeline_order)
     torch_schedule._load_csv(back)
@@ -109,7 +109,7 @@ def test_torchs_lowered_form_reads_as_its_compute(run, tmp_path):
     path = tmp_path / "lowered.csv"
     path.write_text('0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0, 1F0,"",1B0,1SEND_B0,1RESHARD\n')
     assert run("compile", path, "-o", tmp_path / "x.json").code == 0
-    assert run("export", tmp_path / "x.json", "--to", "csv", "-o", "-").out == "0F0,0B0\n1F0,1B0\n"
+    assert run("export", tmp_path / "x.json", "--to", "torch-jobs", "-o", "-").out == "0F0,0B0\n1F0,1B0\n"
 
 
 def test_in_the_csv_of_torch_2_4_a_backward_beside_a_w_is_the_half_i(run, tmp_path, actions):
@@ -125,14 +125,14 @@ def test_overlapped_actions_run_one_behind_the_other(run, tmp_path):
     path = tmp_path / "overlap.csv"
     path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     assert run("compile", path, "-o", tmp_path / "x.json").code == 0
-    assert run("export", tmp_path / "x.json", "--to", "csv", "-o", "-").out == "0F0,0F1,0B0,0B1\n"
+    assert run("export", tmp_path / "x.json", "--to", "torch-jobs", "-o", "-").out == "0F0,0F1,0B0,0B1\n"
 
 
 def test_a_pairs_forward_is_sent_after_both(run, tmp_path):
     path = tmp_path / "pair.csv"
     path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n")
     assert run("compile", path, "-o", tmp_path / "x.json").code == 0
-    assert run("export", tmp_path / "x.json", "--to", "csv", "-o", "-").out == path.read_text()
+    assert run("export", tmp_path / "x.json", "--to", "torch-jobs", "-o", "-").out == path.read_text()
     assert numbers(run, tmp_path / "x.json")["latency"] == 11  # stage 1 gets x.0.1 at 6, after the pair, not at 2
     path.write_text("(0F0;1F0)OVERLAP_F_B,(1B0;0B0)OVERLAP_F_B\n")  # the next job may be its reader
     assert run("compile", path, "-o", tmp_path / "x.json").code == 0
@@ -207,5 +207,5 @@ def test_what_no_action_says_is_named(run, graph_file, refused, tmp_path):
         (("1f1b", "--stages", 4, "--prefetch", 2), "its prefetch"),
     ):
         assert run("compile", *options, *sizes).code == 0
-        code, out, err = run("export", tmp_path / "s.json", "--to", "csv", "-o", "-")
+        code, out, err = run("export", tmp_path / "s.json", "--to", "torch-jobs", "-o", "-")
         assert (code, err) == (0, f"schedgen: note: torch's CSV has jobs alone: it loses {words}\n") and "0F0" in out

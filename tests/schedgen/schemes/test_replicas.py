@@ -87,7 +87,7 @@ def test_a_found_order_runs_in_replicas(run, tmp_path):
     """By way of torch's CSV, which has the sizes of one replica."""
     found, csv, both = (str(tmp_path / name) for name in ("found.json", "found.csv", "both.json"))
     run("search", "zb-v", "--stages", 4, "--microbatches", 4, "--memory-limit", 3, "--budget", 1, "--output", found)
-    run("export", found, "--to", "csv", "--output", csv)
+    run("export", found, "--to", "torch-jobs", "--output", csv)
     assert run("compile", csv, "--replicas", 2, "--output", both).code == 0
     scheme = json.loads((tmp_path / "both.json").read_text())["scheme"]
     assert scheme == {"name": "found", "workers": 4, "stages": 4, "microbatches": 8, "replicas": 2}
