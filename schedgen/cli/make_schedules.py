@@ -18,6 +18,7 @@ from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
+from schedgen.compiler.sum_trees import TWO_LEVEL
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
@@ -38,6 +39,7 @@ from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import parse_profile
+from schedgen.simulator.network import read_network, topology
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
@@ -46,7 +48,11 @@ def run_compile(options: CompileOptions) -> int:
     """Write the schedule of a scheme, once it is proved; a note on stderr says if w or n was slow."""
     graph = read_graph_file(options.graph)
     scheme, sizes = _scheme(options, None if graph is None else graph.stages)
-    substages = 1
+    substages, network = 1, None
+    if options.machine is not None or options.topology is not None:
+        if options.sums != TWO_LEVEL:
+            raise UsageError("--machine and --topology tell compile the hosts for --sums two-level: leave them out")
+        network = read_network(options.machine) if options.machine else topology(*options.topology, (0.0,), (0.0,))
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
         scheme = _with_graph(scheme, graph, substages)
@@ -61,6 +67,7 @@ def run_compile(options: CompileOptions) -> int:
                 tied=graph.tied if graph else (),
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
                 substages=substages,
+                hosts=None if network is None else network.hosts,
             ),
             **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )

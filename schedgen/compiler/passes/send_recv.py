@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import defining_rows, earlier_compute, next_compute
+from schedgen.compiler.passes.find_rows import NextRow, defining_rows, earlier_compute, next_compute
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
@@ -100,6 +100,10 @@ def receive_early(program: Program, placed: PlacedScheme) -> Program:
         return program
     receives = program.rows_of(Op.RECV)
     behind = earlier_compute(program, receives, placed.options.prefetch) - 1
+    if program.header.sums_by_messages:  # a partial has its memory from RECV to ADD: one step of a sum at a time
+        of_sum = receives[program.rows.kind[receives] == Kind.DW]
+        added = NextRow(program, Op.ADD).before(of_sum, program.rows.rank[of_sum])
+        behind[np.searchsorted(receives, of_sum)] = np.maximum(behind[np.searchsorted(receives, of_sum)], added)
     stays = ~program.is_one_of(Op.RECV)
     kept_until = np.zeros(len(program) + 1, np.int32)  # by row + 1: how many of the rows up to it stay
     kept_until[1:] = np.cumsum(stays)
