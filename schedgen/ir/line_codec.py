@@ -168,7 +168,7 @@ def _faults(form: Numbers, table: Numbers, limits: Limits) -> list[tuple[Flags, 
     op, kind, bound = _FORMS.fixed[form].T
     is_tie, weights = kind == Kind.T, (kind == Kind.W) | (kind == Kind.DW) | (op == Op.STEP)
     of_weights, of_gradient = (
-        np.array(by_stage or [1])[np.minimum(stage, len(by_stage) - 1) if by_stage else 0 * stage]
+        np.array(by_stage or [1])[np.clip(stage, 0, max(len(by_stage) - 1, 0))]  # wrong ones are named below
         for by_stage in (limits.shards, limits.parts or limits.shards)
     )
     shards = np.where(kind == Kind.DW, of_gradient, of_weights)
