@@ -42,8 +42,9 @@ def rule_5(proof: Proof) -> None:
     steps = proof.touches(Buffer.DW, Effect.READ)
     last_part, last_sum, last_step = (each.last(owner.shape) for each in (parts, sums, steps))
     keeps, lives = owner & ~(several & header.sums_by_messages), _Lives.of(proof)
-    sent = lives.find(sends)
-    added, first_sent = lives.last(parts), lives.last(Touches(*(column[::-1] for column in sends)))
+    part_of, sent, none = lives.find(parts), lives.find(sends), np.full(len(lives.key), -1, np.int32)
+    added, first_sent = none.copy(), none
+    added[part_of], first_sent[sent[::-1]] = parts.rows, sends.rows[::-1]  # of several rows, the one written last stays
 
     def of(last: Ints, touches: Touches) -> Ints:
         return last[touches.rank, touches.number]
@@ -67,8 +68,8 @@ def rule_5(proof: Proof) -> None:
         (owner & several & (last_sum < 0) & (not header.sums_by_messages), "ALLREDUCE of dw.{} is missing"),
     ):
         for rank, unit in np.argwhere(missing)[:1].tolist():
-            proof.refuse_rank(5, rank, words.format(_said(proof, unit)))
-    _counted_once(proof, lives, parts, sends, sums, steps)
+            proof.refuse_rank(5, rank, words.format(stage_of[unit] if header.parts else _said(proof, unit)))
+    _counted_once(proof, lives, (parts, part_of), (sends, sent), sums, steps)
     last_of_sum = np.maximum(last_part, last_sum)
     norm = norms(proof, last_of_sum, last_step)
     _sums_of_ties(proof, last_of_sum, norm)
@@ -103,24 +104,24 @@ class _Lives(NamedTuple):
         key = (touches.rank.astype(np.int64) * self.size[0] + touches.number) * self.size[1] + touches.rows
         return np.searchsorted(self.key, key, side="right") - 1
 
-    def last(self, touches: Touches) -> Numbers:
-        """By life, the row of the last of these accesses; -1: there is none."""
-        last = np.full(len(self.key), -1, np.int64)
-        last[self.find(touches)] = touches.rows
-        return last
 
+def _counted_once(
+    proof: Proof, lives: _Lives, parts: tuple[Touches, Numbers], sends: tuple[Touches, Numbers], sums: Touches,
+    steps: Touches,
+) -> None:  # fmt: skip
+    """Prove that every gradient is in the one sum that all owners of its unit step with, once.
 
-def _counted_once(proof: Proof, lives: _Lives, parts: Touches, sends: Touches, sums: Touches, steps: Touches) -> None:
-    """Prove that every gradient is in the one sum that all owners of its unit step with, once."""
+    parts, sends: each with the lives that they touch
+    """
     count, analysis = len(lives.key), proof.analysis
-    partials = parts.by(proof.op[parts.rows] == Op.ADD)
     life, sent_by = np.full((2, len(proof.program)), -1, np.int64)  # by row of a SEND or ADD; by row of its RECV
-    life[sends.rows], life[partials.rows] = lives.find(sends), lives.find(partials)
+    for touches, touched in (parts, sends):
+        life[touches.rows] = touched
     sent_by[analysis.messages.receives] = analysis.messages.sends
     adding = proof.op[analysis.lifetimes.users] == Op.ADD
     rows, received = analysis.lifetimes.users[adding], analysis.lifetimes.received[adding]
     source, target = life[sent_by[received]], life[rows]
-    terms = np.bincount(lives.find(parts), minlength=count)
+    terms = np.bincount(parts[1], minlength=count)
     is_copy = (terms == 1) & (np.bincount(target, minlength=count) == 1)
     again = np.append(False, (lives.rank[1:] == lives.rank[:-1]) & (lives.number[1:] == lives.number[:-1]))[:count]
     wrong = again & ~(is_copy & proof.header.owns_gradient[lives.rank, lives.number])
@@ -131,15 +132,14 @@ def _counted_once(proof: Proof, lives: _Lives, parts: Touches, sends: Touches, s
     value[target[is_copy[target]]] = source[is_copy[target]]
     for _ in range(count.bit_length()):
         value = value[value]
-    is_term = ~is_copy[target]
-    used, user = (np.concatenate(pair) for pair in (
-        (value[source[is_term]], value[lives.find(sums)]), (rows[is_term], sums.rows),
-    ))  # fmt: skip
+    is_term, summed = ~is_copy[target], lives.find(sums)
+    used = np.concatenate([value[source[is_term]], value[summed]])
+    user = np.concatenate([rows[is_term], sums.rows])
     order = np.lexsort((user, used))
     twice = order[1:][used[order][1:] == used[order][:-1]]
     proof.refuse_any(5, np.sort(user[twice]), "what this adds is counted already")
     all_reduced, stepped = np.zeros(count, bool), lives.find(steps)
-    all_reduced[lives.find(sums)] = True
+    all_reduced[summed] = True
     total = np.where(all_reduced[stepped], count, value[stepped])  # a stage's ALLREDUCE has one total
     of_unit = np.full(lives.size[0], -1, np.int64)
     of_unit[steps.number[::-1]] = total[::-1]

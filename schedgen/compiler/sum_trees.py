@@ -8,8 +8,9 @@ ring       R parts for R owners. The tree of part k is a chain in the order of t
            [Patarasuk and Yuan 2009, Bandwidth optimal all-reduce]
 tree       one part; each owner has at most `fan_out` branches: few messages, few steps, uneven links
 two-level  For D owners on the host that has most, D parts or two. On every host one owner gathers a part from the
-           others; these owners are a tree with at most `fan_out` branches. The trees of the parts begin at different
-           hosts, which evens out their cards [Sanders, Speck and Traeff 2009, Two-tree algorithms].
+           others; these owners are a tree with at most as many branches as there are parts. The trees begin at
+           different hosts, so that a host has branches in one of them, and all cards carry about 2 (H - 1) / H of the
+           gradient for H hosts, the least that is possible [after Sanders, Speck and Traeff 2009, Two-tree algorithms].
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def sum_trees(sums: str, hosts: Ints, fan_out: int) -> Numbers:
         for owner, on_host in zip(gathering, members, strict=True):
             tree[on_host] = owner
         first = part * len(members) // parts
-        above = _heap(gathering[first:] + gathering[:first], fan_out)
-        tree[gathering[first:] + gathering[:first]] = above
+        order = gathering[first:] + gathering[:first]
+        tree[order] = _heap(order, parts)
     return trees
 
 
