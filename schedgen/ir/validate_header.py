@@ -15,7 +15,7 @@ import numpy as np
 from schedgen.ir.cost import REDO, durations, is_amount
 from schedgen.ir.header import Header, owners_of
 from schedgen.ir.instructions import DIRECTIONS
-from schedgen.ir.limits import MOST_PAIRS, Limits
+from schedgen.ir.limits import Limits, check_workers
 from schedgen.ir.stage_graph import StageGraph, check_edges, check_per_consumer
 from schedgen.ir.tensor_parallel import TensorParallel, check_slices_apart
 from schedgen.ir.weight_versions import STASH, TWO_BUFFERS, VERTICAL
@@ -84,7 +84,7 @@ def read_limits(raw: Mapping[str, Any]) -> Limits:
     if "parts" in raw:
         right = isinstance(parts, list) and len(parts) == stages and all(_is_whole(n, 1, LARGEST) for n in parts)
         _need(right and max(parts) > 1, "parts", f"parts must be {stages} numbers of at least 1, not all 1")
-        _need(sum(parts) <= MOST_PAIRS, "parts", f"parts must be {MOST_PAIRS} in all at the most")
+        _accepted("parts", check_workers, workers, sum(parts), "parts of gradients")
     return Limits(
         workers, stages, microbatches, len(raw["groups"]), len(raw["tied"]), versions, tuple(map(len, shards)),
         tuple(parts),
