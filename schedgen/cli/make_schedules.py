@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import parse_profile
 from schedgen.simulator.network import read_network, topology
+from schedgen.util.arrays import Ints
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
@@ -48,11 +49,7 @@ def run_compile(options: CompileOptions) -> int:
     """Write the schedule of a scheme, once it is proved; a note on stderr says if w or n was slow."""
     graph = read_graph_file(options.graph)
     scheme, sizes = _scheme(options, None if graph is None else graph.stages)
-    substages, network = 1, None
-    if options.machine is not None or options.topology is not None:
-        if options.sums != TWO_LEVEL:
-            raise UsageError("--machine and --topology tell compile the hosts for --sums two-level: leave them out")
-        network = read_network(options.machine) if options.machine else topology(*options.topology, (0.0,), (0.0,))
+    substages = 1
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
         scheme = _with_graph(scheme, graph, substages)
@@ -67,13 +64,22 @@ def run_compile(options: CompileOptions) -> int:
                 tied=graph.tied if graph else (),
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
                 substages=substages,
-                hosts=None if network is None else network.hosts,
+                hosts=_hosts(options),
             ),
             **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )
         check_compiled(program)
         _write_checked(program, options.output)
     return 0
+
+
+def _hosts(options: CompileOptions) -> Callable[[int], Ints] | None:
+    """From a number of workers to their hosts; None: the options do not say it."""
+    if (options.machine or options.topology) and options.sums != TWO_LEVEL:
+        raise UsageError("--machine and --topology tell compile the hosts for --sums two-level: leave them out")
+    if options.machine is not None:
+        return read_network(options.machine).hosts
+    return None if options.topology is None else topology(*options.topology, [0], [0]).hosts
 
 
 def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:

@@ -46,7 +46,7 @@ class Options:
     fan_out: int = option("--fan-out K", "copies of a stage, or sums, that one worker sends, others relay", count, 2)
     sums: str = option(
         "--sums", "how several owners of a stage sum its gradient: at once, or by messages along a ring, a tree, or "
-        "inside hosts and then between them, which --machine or --topology tells apart", default=ALLREDUCE, choices=SUMS,
+        "inside hosts and then between them, which --machine or --topology says", default=ALLREDUCE, choices=SUMS,
     )  # fmt: skip
     hosts: Callable[[int], Ints] | None = None  # from the number of workers to the host of each, for two-level sums
     prefetch: int = option("--prefetch K", "how many jobs before its SEND a receive is posted", natural, 1)

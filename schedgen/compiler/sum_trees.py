@@ -50,7 +50,7 @@ def sum_trees(sums: str, hosts: Ints, fan_out: int) -> Numbers:
     return trees
 
 
-def _heap(owners: Sequence[int] | Ints, fan_out: int) -> Numbers:
+def _heap(owners: Sequence[int] | Numbers, fan_out: int) -> Numbers:
     """The owner above each of `owners`, where the branches of the i-th are the (fan_out * i + 1)-th and following."""
     above = (np.arange(len(owners)) - 1) // fan_out
     return np.where(above < 0, -1, np.array(owners)[above])

@@ -87,8 +87,8 @@ def candidates(
             alone = sizes._replace(replicas=None)  # else a search would also begin with other schemes' orders
             for recompute, sums in product((False, True), (ALLREDUCE, TWO_LEVEL) if has_hosts else (ALLREDUCE,)):
                 if sums == ALLREDUCE or replicas > 1 or name == "chimera":  # which have several owners of a stage
-                    costs = by_stages[sizes.stages - 1]
-                    yield Candidate(name, replicas, interleave, recompute, scheme, alone, costs, sums)
+                    ways = by_stages[sizes.stages - 1]
+                    yield Candidate(name, replicas, interleave, recompute, scheme, alone, ways, sums)
     best = partition(prefixes(layers), workers, bandwidth)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from schedgen.ir.instructions import Op
 from schedgen.compiler.sum_trees import ALLREDUCE
+from schedgen.ir.instructions import Op
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.order_search.question import FoundOrder
 from schedgen.planner.partition import Partition, replicated_seconds

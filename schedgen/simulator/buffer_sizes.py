@@ -43,7 +43,8 @@ class BufferSizes(NamedTuple):
 
     def by_kind(self, header: Header) -> Numbers:
         """Bytes by kind of `Memory` (rows); columns are as in `outputs`, but units for weights and their gradients."""
-        x, (w, _), (dw, partial) = self.outputs(header), *map(self.by_unit, (header.weight_shards, header.gradient_units))
+        x, (w, _) = self.outputs(header), self.by_unit(header.weight_shards)
+        dw, partial = self.by_unit(header.gradient_units)
         amounts = (x, x, w, dw, partial, self.saved, self.half)
         sizes = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
         for row, amount in zip(sizes, amounts, strict=True):

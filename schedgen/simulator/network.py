@@ -114,7 +114,8 @@ class Network(NamedTuple):
     def hosts(self, workers: int) -> Ints:
         """By rank, the number of its group of the innermost level; UsageError if there are too few devices."""
         self.check(workers)
-        return self.groups(workers)[0]
+        hosts: Ints = self.groups(workers)[0]
+        return hosts
 
     def by_rank(self, amount: float | tuple[float, ...], workers: int) -> Times:
         """An amount of each device as an array, shape (workers,)."""

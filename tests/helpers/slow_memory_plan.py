@@ -97,11 +97,7 @@ def lives(program, rank):
 
 def part_of(amount, header, stage, piece):
     """The bytes of part `piece` of a stage's `amount` bytes; -1: of all."""
-    return (
-        int(np.diff(shard_offsets(int(amount), len(header.parts_of(stage))))[piece])
-        if piece >= 0
-        else int(amount)
-    )
+    return int(np.diff(shard_offsets(int(amount), len(header.parts_of(stage))))[piece]) if piece >= 0 else int(amount)
 
 
 def size(life, bytes, header):

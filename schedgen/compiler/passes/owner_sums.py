@@ -21,7 +21,7 @@ def owner_sums(program: Program, placed: PlacedScheme) -> Program:
     header, table = program.header, program.rows
     if not header.sums_by_messages:
         return program
-    complete = np.full((header.stages, header.workers), -1, np.int64)  # the row after which a rank's own sum is complete
+    complete = np.full((header.stages, header.workers), -1, np.int64)  # the row after which a rank's sum is complete
     backwards, adds = program.rows_of(Op.BWD, Op.BWD_W), program.rows_of(Op.ADD)
     ends = rows_at_end(program, backwards, placed.exact_cost)
     for added, end in ((backwards, ends), (adds, adds)):

@@ -48,7 +48,10 @@ def runs(inside, schedules, text, tmp_path_factory):
     folder, requests = tmp_path_factory.mktemp("copies"), []
     for k, schedule in enumerate(schedules.values()):
         arguments = [schedule, "--model", MODEL, "--text", text, *RUN, "--verify"]
-        requests += [{"arguments": [*arguments, "--canonical"]}, {"arguments": arguments, "copies": str(folder / str(k))}]
+        requests += [
+            {"arguments": [*arguments, "--canonical"]},
+            {"arguments": arguments, "copies": str(folder / str(k))},
+        ]
     seen = inside(4, requests)
     copies = [json.loads((folder / str(k)).read_text()) for k in range(len(schedules))]
     return dict(zip(schedules, zip(seen[::2], seen[1::2], copies, strict=True), strict=True))

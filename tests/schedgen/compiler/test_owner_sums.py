@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from schedgen.compiler.options import Options
 from schedgen.compiler.sum_trees import RING, SUMS, TREE, TWO_LEVEL, sum_trees
 from schedgen.ir.file import parse
 from schedgen.ir.instructions import Kind, Op
-from schedgen.ir.program import Program
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import buffer_sizes, message_bytes
