@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,10 +84,10 @@ def candidates(
             except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
                 continue
             alone = sizes._replace(replicas=None)  # else a search would also begin with other schemes' orders
-            for recompute, sums in product((False, True), (ALLREDUCE, TWO_LEVEL) if has_hosts else (ALLREDUCE,)):
-                if sums == ALLREDUCE or replicas > 1 or name == "chimera":  # which have several owners of a stage
-                    ways = by_stages[sizes.stages - 1]
-                    yield Candidate(name, replicas, interleave, recompute, scheme, alone, ways, sums)
+            ways, has_owners = by_stages[sizes.stages - 1], replicas > 1 or name == "chimera"
+            sums = TWO_LEVEL if has_hosts and has_owners and not any(way.tied for way in ways) else ALLREDUCE
+            for recompute in (False, True):
+                yield Candidate(name, replicas, interleave, recompute, scheme, alone, ways, sums)
     best = partition(prefixes(layers), workers, bandwidth)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)

@@ -129,6 +129,9 @@ def plan(
             simulated += 1
             for entry in _simulated(candidate):
                 every = _with(entry, every)
+        for other in (entry.candidate._replace(sums=ALLREDUCE) for entry in every if entry.schedule.sums != ALLREDUCE):
+            for entry in _simulated(other):
+                every = _with(entry, every)
         starts = every
         for start in over(starts, "move cuts", len(starts)):
             for moved in _moved(start, layers, bandwidth, memory):
@@ -237,7 +240,7 @@ def _placed_candidates(
     distinct: dict[tuple[bool, tuple[int, ...], bytes], _PlacedCandidate] = {}
     for candidate in candidates:
         sizes, scheme = candidate.sizes, candidate.scheme
-        if candidate.recompute or candidate.sums != ALLREDUCE:
+        if candidate.recompute:
             continue
         _, compute, *_ = place_jobs(scheme, sizes.stages, sizes.microbatches, 2)
         for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
@@ -275,7 +278,7 @@ def _searched(hopeful: Sequence[_PlacedCandidate], fastest: float, memory: float
         tries += [(placed, True) for placed in hopeful[:MOST_REDONE]]
     for placed, redo in over(tries, "search orders", len(tries)):
         if placed.least < fastest and (program := _searched_program(placed, memory, budget, redo)) is not None:
-            schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search")
+            schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search", sums=ALLREDUCE)
             fastest = min(fastest, schedule.step_time)
             yield _Entry(schedule, placed.candidate, placed.costs, placed.costs, program)
 
