@@ -41,12 +41,13 @@ class MemorySlots:
         others                 blocks that are never in use at the same time, reused where they are large enough
         """
         self.device, self.shapes, self.rank = setup.device.torch, setup.shapes, comm.rank
+        self.header = program.header
         shapes, dataflow = setup.shapes, setup.dataflow
         self.row_keys: dict[tuple[int, int, int], list[int]] | None = None  # by rank, stage and shard
         rows = np.ones(len(shapes), np.int64)
         if setup.canonical and program.header.has_flush:  # else a rank contributes one microbatch to an update
             self.row_keys = _row_keys(comm, instructions, program.header)
-            rows = self._most_rows(program.header)
+            rows = self._most_rows()
         weight = np.array([shape.weight_bytes for shape in shapes], np.int64)
         activation = np.array([dataflow.activation_bytes(s) for s in range(len(shapes))], np.int64)
         # The last stage's x is the loss or, if that is of the whole minibatch, its outputs.
@@ -73,14 +74,14 @@ class MemorySlots:
             for slot, size in enumerate(sizes)
         ]  # fmt: skip
 
-    def _most_rows(self, header: Header) -> np.ndarray:
+    def _most_rows(self) -> np.ndarray:
         """By stage, the largest number of rows of its dw that this rank holds or any rank sends."""
         assert self.row_keys is not None
-        rows = np.ones(header.stages, np.int64)
+        rows = np.ones(self.header.stages, np.int64)
         for (_, stage, _), keys in self.row_keys.items():
             rows[stage] = max(rows[stage], len(keys))
-        for stage in range(header.stages):  # rows of several shards may lie together
-            shards = header.shards_of(stage)
+        for stage in range(self.header.stages):  # rows of several shards may lie together
+            shards = self.header.parts_of(stage)
             rows[stage] = max(rows[stage], len({key for shard in shards for key in self.keys(self.rank, stage, shard)}))
         return rows
 
@@ -113,7 +114,7 @@ class MemorySlots:
     def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
         """The keys of the rows of dw.s, ascending, and flat memory for them. Shards with separate rows add no keys."""
         separate: Sequence[int] = tuple(stage.owned) if stage.owns_separate_shards else ()
-        shards = [shard for shard in stage.shard_spans if shard not in separate]
+        shards = [shard for shard in self.header.parts_of(stage.index) if shard not in separate]
         keys = sorted({key for shard in shards for key in self.keys(self.rank, stage.index, shard)}) or [-1]
         size = len(keys) * stage.size
         if stage.index not in self.foreign_dw:
@@ -124,7 +125,11 @@ class MemorySlots:
 def _row_keys(
     comm: MPI.Intracomm, instructions: Sequence[Instruction], header: Header
 ) -> dict[tuple[int, int, int], list[int]]:
-    """By rank, stage and shard: the microbatches whose gradients a rank sums, computed or received. Collective."""
+    """By rank, stage and shard: the microbatches whose gradients a rank sums, computed or received. Collective.
+
+    An owner that sums with others by messages has rows for all microbatches: some only once it has the total.
+    """
+    units, every = header.gradient_units, list(range(header.microbatches))
     computed: dict[int, list[int]] = {}
     for i in instructions:
         if i.op in (Op.BWD, Op.BWD_W):
@@ -133,8 +138,10 @@ def _row_keys(
     by_rank = comm.allgather((computed, added))
 
     def keys(rank: int, unit: Unit) -> list[int]:
+        if header.sums_by_messages and rank in units.holders(*unit):
+            return every
         computed, added = by_rank[rank]
         received = [key for added_unit, sender in added if added_unit == unit for key in keys(sender, unit)]
         return sorted(computed.get(unit[0], []) + received)
 
-    return {(rank, *unit): keys(rank, unit) for rank in range(len(by_rank)) for unit in header.weight_shards.units}
+    return {(rank, *unit): keys(rank, unit) for rank in range(len(by_rank)) for unit in units.units}

@@ -5,8 +5,8 @@ or in bytes, the memory timeline and the memory plan are all computed from the l
 
 The accesses to one buffer on one rank, in the order of the list, must be of the form
     DEFINE READ* END
-where ADD may take the place of DEFINE and of READ. An owned weight exists from start to end, and a fetched weight may
-have several lives. A buffer that an instruction ends takes memory until the instruction is done.
+where ADD may take the place of DEFINE and of READ. An owned weight exists from start to end; a fetched weight and a
+gradient may have several lives. A buffer that an instruction ends takes memory until the instruction is done.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class Lifetimes:
         return columns
 
     def stages_of(self, lives: Numbers) -> Numbers:
-        """The stage of these lives of weights or of their gradients."""
-        return self.program.header.weight_shards.stage_of[self.size_column[lives]]
+        """The stage of these lives, all of weights or all of their gradients."""
+        header, is_weight = self.program.header, (self.buffer[lives] == Buffer.W).all()
+        return (header.weight_shards if is_weight else header.gradient_units).stage_of[self.size_column[lives]]
 
     @cached_property
     def is_received(self) -> Flags:
@@ -209,7 +210,7 @@ def _follow(
         is_alive = life >= 0 or life == _KEPT
         replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # overwrites version v - 1
         begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
-        several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # may have several lives, in turn
+        several = thing == Buffer.W or thing == Buffer.DW  # may have several lives, in turn
         if own and versions == 1 and (begins or does == Effect.END):
             fault = OWNED
         elif is_alive and begins:

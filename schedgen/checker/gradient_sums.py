@@ -2,11 +2,19 @@
 
 dw.s on a rank collects that rank's backwards and the partials it adds. Then it either is sent on, once and complete,
 or (on an owner) is used by STEP. Sums move forward in time only, so each ends at an owner, and every gradient is in
-exactly one sum. Several owners of a stage then all-reduce their sums once. For divided weights this holds for every
-part: a backward adds to all of them. Owners of tied stages then all-reduce what these share, once for every tie.
+exactly one sum. Several owners of a stage then all-reduce their sums once, or sum them by messages, too. For divided
+weights or gradients this holds for every part: a backward adds to all of them. Owners of tied stages then all-reduce
+what these share, once for every tie.
+
+With messages among owners, a life of dw.s that begins with a partial and gets nothing more is a copy: its value is that
+of the life it came from. Every other life is a sum, a value of its own. Each sum but one is added, by itself or by one
+of its copies, to exactly one other sum; so all ways lead to that one, and every gradient is in it once. All owners
+step with it or with a copy of it, so that their gradients are equal to the bit.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,10 +29,10 @@ def rule_5(proof: Proof) -> None:
 
     In a list of forwards alone rule 1 has already refused everything that could break this.
     """
-    header, owner = proof.header, proof.header.is_owner
+    header, owner = proof.header, proof.header.owns_gradient
     if header.is_forward or not header.has_flush:
         return
-    stage_of = header.weight_shards.stage_of
+    stage_of = header.gradient_units.stage_of
     several = np.array(header.several_owners)[stage_of]
     group_of = np.array([header.group_numbers.get(ranks, -1) for ranks in header.owners])[stage_of]
     adds = proof.touches(Buffer.DW, Effect.ADD)
@@ -32,16 +40,21 @@ def rule_5(proof: Proof) -> None:
     parts, sums = adds.by(~reduced), adds.by(reduced & (proof.kind[adds.rows] == Kind.DW))
     sends = proof.touches(Buffer.DW, Effect.SEND)
     steps = proof.touches(Buffer.DW, Effect.READ)
-    last_part, last_send, last_sum, last_step = (each.last(owner.shape) for each in (parts, sends, sums, steps))
+    last_part, last_sum, last_step = (each.last(owner.shape) for each in (parts, sums, steps))
+    keeps, lives = owner & ~(several & header.sums_by_messages), _Lives.of(proof)
+    part_of, sent, none = lives.find(parts), lives.find(sends), np.full(len(lives.key), -1, np.int32)
+    added, first_sent = none.copy(), none
+    added[part_of], first_sent[sent[::-1]] = parts.rows, sends.rows[::-1]  # of several rows, the one written last stays
 
     def of(last: Ints, touches: Touches) -> Ints:
         return last[touches.rank, touches.number]
 
     for touches, wrong, words in (
-        (sends, owner[sends.rank, sends.number], "an owner keeps its sum and does not send it"),
-        (sends, sends.rows < of(last_send, sends), "this sum is sent twice"),
-        (sends, sends.rows < of(last_part, sends), "this sum is not complete here"),
+        (sends, keeps[sends.rank, sends.number], "an owner keeps its sum and does not send it"),
+        (sends, (sends.rows > first_sent[sent]) & ~owner[sends.rank, sends.number], "this sum is sent twice"),
+        (sends, sends.rows < added[sent], "this sum is not complete here"),
         (sums, ~several[sums.number], "this stage has one owner, so there is nothing to sum"),
+        (sums, np.full(len(sums.rows), header.sums_by_messages), "the header says that owners sum by messages"),
         (sums, proof.group[sums.rows] != group_of[sums.number], "this is not the group of the stage's owners"),
         (sums, sums.rows < of(last_sum, sums), "this sum is reduced twice"),
         (sums, sums.rows < of(last_part, sums), "this sum is not complete here"),
@@ -52,23 +65,94 @@ def rule_5(proof: Proof) -> None:
         proof.refuse_any(5, touches.rows[wrong], words)
     for missing, words in (
         (owner & (last_step < 0), "STEP of w.{} is missing" if header.weight_shards else "STEP of stage {} is missing"),
-        (owner & several & (last_sum < 0), "ALLREDUCE of dw.{} is missing"),
-        (~owner & (last_part >= 0) & (last_send < 0), "dw.{} is never sent to an owner"),
+        (owner & several & (last_sum < 0) & (not header.sums_by_messages), "ALLREDUCE of dw.{} is missing"),
     ):
         for rank, unit in np.argwhere(missing)[:1].tolist():
-            proof.refuse_rank(5, rank, words.format(_said(proof, unit)))
+            proof.refuse_rank(5, rank, words.format(stage_of[unit] if header.parts else _said(proof, unit)))
+    _counted_once(proof, lives, (parts, part_of), (sends, sent), sums, steps)
     last_of_sum = np.maximum(last_part, last_sum)
     norm = norms(proof, last_of_sum, last_step)
     _sums_of_ties(proof, last_of_sum, norm)
     uses = proof.touches(Buffer.W, Effect.READ, Effect.SEND, Effect.RECEIVE, Effect.END)
-    stepped = of(last_step, uses)
+    stepped = of(last_step[:, header.gradient_units.first_unit[:-1]] if header.parts else last_step, uses)
     late = uses.rows[(stepped >= 0) & (stepped < uses.rows)]
     proof.refuse_any(5, late, "this stage has stepped: its weights are the next step's")
 
 
+class _Lives(NamedTuple):
+    """The lives of weight gradients, by rank, unit and begin."""
+
+    rank: Ints
+    number: Ints  # the unit
+    begin: Ints
+    key: Numbers  # ascending: of rank, unit and begin
+    size: tuple[int, int]  # units, rows
+
+    @classmethod
+    def of(cls, proof: Proof) -> _Lives:
+        """Those of a program that has passed rules 2 and 7."""
+        lifetimes = proof.analysis.lifetimes
+        lives = np.flatnonzero(lifetimes.buffer == Buffer.DW)
+        rank, number, begin = (column[lives] for column in (lifetimes.rank, lifetimes.number, lifetimes.begin))
+        size = proof.header.owns_gradient.shape[1], len(proof.program)
+        key = (rank.astype(np.int64) * size[0] + number) * size[1] + begin
+        order = np.argsort(key)
+        return cls(rank[order], number[order], begin[order], key[order], size)
+
+    def find(self, touches: Touches) -> Numbers:
+        """The life that each access belongs to."""
+        key = (touches.rank.astype(np.int64) * self.size[0] + touches.number) * self.size[1] + touches.rows
+        return np.searchsorted(self.key, key, side="right") - 1
+
+
+def _counted_once(
+    proof: Proof, lives: _Lives, parts: tuple[Touches, Numbers], sends: tuple[Touches, Numbers], sums: Touches,
+    steps: Touches,
+) -> None:  # fmt: skip
+    """Prove that every gradient is in the one sum that all owners of its unit step with, once.
+
+    parts, sends: each with the lives that they touch
+    """
+    count, analysis = len(lives.key), proof.analysis
+    life, sent_by = np.full((2, len(proof.program)), -1, np.int64)  # by row of a SEND or ADD; by row of its RECV
+    for touches, touched in (parts, sends):
+        life[touches.rows] = touched
+    sent_by[analysis.messages.receives] = analysis.messages.sends
+    adding = proof.op[analysis.lifetimes.users] == Op.ADD
+    rows, received = analysis.lifetimes.users[adding], analysis.lifetimes.received[adding]
+    source, target = life[sent_by[received]], life[rows]
+    terms = np.bincount(parts[1], minlength=count)
+    is_copy = (terms == 1) & (np.bincount(target, minlength=count) == 1)
+    again = np.append(False, (lives.rank[1:] == lives.rank[:-1]) & (lives.number[1:] == lives.number[:-1]))[:count]
+    wrong = again & ~(is_copy & proof.header.owns_gradient[lives.rank, lives.number])
+    words = "what follows a sum that is sent must be the total, which one owner has from another"
+    proof.refuse_any(5, np.sort(lives.begin[wrong]), words)
+    # By life: the sum that it is, or is a copy of. Copies of copies are followed to their sum in log-many rounds.
+    value = np.arange(count)
+    value[target[is_copy[target]]] = source[is_copy[target]]
+    for _ in range(count.bit_length()):
+        value = value[value]
+    is_term, summed = ~is_copy[target], lives.find(sums)
+    used = np.concatenate([value[source[is_term]], value[summed]])
+    user = np.concatenate([rows[is_term], sums.rows])
+    order = np.lexsort((user, used))
+    twice = order[1:][used[order][1:] == used[order][:-1]]
+    proof.refuse_any(5, np.sort(user[twice]), "what this adds is counted already")
+    all_reduced, stepped = np.zeros(count, bool), lives.find(steps)
+    all_reduced[summed] = True
+    total = np.where(all_reduced[stepped], count, value[stepped])  # a stage's ALLREDUCE has one total
+    of_unit = np.full(lives.size[0], -1, np.int64)
+    of_unit[steps.number[::-1]] = total[::-1]
+    proof.refuse_any(5, steps.rows[total != of_unit[steps.number]], "another owner steps with another sum")
+    lost = ~is_copy
+    lost[used] = lost[total[total < count]] = False
+    for k in np.flatnonzero(lost)[:1].tolist():
+        proof.refuse_rank(5, int(lives.rank[k]), f"dw.{_said(proof, int(lives.number[k]))} is never sent to an owner")
+
+
 def _said(proof: Proof, unit: int) -> str:
     """The part of a unit's name that follows w. and dw."""
-    stage, part = proof.header.weight_shards.units[unit]
+    stage, part = proof.header.gradient_units.units[unit]
     return f"{stage}/{part}" if part >= 0 else f"{stage}"
 
 

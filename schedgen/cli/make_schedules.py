@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from schedgen.cli.read_lists import list_in, note_left_out
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
 from schedgen.compiler.options import Options
+from schedgen.compiler.sum_trees import TWO_LEVEL
 from schedgen.compiler.torch_program import torch_program
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import write
@@ -50,6 +51,8 @@ from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.torch_list import TorchList, scheme_of
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import parse_profile
+from schedgen.simulator.network import read_network, topology
+from schedgen.util.arrays import Ints
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
@@ -100,6 +103,7 @@ def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
                 substages=substages,
                 in_order=transport,
+                hosts=_hosts(options),
             ),
             **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )
@@ -107,6 +111,15 @@ def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph
         if transport:
             check(program, INTERNAL, transport)
         _write_checked(program, options.output)
+
+
+def _hosts(options: CompileOptions) -> Callable[[int], Ints] | None:
+    """From a number of workers to their hosts; None: the options do not say it."""
+    if (options.machine or options.topology) and options.sums != TWO_LEVEL:
+        raise UsageError("--machine and --topology tell compile the hosts for --sums two-level: leave them out")
+    if options.machine is not None:
+        return read_network(options.machine).hosts
+    return None if options.topology is None else topology(*options.topology, [0], [0]).hosts
 
 
 def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:

@@ -84,10 +84,19 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineOptions:
-    """The machine: its hosts and devices, and what joins them."""
+class HostOptions:
+    """Which devices share a host."""
 
     machine: str | None = option("--machine FILE", "JSON of hosts, devices and links, by mpirun profile", file=READ)
+    topology: tuple[int, int] | None = option(
+        "--topology HxD", "H hosts of D devices, short for a machine file", by, without="machine"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions(HostOptions):
+    """The machine: its hosts and devices, and what joins them."""
+
     topology: tuple[int, int] | None = option(
         "--topology HxD", "H hosts of D devices, short for a machine file", by, needs="bandwidth", without="machine"
     )
@@ -160,7 +169,7 @@ class LoopOptions(SizeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileOptions(Options, LoopOptions):
+class CompileOptions(Options, LoopOptions, HostOptions):
     """compile: a scheme, its sizes, and how it is ordered and lowered."""
 
     scheme: str = argument("SCHEME|FILE", f"{', '.join(SCHEMES)}, FILE.py with w and n, or torch's FILE.csv")

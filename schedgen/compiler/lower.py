@@ -10,11 +10,14 @@ import numpy as np
 from schedgen.compiler.passes import FORWARDS, PIPELINE, WITH_VERSIONS
 from schedgen.compiler.passes.free import free
 from schedgen.compiler.place import PlacedScheme
+from schedgen.compiler.sum_trees import ALLREDUCE
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, Op, W
+from schedgen.ir.limits import check_workers
 from schedgen.ir.program import Program, rows
 from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
 from schedgen.util.arrays import Flags, Ints, Times
+from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
 from schedgen.util.sort import stable_order
 from schedgen.util.version import __version__
@@ -91,6 +94,7 @@ def header_of(placed: PlacedScheme) -> Header:
             **({} if scheme.updates == FLUSH else {"updates": scheme.updates}),
             **({"accumulated": accumulated} if scheme.updates == TWO_BUFFERS else {}),
             **({} if options.in_order is None else {"transport": options.in_order.name}),
+            **({} if options.sums == ALLREDUCE else {"sums": options.sums}),
         },
         graph=placed.graph,
         tied=placed.tied,
@@ -102,11 +106,24 @@ def header_of(placed: PlacedScheme) -> Header:
         tensor_parallel=placed.tensor_parallel,
     )  # fmt: skip
     groups = _slice_groups(placed)
-    if not header.is_forward:
+    if header.sums_by_messages:
+        header = replace(header, parts=_parts(placed, header))
+    elif not header.is_forward:
         groups |= {ranks for ranks, several in zip(header.owners, header.several_owners, strict=True) if several}
+    if not header.is_forward:
         groups |= {header.sharers(tie) for tie in range(len(header.tied))}
         groups |= {tuple(range(placed.workers))}
     return replace(header, groups=tuple(sorted(groups, key=lambda group: (-len(group), group))))
+
+
+def _parts(placed: PlacedScheme, header: Header) -> tuple[int, ...]:
+    """By stage, the parts of its gradient that have a tree each; (): none is cut."""
+    pairs = zip(header.owners, header.several_owners, strict=True)
+    parts = tuple(len(placed.sum_trees(owners)) if several else 1 for owners, several in pairs)
+    if not any(header.several_owners):
+        raise UsageError(f"--sums {placed.options.sums}: no stage has several owners, whose gradients would be summed")
+    check_workers(header.workers, sum(parts), "parts of gradients")
+    return parts if max(parts) > 1 else ()
 
 
 def _slice_groups(placed: PlacedScheme) -> set[tuple[int, ...]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from schedgen.compiler.sum_trees import ALLREDUCE, SUMS, TWO_LEVEL
 from schedgen.ir.cost import Amount, read_cost
 from schedgen.ir.limits import check_jobs
 from schedgen.ir.transport import Transport
@@ -14,6 +15,7 @@ from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.replicas import dealt
 from schedgen.schemes.scheme import MODES, Scheme, Sizes, no_order
+from schedgen.util.arrays import Ints
 from schedgen.util.errors import NeedsOption, UsageError, number_of
 from schedgen.util.option_fields import count, natural, option, switch
 
@@ -43,6 +45,11 @@ class Options:
     times: Mapping[str, Amount] | None = None  # the same by stage, for greedy alone: `cost` is what the file says
     weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time", count, 2)
     fan_out: int = option("--fan-out K", "copies of a stage, or sums, that one worker sends, others relay", count, 2)
+    sums: str = option(
+        "--sums", "how several owners of a stage sum its gradient: at once, or by messages along a ring, a tree, or "
+        "inside hosts and then between them, which --machine or --topology says", default=ALLREDUCE, choices=SUMS,
+    )  # fmt: skip
+    hosts: Callable[[int], Ints] | None = None  # from the number of workers to the host of each, for two-level sums
     prefetch: int = option("--prefetch K", "how many jobs before its SEND a receive is posted", natural, 1)
     recompute: str | Collection[Redone] = option(
         "--recompute all|except-last|S,S.B,...",
@@ -89,6 +96,8 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         raise NeedsOption(f"{what} needs --mode greedy: a strict n leaves nothing to hold back")
     if options.forward:
         _check_forward(options)
+    if options.sums != ALLREDUCE:
+        _check_sums(options, max(sizes.shards or (1,)), updates)
     stages = sizes.stages * options.substages
     check_jobs(stages * options.tensor, sizes.microbatches, 3 if scheme.split else 2)
     if max(shard_counts(sizes, options)) > 1:
@@ -126,6 +135,20 @@ def _check_forward(options: Options) -> None:
     ):
         if given:
             raise UsageError(f"{name} does not go with --forward: {why}")
+
+
+def _check_sums(options: Options, shards: int, updates: str) -> None:
+    for given, why in (
+        (options.forward, "--forward: there are no gradients"),
+        (shards > 1, "--shards: a shard has one owner"),
+        (options.tensor > 1, "--tensor: the slices of a stage are summed together"),
+        (options.tied, "ties: their sum is over all stages that share parameters"),
+        (updates != FLUSH, f"--updates {updates}: an update does not wait for the list's end"),
+    ):
+        if given:
+            raise UsageError(f"--sums {options.sums} does not go with {why}")
+    if options.sums == TWO_LEVEL and options.hosts is None:
+        raise NeedsOption("--sums two-level needs --machine FILE or --topology HxD, which say where hosts end")
 
 
 def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.compiler.options import Options, apply_options, shard_counts
+from schedgen.compiler.sum_trees import sum_trees
 from schedgen.compiler.user_functions import at_job, evaluate, evaluate_marks
 from schedgen.ir.cost import own_costs, whole_numbers
 from schedgen.ir.instructions import B, F, W
@@ -45,6 +46,15 @@ class PlacedScheme:
     tensor_parallel: TensorParallel
     caps: Numbers | None = None  # by stage, the most microbatches in flight on a worker
     tied: tuple[tuple[int, ...], ...] = ()  # stages that share parameters
+
+    @cached_property
+    def hosts(self) -> Ints:
+        """By rank, the number of its host; 0 where the options do not say it."""
+        return np.zeros(self.workers, np.int32) if self.options.hosts is None else self.options.hosts(self.workers)
+
+    def sum_trees(self, owners: Sequence[int]) -> Numbers:
+        """The trees along which these owners of a stage sum each part of its gradient: see `compiler.sum_trees`."""
+        return sum_trees(self.options.sums, self.hosts[list(owners)], self.options.fan_out)
 
     @cached_property
     def exact_cost(self) -> Mapping[str, float]:

@@ -24,7 +24,8 @@ class Accesses(NamedTuple):
     """What the rows of a program do to which buffers, in the order in which they do it; one array entry per access.
 
     Buffers are numbered within their kind: x and g by stage or, after all stages, by edge, and then by microbatch; w by
-    unit and version; dw by unit; partials by unit and sender; saved and half by stage and microbatch.
+    unit and version; dw by unit of gradients; partials by such a unit and sender; saved and half by stage and
+    microbatch.
     """
 
     row: Ints  # ascending
@@ -50,7 +51,8 @@ def numbers_in_all(header: Header) -> Numbers:
     """By kind of buffer, the exclusive upper bound of its numbers."""
     graph = header.graph
     columns = np.full(len(Buffer), header.stages)
-    columns[[Buffer.W, Buffer.DW, Buffer.PARTIAL]] = len(header.weight_shards.units)
+    columns[Buffer.W] = len(header.weight_shards.units)
+    columns[[Buffer.DW, Buffer.PARTIAL]] = len(header.gradient_units.units)
     columns[Buffer.G] += len(graph.edges)
     columns[Buffer.X] += len(graph.edges) * bool(graph.per_consumer)
     return columns * numbers_per_size(header)
@@ -82,13 +84,14 @@ def slots(numbers: Numbers) -> Slots:
 def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, Ints, Ints]:
     """Stage, microbatch and consumer or shard of buffers, as instructions name them; -1 where a name has none."""
     stage, mb, piece = np.full((3, len(number)), -1, np.int32)
-    edges, units = np.array(header.graph.edges).reshape(-1, 2), np.array(header.weight_shards.units)
+    edges = np.array(header.graph.edges).reshape(-1, 2)
+    units = {Buffer.W: header.weight_shards, Buffer.DW: header.gradient_units, Buffer.PARTIAL: header.gradient_units}
     for thing, count in zip(Buffer, numbers_per_size(header).tolist(), strict=True):
         at = np.flatnonzero(buffer == thing)
         column = number[at] // count
         rest = number[at] - column * count
-        if thing in (Buffer.W, Buffer.DW, Buffer.PARTIAL):
-            stage[at], piece[at] = units[column].T
+        if thing in units:
+            stage[at], piece[at] = np.array(units[thing].units)[column].T
             continue
         stage[at], mb[at] = column, rest
         of_edge = column >= header.stages
@@ -116,11 +119,13 @@ def _most(program: Program, names: _Names, table: Numbers, begin: Numbers) -> in
     several = {  # how many buffers, by stage or by tie
         Which.INPUTS: np.diff(names.first_in),
         Which.OUTPUTS: np.diff(names.first_out),
-        Which.SHARDS: np.diff(names.first_unit),
+        Which.SHARDS: np.diff(names.first_part),
         Which.TIED: np.diff(names.first_of_tie),
+        Which.PARTS: np.array(program.header.parts or [1]),
     }
+    of_weights = np.diff(names.first_unit)
     for e in np.flatnonzero(np.isin(table[:, 2], list(several))).tolist():
-        more = np.maximum(several[Which(table[e, 2])], 1) - 1
+        more = np.maximum(of_weights if table[e, 1] == Buffer.W else several[Which(table[e, 2])], 1) - 1
         if more.any():
             rows = form == np.searchsorted(begin, e, side="right") - 1
             most += int(np.bincount(program.rows.stage[rows], minlength=len(more)) @ more)
@@ -136,6 +141,7 @@ class _Names(NamedTuple):
     first_out: Numbers  # edges first_out[s] to first_out[s + 1] - 1 lead out of stage s
     per_consumer: Flags
     first_unit: Numbers
+    first_part: Numbers  # as first_unit, of gradients
     first_of_tie: Numbers  # the stages of tie k are tied[first_of_tie[k] : first_of_tie[k + 1]]
     tied: Numbers
     owner: Flags  # (workers, units)
@@ -152,7 +158,7 @@ def _names(program: Program) -> _Names:
     header = program.header
     edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
-    stages, shards = np.arange(header.stages + 1), header.weight_shards
+    stages = np.arange(header.stages + 1)
     redone = np.full(header.compute.shape[1:], True) if header.is_forward else header.compute[F] != header.compute[B]
     redone |= program.job_rows(Op.RECOMPUTE) >= 0
     return _Names(
@@ -161,7 +167,8 @@ def _names(program: Program) -> _Names:
         first_in=np.searchsorted(edges[by_consumer, 1], stages),
         first_out=np.searchsorted(edges[:, 0], stages),
         per_consumer=header.graph.is_per_consumer,
-        first_unit=shards.first_unit,
+        first_unit=header.weight_shards.first_unit,
+        first_part=header.gradient_units.first_unit,
         first_of_tie=np.cumsum([0, *map(len, header.tied)]),
         tied=np.array([stage for tie in header.tied for stage in tie], np.int64),
         owner=header.is_owner,
@@ -194,7 +201,7 @@ def _expand(
     begin: Numbers, names: _Names, of_row: Ints, effect: Small, buffer: Small, number: Ints,
 ) -> int:  # fmt: skip
     """Write the accesses of every row into the arrays; return how many there are."""
-    first_in, first_out, first_unit = names.first_in, names.first_out, names.first_unit
+    first_in, first_out = names.first_in, names.first_out
     batches, count = names.batches, 0
     for row in range(len(op)):
         s, b = stage[row], mb[row]
@@ -223,7 +230,7 @@ def _expand(
                 count += which == Which.JOB or not names.redone[s, b]
             elif which == Which.TIED:
                 for k in range(names.first_of_tie[s], names.first_of_tie[s + 1]):
-                    unit = first_unit[names.tied[k]]
+                    unit = names.first_unit[names.tied[k]]
                     if names.owner[rank[row], unit]:
                         number[count] = unit
                         count += 1
@@ -237,13 +244,14 @@ def _expand(
             ):
                 continue
             else:
-                low, high = first_unit[s], first_unit[s + 1]
-                if which != Which.SHARDS:
+                first = names.first_unit if thing == Buffer.W else names.first_part
+                low, high = first[s], first[s + 1]
+                if which != Which.SHARDS and (which != Which.PARTS or piece[row] >= 0):
                     low += max(piece[row], 0)
                     high = low + 1
                 version = operand[row] - (which == Which.BEFORE) if thing == Buffer.W and names.versions > 1 else 0
                 for unit in range(low, high):
-                    if unit >= first_unit[s + 1] or not 0 <= version < names.versions:
+                    if unit >= first[s + 1] or not 0 <= version < names.versions:
                         number[count] = -1
                     elif thing == Buffer.W:
                         number[count] = unit * names.versions + version

@@ -45,11 +45,12 @@ class Which(IntEnum):
     UNREDONE = 2  # the one of this job; none if its forward saves nothing, as where a RECOMPUTE redoes it
     INPUTS = 3  # for each producer p of s: x.p.b as s reads it, or g.p.b as s gives it
     OUTPUTS = 4  # for each consumer of s: x.s.b as s gives it (only one x if all read the same), or g.s.b as s reads it
-    SHARDS = 5  # for each shard of the weights of s
+    SHARDS = 5  # for each shard of the weights of s, or of their gradient
     TIED = 6  # for each stage of tie k that this rank owns
     BEFORE = 7  # version v - 1 of the weights named; none where weights have no versions
     IN_PLACE = 8  # the weights named, unless version v - 1 has a FREE: v overwrites it
     BESIDE = 9  # the weights named, if version v - 1 has a FREE: v gets memory of its own
+    PARTS = 10  # the gradient of the weights named, in all its parts
 
 
 class Does(NamedTuple):
@@ -62,7 +63,7 @@ class Does(NamedTuple):
 
 X, G, W, DW, PARTIAL, SAVED, HALF = Buffer
 READ, SEND, DEFINE, RECEIVE, ADD, CHANGE, END = Effect
-NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, SHARDS, TIED, BEFORE, IN_PLACE, BESIDE = Which
+NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, SHARDS, TIED, BEFORE, IN_PLACE, BESIDE, PARTS = Which
 Form = dict[Kind, tuple[Does, ...]]  # what an opcode does, by the kind of buffer that it names
 
 
@@ -93,7 +94,7 @@ EFFECTS: dict[Op, Form] = {
     Op.ADD: {Kind.DW: (Does(ADD, DW, NAMED), Does(END, PARTIAL, NAMED))},
     Op.ALLREDUCE: _named(CHANGE, X, G) | _named(ADD, DW) | {Kind.T: (Does(ADD, DW, TIED),)},
     Op.NORM: _job(),
-    Op.STEP: _job(Does(READ, W, BEFORE), Does(CHANGE, W, IN_PLACE), Does(DEFINE, W, BESIDE), Does(READ, DW, NAMED)),
+    Op.STEP: _job(Does(READ, W, BEFORE), Does(CHANGE, W, IN_PLACE), Does(DEFINE, W, BESIDE), Does(READ, DW, PARTS)),
     Op.FREE: _named(END, X, G, W, DW),
 }
 

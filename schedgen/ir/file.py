@@ -86,6 +86,7 @@ def header_entries(header: Header) -> dict[str, Any]:
         "owners": header.owners,
         "groups": header.groups,
         **({"shards": header.shard_owners} if header.shard_owners else {}),
+        **({"parts": header.parts} if header.parts else {}),
         **({"tensor": {"degree": tensor.degree, "replicated": tensor.replicated}} if tensor else {}),
     }
 

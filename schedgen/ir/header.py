@@ -43,7 +43,7 @@ class Header:
     n: str  # name of the order
     cost: Mapping[str, float]  # duration of each direction, by which the jobs were ordered
     # weight_slots, fan_out, prefetch, recompute, and memory_limit if there is one: `compiler.options`;
-    # updates, one of UPDATES, unless flush; accumulated with 2bw
+    # updates, one of UPDATES, unless flush; accumulated with 2bw; sums, how owners sum gradients, unless by ALLREDUCE
     lowering: Mapping[str, Any]
     graph: StageGraph
     groups: tuple[tuple[int, ...], ...]  # the sets of ranks that collectives name, each once
@@ -53,6 +53,7 @@ class Header:
     tied: tuple[tuple[int, ...], ...] = ()  # stages that share parameters: each tie has 2 or more, ascending
     shard_owners: tuple[tuple[int, ...], ...] = ()  # by stage, the owner of each shard of its weights; empty: no shards
     tensor_parallel: TensorParallel = TensorParallel(1, (), 0)  # noqa: RUF009  frozen
+    parts: tuple[int, ...] = ()  # by stage, the parts in which its owners sum its gradient; empty: none is cut
 
     @property
     def workers(self) -> int:
@@ -144,10 +145,25 @@ class Header:
         """By stage, whether several ranks own all of its weights, and so sum its gradients among themselves."""
         return tuple(not self.shard_owners and len(ranks) > 1 for ranks in self.owners)
 
+    @property
+    def sums_by_messages(self) -> bool:
+        """Whether owners of a stage sum its gradients by SEND, RECV and ADD, and not by an ALLREDUCE."""
+        return "sums" in self.lowering
+
     @cached_property
     def weight_shards(self) -> WeightShards:
         """The shards that weights are divided into, and who owns each."""
         return WeightShards(self.shard_owners, self.owners)
+
+    @cached_property
+    def gradient_units(self) -> WeightShards:
+        """The units that gradients are divided into: the shards of weights, or parts of what several owners sum."""
+        return WeightShards(self.shard_owners, self.owners, self.parts) if self.parts else self.weight_shards
+
+    @cached_property
+    def owns_gradient(self) -> Flags:
+        """Whether a rank owns a unit of gradients; shape (workers, units)."""
+        return self.gradient_units.is_owner(self.workers) if self.parts else self.is_owner
 
     @cached_property
     def is_owner(self) -> Flags:
@@ -163,8 +179,12 @@ class Header:
         return bool(self.weight_shards.counts[stage] > 1)
 
     def shards_of(self, stage: int) -> tuple[int, ...]:
-        """The `shard` operands of w.stage and dw.stage: (-1,) where the weights of a stage are not divided."""
+        """The `shard` operands of w.stage: (-1,) where the weights of a stage are not divided."""
         return self.weight_shards.of(stage)
+
+    def parts_of(self, stage: int) -> tuple[int, ...]:
+        """The `shard` operands of dw.stage: (-1,) where its gradient is not divided."""
+        return self.gradient_units.of(stage)
 
     def first_owner(self, stage: int, shard: int = 0) -> int:
         """The first owner of a shard of a stage's weights, or of all of them where they are not divided."""

@@ -42,7 +42,7 @@ class Kind(IntEnum):
     X = 1  # x.s.b    output activation of stage s; x.s.b.c its output for consumer c alone
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
     W = 3  # w.s      weights; w.s@v version v of them, w.s/k shard k of divided weights
-    DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where the weights are divided
+    DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where weights are divided, or it is summed in parts
     T = 5  # t.k      in the dw of tie k's stages, the gradients of the shared parameters; only ALLREDUCE names it
 
 

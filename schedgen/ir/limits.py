@@ -27,6 +27,7 @@ class Limits(NamedTuple):
     ties: int
     versions: int  # 0: weights have none
     shards: tuple[int, ...] = ()  # of the weights of each stage; empty: none are divided
+    parts: tuple[int, ...] = ()  # of the gradient of each stage; empty: as the weights
 
 
 def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:

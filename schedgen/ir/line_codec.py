@@ -167,7 +167,11 @@ def _faults(form: Numbers, table: Numbers, limits: Limits) -> list[tuple[Flags, 
     stage, mb, piece, operand, _ = table.T
     op, kind, bound = _FORMS.fixed[form].T
     is_tie, weights = kind == Kind.T, (kind == Kind.W) | (kind == Kind.DW) | (op == Op.STEP)
-    shards = np.array(limits.shards or [1])[np.minimum(stage, len(limits.shards) - 1) if limits.shards else 0 * stage]
+    of_weights, of_gradient = (
+        np.array(by_stage or [1])[np.clip(stage, 0, max(len(by_stage) - 1, 0))]  # wrong ones are named below
+        for by_stage in (limits.shards, limits.parts or limits.shards)
+    )
+    shards = np.where(kind == Kind.DW, of_gradient, of_weights)
     version = bound == _VERSIONS
     return [
         ((table[:, :4] < -1).any(axis=1), "a number has leading zeros or too many digits"),

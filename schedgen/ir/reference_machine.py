@@ -107,10 +107,11 @@ class ReferenceMachine:
         for first in self.header.first_slices:
             if len(self.header.summed_stages(first)) > 1:
                 continue
-            copies = {buffer_name(Kind.DW, stage) for stage in self.header.slices_of(first)}
-            given = {value.shape() for rank in self.ranks for name, value in rank.gradients.items() if name in copies}
-            if len(given) > 1:
-                raise CannotExecute(f"the gradients of {', '.join(sorted(copies))} are not added up alike")
+            for part in self.header.parts_of(first):
+                copies = {buffer_name(Kind.DW, stage, piece=part) for stage in self.header.slices_of(first)}
+                given = {rank.gradients[name].shape() for rank in self.ranks for name in copies & rank.gradients.keys()}
+                if len(given) > 1:
+                    raise CannotExecute(f"the gradients of {', '.join(sorted(copies))} are not added up alike")
 
     # What jobs read and compute.
 
@@ -196,7 +197,7 @@ class ReferenceMachine:
         if i.op == Op.BWD_I:
             rank.define(half, WHOLE)
             return
-        for shard in self.header.shards_of(i.stage):
+        for shard in self.header.parts_of(i.stage):
             rank.add(buffer_name(Kind.DW, i.stage, piece=shard), i.mb)
         rank.end(saved)
         if i.op == Op.BWD_W:
@@ -268,26 +269,30 @@ class ReferenceMachine:
             if member.versions:
                 rank.need(member.stepped >= {member.weights(*unit) for unit in member.owned}, "a STEP is to come")
                 continue
-            for stage, shard in member.owned:
-                gradient = member.sum(buffer_name(Kind.DW, stage, piece=shard))
-                rank.need(gradient.is_of(range(self.header.microbatches)), f"dw.{stage} is not complete")
+            for name in [name for unit in member.owned for name in self.gradient_names(*unit)]:
+                rank.need(member.sum(name).is_of(range(self.header.microbatches)), f"{name} is not complete")
             ties = [k for k, stages in enumerate(self.header.tied) if member.newest.keys() & set(stages)]
             rank.need(sorted(member.ties) == ties, "not all ties are summed up")
 
     def step(self, rank: Rank, i: Instruction) -> None:
         """STEP: w.s = optimizer(w.s, dw.s), where dw.s is the sum over all microbatches, after NORM."""
-        gradient = buffer_name(Kind.DW, i.stage, piece=i.shard)
         if rank.versions:
-            self.step_version(rank, i, gradient)
+            self.step_version(rank, i, buffer_name(Kind.DW, i.stage))
             return
         weights = rank.weights(i.stage, i.shard)
         rank.need((i.stage, i.shard) in rank.owned, "the rank does not own these weights")
         rank.read(weights)
         rank.need(rank.normed, "NORM is still to come")
-        rank.read(gradient)
-        rank.gradients[gradient] = rank.sum(gradient)
-        rank.need(rank.gradients[gradient].is_of(range(self.header.microbatches)), f"{gradient} is not complete")
+        for gradient in self.gradient_names(i.stage, i.shard):
+            rank.read(gradient)
+            rank.gradients[gradient] = rank.sum(gradient)
+            rank.need(rank.gradients[gradient].is_of(range(self.header.microbatches)), f"{gradient} is not complete")
         rank.stepped.add(weights)
+
+    def gradient_names(self, stage: int, shard: int) -> list[str]:
+        """The names of the gradient of these weights: dw.s/k for every part, if it is cut where they are not."""
+        parts = (shard,) if shard >= 0 else self.header.parts_of(stage)
+        return [buffer_name(Kind.DW, stage, piece=part) for part in parts]
 
     def step_version(self, rank: Rank, i: Instruction, gradient: str) -> None:
         """STEP, where weights have versions: w.s@v from w.s@v-1 and the sum over the microbatches of its round.

@@ -15,7 +15,7 @@ import numpy as np
 from schedgen.ir.cost import REDO, durations, is_amount
 from schedgen.ir.header import Header, owners_of
 from schedgen.ir.instructions import DIRECTIONS
-from schedgen.ir.limits import Limits
+from schedgen.ir.limits import Limits, check_workers
 from schedgen.ir.stage_graph import StageGraph, check_edges, check_per_consumer
 from schedgen.ir.tensor_parallel import TensorParallel, check_slices_apart
 from schedgen.ir.weight_versions import STASH, TWO_BUFFERS, VERTICAL
@@ -24,11 +24,11 @@ from schedgen.util.errors import UsageError, clip
 
 LARGEST = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
-OPTIONAL_KEYS = ("per_consumer", "shards", "tensor")
+OPTIONAL_KEYS = ("per_consumer", "shards", "parts", "tensor")
 
 # The least value of each number of the lowering.
 _LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}
-_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated", "transport")
+_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated", "transport", "sums")
 _LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", *_OPTIONAL_LOWERING)  # in this order
 
 _Checked = TypeVar("_Checked")
@@ -80,9 +80,15 @@ def read_limits(raw: Mapping[str, Any]) -> Limits:
         right = all(ranks and all(_is_whole(rank, 0, workers - 1) for rank in ranks) for ranks in shards)
         _need(right, "shards", f"shards must name an owner in 0..{workers - 1} of every shard of every stage")
         _need(max(map(len, shards)) > 1, "shards", "shards must divide a stage, or be left out")
+    parts = raw.get("parts", [])
+    if "parts" in raw:
+        right = isinstance(parts, list) and len(parts) == stages and all(_is_whole(n, 1, LARGEST) for n in parts)
+        _need(right and max(parts) > 1, "parts", f"parts must be {stages} numbers of at least 1, not all 1")
+        _accepted("parts", check_workers, workers, sum(parts), "parts of gradients")
     return Limits(
-        workers, stages, microbatches, len(raw["groups"]), len(raw["tied"]), versions, tuple(map(len, shards))
-    )
+        workers, stages, microbatches, len(raw["groups"]), len(raw["tied"]), versions, tuple(map(len, shards)),
+        tuple(parts),
+    )  # fmt: skip
 
 
 def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
@@ -112,6 +118,7 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
         generator=raw["generator"],
         shard_owners=tuple(map(tuple, raw.get("shards", ()))),
         tensor_parallel=tensor_parallel,
+        parts=tuple(raw.get("parts", ())),
     )
     _check_together(header)
     right = _lists("owners", raw["owners"], "ranks", limits.workers) == header.owners
@@ -160,11 +167,18 @@ def _check_together(header: Header) -> None:
     right = not owners or (header.has_flush and not header.stepped_together)
     words = "shards: weights that are tied, have versions or belong to tensor slices are not divided"
     _need(right, "shards", words)
+    right = not header.sums_by_messages or (header.has_flush and not (header.stepped_together or owners))
+    words = "lowering: sums of weights that are tied, divided, have versions or belong to tensor slices are ALLREDUCEs"
+    _need(right, "lowering", words)
+    has_parts = [several or count == 1 for several, count in zip(header.several_owners, header.parts, strict=False)]
+    right = not header.parts or (header.sums_by_messages and all(has_parts))
+    _need(right, "parts", "parts: only what several owners of a stage sum by messages has parts")
     if tensor:
         _accepted("compute", check_slices_apart, header.compute, tensor.degree, header.directions)
         right = not tensor.sliced[list(header.graph.per_consumer)].any()
         _need(right, "per_consumer", "per_consumer: the output of a sliced stage is one sum, for all consumers alike")
     if header.is_forward:
+        _need(not header.sums_by_messages, "lowering", "lowering: a list of forwards sums no gradients")
         _need(not header.tied, "tied", "tied: a list of forwards sums no gradients, so it has no ties")
         right = not header.lowering["recompute"] and header.has_flush and header.memory_limit is None
         words = "lowering: a list of forwards redoes nothing, saves nothing and makes no versions of weights"
@@ -185,6 +199,7 @@ def _lowering(value: Any, limits: Limits) -> dict[str, Any]:
     for key, least in _LEAST.items():
         right = key not in value or _is_whole(value[key], least, LARGEST)
         _need(right, "lowering", f"lowering: {key} must be a whole number of at least {least}")
+    _need(_is_printable(value.get("sums", "")), "lowering", "lowering: sums must be a printable string")
     for redone in value["recompute"] if isinstance(value["recompute"], list) else [None]:
         stage, mb = redone if isinstance(redone, list) and len(redone) == 2 else (redone, 0)
         right = _is_whole(stage, 0, limits.stages - 1) and _is_whole(mb, 0, limits.microbatches - 1)

@@ -1,7 +1,8 @@
 """Weight shards: the weights of a stage divided into shards, each with an owner of its own [ZeRO, FSDP].
 
 A *unit* of weights has one dw, one STEP and one set of owners: it is an undivided stage or one shard of a divided
-stage. Units are numbered by stage and then by shard.
+stage. Units are numbered by stage and then by shard. Gradients may also be cut into parts where weights are not, so
+that several owners sum them part by part: then each part is a unit of gradients, but the stage one unit of weights.
 """
 
 from __future__ import annotations
@@ -27,22 +28,24 @@ def shard_offsets(size: int, shards: int) -> list[int]:
 
 @dataclass(frozen=True)
 class WeightShards:
-    """The units of a schedule and who owns each; true if a stage is divided."""
+    """The units of a schedule, of weights or of gradients, and who owns each; true if a stage is divided."""
 
     shard_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each shard; empty: no stage is divided
     owners: tuple[tuple[int, ...], ...]  # by stage
+    parts: tuple[int, ...] = ()  # of gradients: by stage, how many parts its owners sum; empty: as weights are divided
 
     def __bool__(self) -> bool:
-        """Whether the weights of some stage are divided."""
-        return bool(self.shard_owners)
+        """Whether some stage is divided."""
+        return bool(self.shard_owners or self.parts)
 
     @cached_property
     def counts(self) -> Numbers:
         """How many units each stage has."""
-        return np.array([len(ranks) for ranks in self.shard_owners] or [1] * len(self.owners), np.int64)
+        shards = [len(ranks) for ranks in self.shard_owners]
+        return np.array(self.parts or shards or [1] * len(self.owners), np.int64)
 
     def of(self, stage: int) -> tuple[int, ...]:
-        """The `shard` operands of w.stage and dw.stage: (-1,) where they are not divided."""
+        """The `shard` operands of a stage's units: (-1,) where it is not divided."""
         count = int(self.counts[stage])
         return tuple(range(count)) if count > 1 else (-1,)
 
@@ -63,7 +66,7 @@ class WeightShards:
 
     def holders(self, stage: int, shard: int) -> tuple[int, ...]:
         """The owners of a unit, ascending."""
-        return self.owners[stage] if shard < 0 else (self.shard_owners[stage][shard],)
+        return self.owners[stage] if shard < 0 or self.parts else (self.shard_owners[stage][shard],)
 
     def is_owner(self, workers: int) -> Flags:
         """Whether a rank owns a unit, shape (workers, units)."""

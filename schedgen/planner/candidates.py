@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.compiler.place import place_jobs, priorities
+from schedgen.compiler.sum_trees import ALLREDUCE, TWO_LEVEL
 from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.planner.layer_profile import Layers
@@ -51,6 +52,7 @@ class Candidate(NamedTuple):
     scheme: Scheme
     sizes: Sizes  # of all replicas
     costs: Sequence[StageCosts]
+    sums: str = ALLREDUCE  # how several owners of a stage sum its gradient
 
 
 def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
@@ -82,8 +84,10 @@ def candidates(
             except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
                 continue
             alone = sizes._replace(replicas=None)  # else a search would also begin with other schemes' orders
+            ways, has_owners = by_stages[sizes.stages - 1], replicas > 1 or name == "chimera"
+            sums = TWO_LEVEL if has_hosts and has_owners and not any(way.tied for way in ways) else ALLREDUCE
             for recompute in (False, True):
-                yield Candidate(name, replicas, interleave, recompute, scheme, alone, by_stages[sizes.stages - 1])
+                yield Candidate(name, replicas, interleave, recompute, scheme, alone, ways, sums)
     best = partition(prefixes(layers), workers, bandwidth)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)
@@ -162,7 +166,9 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
         counts[s] = owners.sum()
         owns[owners] += owned[s] + weight[s]
         steps[owners] += step[s]
-        sends[owners] += 2 * (1 - 1 / counts[s]) * machine.beta * weight[s]  # the sum over the owners
+        # The sum over the owners: by messages between unequal hosts, an owner sends a whole gradient at the least.
+        often = 2 * (1 - 1 / counts[s]) if candidate.sums == ALLREDUCE else float(counts[s] > 1)
+        sends[owners] += often * machine.beta * weight[s]
         guests = np.zeros(workers, bool)
         guests[np.unique(compute[:, s])] = True
         guests &= ~owners

@@ -18,6 +18,7 @@ from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import place_jobs
+from schedgen.compiler.sum_trees import ALLREDUCE
 from schedgen.ir.cost import has_both, shortest_halves, without_redo
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import Op
@@ -53,6 +54,7 @@ class PlannedSchedule(NamedTuple):
     step_time: float  # seconds
     peak_bytes: int  # of the worker that needs most
     order: str = "own"  # of the scheme, or "search"
+    sums: str = ALLREDUCE  # over the owners of a stage, or "two-level"
 
 
 class Plan(NamedTuple):
@@ -127,6 +129,9 @@ def plan(
             simulated += 1
             for entry in _simulated(candidate):
                 every = _with(entry, every)
+        for other in (entry.candidate._replace(sums=ALLREDUCE) for entry in every if entry.schedule.sums != ALLREDUCE):
+            for entry in _simulated(other):
+                every = _with(entry, every)
         starts = every
         for start in over(starts, "move cuts", len(starts)):
             for moved in _moved(start, layers, bandwidth, memory):
@@ -198,7 +203,7 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
     seconds, bytes = float(run.end.max()), int(run.footprint.peak.max())
     redone, name, stages = len(program.rows_of(Op.RECOMPUTE)), candidate.name, candidate.sizes.stages
     where = candidate.replicas, candidate.interleave
-    return PlannedSchedule(name, stages, *where, redone, costs.layer_counts, seconds, bytes)
+    return PlannedSchedule(name, stages, *where, redone, costs.layer_counts, seconds, bytes, sums=candidate.sums)
 
 
 def _moved(start: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
@@ -273,7 +278,7 @@ def _searched(hopeful: Sequence[_PlacedCandidate], fastest: float, memory: float
         tries += [(placed, True) for placed in hopeful[:MOST_REDONE]]
     for placed, redo in over(tries, "search orders", len(tries)):
         if placed.least < fastest and (program := _searched_program(placed, memory, budget, redo)) is not None:
-            schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search")
+            schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search", sums=ALLREDUCE)
             fastest = min(fastest, schedule.step_time)
             yield _Entry(schedule, placed.candidate, placed.costs, placed.costs, program)
 
@@ -300,5 +305,6 @@ def _compiled(candidate: Candidate, costs: StageCosts, ordered_by: StageCosts) -
     """The candidate with the layers of `costs`, ordered by the costs `ordered_by`."""
     ratios = cost_ratios(ordered_by.durations(candidate.scheme.split))
     recompute = range(candidate.sizes.stages) if candidate.recompute else ()
-    options = Options(cost=ratios, recompute=recompute, tied=costs.tied)
+    hosts = costs.machine.network.hosts
+    options = Options(cost=ratios, recompute=recompute, tied=costs.tied, sums=candidate.sums, hosts=hosts)
     return compile(with_layers(candidate.scheme, costs), candidate.sizes, options)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from schedgen.compiler.sum_trees import ALLREDUCE
 from schedgen.ir.instructions import Op
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.order_search.question import FoundOrder
@@ -91,6 +92,7 @@ def plan_as_text(plan: Plan) -> Iterator[str]:
             if isinstance(schedule.replicas, int)
             else clip("-".join(map(str, schedule.replicas)))
         ) + ", interleaved" * schedule.interleave
+        replicas += f", {schedule.sums} sums" * (schedule.sums != ALLREDUCE)
         time, memory = f"{schedule.step_time:.4g}", _bytes(schedule.peak_bytes)
         rows.append(
             (schedule.scheme, str(schedule.stages), replicas, str(schedule.recomputed), schedule.order, time, memory)

@@ -12,6 +12,7 @@ from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Kind, Op
 from schedgen.ir.program import Program
+from schedgen.ir.weight_shards import WeightShards
 from schedgen.simulator.machine import Machine, workspaces
 from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
@@ -42,20 +43,20 @@ class BufferSizes(NamedTuple):
 
     def by_kind(self, header: Header) -> Numbers:
         """Bytes by kind of `Memory` (rows); columns are as in `outputs`, but units for weights and their gradients."""
-        x, (w, partial) = self.outputs(header), self.by_unit(header)
-        amounts = (x, x, w, w, partial, self.saved, self.half)
+        x, (w, _) = self.outputs(header), self.by_unit(header.weight_shards)
+        dw, partial = self.by_unit(header.gradient_units)
+        amounts = (x, x, w, dw, partial, self.saved, self.half)
         sizes = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
         for row, amount in zip(sizes, amounts, strict=True):
             row[: len(amount)] = amount
         return sizes
 
-    def by_unit(self, header: Header) -> tuple[Numbers, Numbers]:
-        """`weight` and `partial` of every unit: a stage, or a shard of its weights."""
-        shards = header.weight_shards
-        weight = shards.sizes(self.weight)
-        if not shards:
+    def by_unit(self, units: WeightShards) -> tuple[Numbers, Numbers]:
+        """`weight` and `partial` of every unit: a stage, or a shard of its weights or gradient."""
+        weight = units.sizes(self.weight)
+        if not units:
             return weight, self.partial
-        return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), shards.counts)
+        return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), units.counts)
 
 
 def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
@@ -89,12 +90,14 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
 def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Numbers:
     """Bytes of the buffer that each of these SEND, RECV and FETCH_W rows names; a received dw counts as its partial."""
     header, table = program.header, program.rows.take(rows)
-    column: Numbers = header.weight_shards.first_unit[table.stage] + np.maximum(table.shard, 0)
+    is_gradient, shard = table.kind == Kind.DW, np.maximum(table.shard, 0)
+    units = header.weight_shards.first_unit, header.gradient_units.first_unit
+    column: Numbers = np.where(is_gradient, units[1][table.stage], units[0][table.stage]) + shard
     exchanged = np.isin(table.kind, EXCHANGED)
     column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.consumer[exchanged])
     x, g, w, dw, partial = sizes.by_kind(header)[:5]
     by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial])
-    return by_kind[np.where((table.kind == Kind.DW) & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
+    return by_kind[np.where(is_gradient & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
 
 
 def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:

@@ -67,7 +67,7 @@ def _computed(program: Program, sizes: BufferSizes) -> Numbers:
 
 def _owned(header: Header, sizes: BufferSizes) -> Numbers:
     owned, shards = np.zeros(header.workers, np.int64), header.weight_shards
-    weight, _ = sizes.by_unit(header)
+    weight, _ = sizes.by_unit(shards)
     for size, (stage, part) in zip(weight.tolist(), shards.units, strict=True):
         ranks = shards.holders(stage, part)
         if header.is_forward:
@@ -76,7 +76,7 @@ def _owned(header: Header, sizes: BufferSizes) -> Numbers:
         weights = int(sizes.owned[stage])
         if part >= 0:
             weights = _share(weights, int(sizes.weight[stage]), size)
-        owned[list(ranks)] += weights + size + _received_slices(size, len(ranks))
+        owned[list(ranks)] += weights + size + _received_slices(size, 1 if header.sums_by_messages else len(ranks))
     for stage in range(header.stages):
         if not header.graph.consumers[stage] and not header.is_forward:  # losses are kept until NORM
             owned += min(int(sizes.activation[stage]), NUMBER) * np.bincount(

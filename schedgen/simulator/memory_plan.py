@@ -55,7 +55,7 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
     received = np.flatnonzero(lifetimes.is_received & ~is_weight)
     copies, copy_of_shard = _merge_shards(lifetimes, fetched, sizes)
     sums = np.flatnonzero(lifetimes.buffer == Buffer.DW)
-    sums = sums[~header.is_owner[lifetimes.rank[sums], lifetimes.size_column[sums]]]
+    sums = sums[~header.owns_gradient[lifetimes.rank[sums], lifetimes.size_column[sums]]]
     gradients, _ = _merge_shards(lifetimes, sums, sizes)
     amounts = lifetimes.amounts(sizes.by_kind(header))[received]
     stage = lifetimes.stages_of(versions)

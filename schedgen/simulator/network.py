@@ -117,6 +117,12 @@ class Network(NamedTuple):
                 f"the machine has {number_of(self.devices, 'device')}, but there are {number_of(workers, 'worker')}"
             )
 
+    def hosts(self, workers: int) -> Ints:
+        """By rank, the number of its group of the innermost level; UsageError if there are too few devices."""
+        self.check(workers)
+        hosts: Ints = self.groups(workers)[0]
+        return hosts
+
     def by_rank(self, amount: float | tuple[float, ...], workers: int) -> Times:
         """An amount of each device as an array, shape (workers,)."""
         return np.array(amount[:workers]) if isinstance(amount, tuple) else np.full(workers, float(amount))

@@ -14,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
+from schedgen.compiler.sum_trees import ALLREDUCE, SUMS
 from schedgen.ir.instructions import DIRECTIONS, B, F
 from schedgen.ir.program import Program
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -22,13 +23,14 @@ from schedgen.util.errors import UsageError
 # Every feature, and those that it does not go with. Any program may have a split backward, several owners of a stage,
 # any stage graph, and outputs per consumer.
 FEATURES = {
-    "tied": {"shards", "versions"},
+    "tied": {"shards", "versions", "sums"},
     "recompute": {"forward"},
     "memory limit": {"forward"},
-    "forward": {"recompute", "memory limit", "versions"},
-    "shards": {"tied", "slices", "versions"},
-    "slices": {"shards", "versions"},
-    "versions": {"tied", "forward", "shards", "slices"},
+    "forward": {"recompute", "memory limit", "versions", "sums"},
+    "shards": {"tied", "slices", "versions", "sums"},
+    "slices": {"shards", "versions", "sums"},
+    "versions": {"tied", "forward", "shards", "slices", "sums"},
+    "sums": {"tied", "forward", "shards", "slices", "versions"},
 }
 
 
@@ -49,6 +51,8 @@ class Case(NamedTuple):
     tied: list[set[int]]
     w: Callable[..., Any] | None = None  # in place of weights and compute
     updates: str = "flush"
+    sums: str = ALLREDUCE
+    hosts: Callable[[int], Any] | None = None
 
     def scheme(self):
         return Scheme(
@@ -65,7 +69,7 @@ class Case(NamedTuple):
         )
 
     def options(self, **more):
-        named = ("cost", "weight_slots", "fan_out", "prefetch", "recompute")
+        named = ("cost", "weight_slots", "fan_out", "prefetch", "recompute", "sums", "hosts")
         tied = [sorted(stages) for stages in self.tied]
         return Options(**({name: getattr(self, name) for name in named} | {"tied": tied} | more))
 
@@ -165,6 +169,16 @@ def with_slices(draw, case: Case) -> tuple[Scheme, Sizes, Options]:
     return case.scheme()._replace(w=by_slice, workers=T + 1, by_slice=True), case.sizes._replace(workers=T + 1), options
 
 
+def with_sums(draw, case: Case) -> Case:
+    """Any owners, on any hosts of neighbours, that sum by messages."""
+    weights = draw(arrays(np.int32, case.weights.shape, elements=st.integers(0, case.sizes.workers - 1)))
+    hosts = np.sort(draw(arrays(np.int32, case.sizes.workers, elements=st.integers(0, 3))))
+    return case._replace(
+        weights=draw(st.sampled_from((weights, case.compute))), sums=draw(st.sampled_from(SUMS[1:])),
+        hosts=lambda workers: hosts[:workers],
+    )  # fmt: skip
+
+
 @st.composite
 def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
     """A compiled program with the features that are required, and others that go with them."""
@@ -180,6 +194,8 @@ def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
         case = with_shards(draw, case)
     if "versions" in features:
         case = with_versions(draw, case)
+    if "sums" in features:
+        case = with_sums(draw, case)
     scheme, sizes, options = case.scheme(), case.sizes, case.options()
     if "slices" in features:
         scheme, sizes, options = with_slices(draw, case)

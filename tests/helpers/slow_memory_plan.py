@@ -64,7 +64,7 @@ def lives(program, rank):
         if i.op == Op.BWD_I:
             starts.append(("half", s, b))
         if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE) and i.kind not in (Kind.X, Kind.G):
-            sums = [(Kind.DW, s, -1, k) for k in ((i.piece,) if i.kind == Kind.DW else header.weight_shards.of(s))]
+            sums = [(Kind.DW, s, -1, k) for k in ((i.piece,) if i.kind == Kind.DW else header.parts_of(s))]
             if i.kind == Kind.T:
                 sums = [(Kind.DW, t, -1, -1) for t in header.tied[s] if rank in header.owners[t]]
             starts += [one for one in sums if one not in begun]
@@ -77,7 +77,7 @@ def lives(program, rank):
         begun |= dict.fromkeys(starts, at)
         for name in ends:
             begin = begun.pop(name)
-            foreign = name[0] == Kind.DW and rank not in header.weight_shards.holders(name[1], name[3])
+            foreign = name[0] == Kind.DW and rank not in header.gradient_units.holders(name[1], name[3])
             piece = name[3] if name[0] in (Kind.W, Kind.DW, "partial") else -1
             column = (
                 header.graph.size_columns(np.array([name[1]]), np.array([name[3]]))[0]
@@ -97,11 +97,7 @@ def lives(program, rank):
 
 def part_of(amount, header, stage, piece):
     """The bytes of part `piece` of a stage's `amount` bytes; -1: of all."""
-    return (
-        int(np.diff(shard_offsets(int(amount), len(header.weight_shards.of(stage))))[piece])
-        if piece >= 0
-        else int(amount)
-    )
+    return int(np.diff(shard_offsets(int(amount), len(header.parts_of(stage))))[piece]) if piece >= 0 else int(amount)
 
 
 def size(life, bytes, header):
@@ -144,7 +140,7 @@ def peak(program, rank, found, planned, bytes):
             few = min(bytes.owned[stage] % weight, -bytes.owned[stage] % weight)
             owned += -(-bytes.owned[stage] * mine // weight) + (few if 16 * few < weight else 0) + mine
         elif rank in owners:  # with its gradient, and what the other owners send of their gradients
-            part = -(-bytes.weight[stage] // (len(owners) * LINE)) * LINE
+            part = -(-bytes.weight[stage] // (len(owners) * LINE)) * LINE * (not header.sums_by_messages)
             owned += bytes.owned[stage] + bytes.weight[stage] + (len(owners) - 1) * part
     sums = set()
     for i in program.instructions(rank):

@@ -6,6 +6,7 @@ A buffer has rows of equal length, each with a key. Like the weights, rows are b
   every scheme gives the same bits as one process that runs the microbatches one by one.
 - If the weights are divided, backwards add to rows that cover all weights. Unless the rank owns all shards, each shard
   that it owns has separate rows: other ranks' sums and, after the last backward, the rank's own are added to these.
+- A part of a gradient that owners sum in parts is a slice of the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from mpirun.comm.sections import add, numbers
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.weight_layout import Unit
+from mpirun.engine.core.weight_layout import Unit, shard_spans
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
 
@@ -162,7 +163,8 @@ class GradBuffers:
         if shard < 0:
             return self.of_stage(unit[0])
         if unit not in self.by_shard:
-            keys, span = self.slots.keys(self.rank, *unit) or [-1], stage.shard_spans[shard]
+            keys = self.slots.keys(self.rank, *unit) or [-1]
+            span = shard_spans(stage.size, self.header.parts_of(unit[0]))[shard]
             if stage.owns_separate_shards and shard in stage.owned:
                 rows = stage.owned[shard].new_zeros((len(keys), len(stage.owned[shard])))
                 self.by_shard[unit] = GradBuffer(stage, keys, list(rows), span.start)
@@ -181,25 +183,26 @@ class GradBuffers:
 
         An ALLREDUCE sums the rows of a unit with several owners.
         """
-        several = self.header.several_owners
-        claimed = [unit for unit in units if not several[unit[0]] and unit not in self.rows_claimed]
+        several, by_messages = self.header.several_owners, self.header.sums_by_messages
+        summed = [unit for unit in units if by_messages or not several[unit[0]]]
+        claimed = [unit for unit in summed if unit not in self.rows_claimed]
         self.rows_claimed.update(claimed)
         return [self.of_unit(unit) for unit in claimed]
 
     def zeroing_acts(self, instructions: Sequence[Instruction]) -> list[RowAct]:
         """Acts that run before an instruction, and zero a buffer whose sum begins there.
 
-        Shards that are slices of the rows of all weights are set to zero together with these rows, once.
+        Slices of the rows of all weights are set to zero together with these rows, once, and then each for itself.
         """
         acts: list[RowAct] = []
-        zeroed: set[int] = set()
-        for row, unit in _first_additions(instructions, self.stages):
+        zeroed: set[int | Unit] = set()  # stages, and units
+        for row, unit in _first_additions(instructions, self.header):
             buffer = self.of_unit(unit)
-            if buffer.sliced_from is None:
+            if buffer.sliced_from is None or unit in zeroed:
                 acts.append((row, buffer.zero))
             elif unit[0] not in zeroed:
-                zeroed.add(unit[0])
                 acts.append((row, buffer.sliced_from.zero))
+            zeroed |= {unit[0], unit}
         return acts
 
     def completing_acts(self, instructions: Sequence[Instruction]) -> list[RowAct]:
@@ -214,14 +217,14 @@ class GradBuffers:
         return acts
 
 
-def _first_additions(instructions: Sequence[Instruction], stages: Mapping[int, LocalStage]) -> list[tuple[int, Unit]]:
+def _first_additions(instructions: Sequence[Instruction], header: Header) -> list[tuple[int, Unit]]:
     """Pairs (row, unit) where a sum begins: the first instruction that adds to a dw, and the first after each FREE."""
     adding = (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)
     begun: set[Unit] = set()
     additions = []
     for row, i in enumerate(instructions):
         if i.op in adding and i.kind not in (Kind.T, *EXCHANGED):
-            shards = (i.shard,) if i.kind == Kind.DW else stages[i.stage].shard_spans
+            shards = (i.shard,) if i.kind == Kind.DW else header.parts_of(i.stage)
             new = [(i.stage, shard) for shard in shards if (i.stage, shard) not in begun]
             begun.update(new)
             additions += [(row, unit) for unit in new]

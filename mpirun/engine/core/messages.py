@@ -61,19 +61,23 @@ class Transfers:
     def send(self, row: int, i: Instruction) -> Act:
         """SEND: start sending a buffer; if it is still being received, first wait until it has arrived."""
         buffer, to, kind = self.buffers.named_by(i), i.to, i.kind
-        prepare = None
+        send, wait_value = self.transport.send, self.buffers.wait_value
+        if kind == Kind.DW:
+            message, pack = self.context.grad_buffers.of_unit((i.stage, i.shard)).message()
+
+            def send_gradient() -> None:
+                buffer.sends.append((send(message, to, kind), row))
+
+            return send_gradient if pack is None else in_order(pack, send_gradient)
         if kind == Kind.W:
             stage = self.context.stages[i.stage]
             buffer.value = stage.owned[i.shard] if i.shard in stage.owned else stage.weights[stage.shard_spans[i.shard]]
-        elif kind == Kind.DW:
-            buffer.value, prepare = self.context.grad_buffers.of_unit((i.stage, i.shard)).message()
-        send, wait_value = self.transport.send, self.buffers.wait_value
 
         def act() -> None:
             value = buffer.value if buffer.arriving is None else wait_value(buffer)
             buffer.sends.append((send(value, to, kind), row))
 
-        return act if prepare is None else in_order(prepare, act)
+        return act
 
     def free(self, row: int, i: Instruction) -> Act:
         """FREE: wait until the buffer's transfers are done, then drop the value of an x or g."""

@@ -59,6 +59,8 @@ class OptimizerStep:
         owned = context.grad_buffers.owned()
         row_sums = context.grad_buffers.claim_row_sums(owned)
         totals = {unit: buffer.total for unit, buffer in owned.items()}
+        parts = [(stage, part) for stage, _ in owned for part in context.header.parts_of(stage)]
+        sent = [context.buffers.get(Kind.DW, stage, piece=part) for stage, part in parts]  # to other owners
         stages = {unit: context.stages[unit[0]] for unit in owned}
         contributors = [
             context.norms.contributor(
@@ -70,6 +72,8 @@ class OptimizerStep:
         def act() -> None:
             context.allreduces.finish()
             context.versions.copy_last_to_0()
+            for total in sent:
+                context.buffers.wait_sent(total)
             for buffer in row_sums:
                 buffer.sum_rows()
             if position.passes > 1:

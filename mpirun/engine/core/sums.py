@@ -1,9 +1,9 @@
 """ADD and ALLREDUCE of dw.s, a stage's weight gradient: sums over the ranks that compute or own the stage.
 
 A rank that does not own the stage sends its partial sum to an owner, whose ADD adds the rows. If a stage has several
-owners, their ALLREDUCE starts the sum over them. The sum overlaps other instructions; NORM, or a STEP to a version,
-waits for it. Other kinds of sums are among the features around (`engine.other_sums`): x and g over the slices of a
-stage, t.k over tied stages.
+owners, they send and add, too, or their ALLREDUCE starts the sum over them. That overlaps other instructions; NORM, or
+a STEP to a version, waits for it. Other kinds of sums are among the features around (`engine.other_sums`): x and g over
+the slices of a stage, t.k over tied stages.
 """
 
 from __future__ import annotations

@@ -8,11 +8,15 @@ RECV to an earlier place (`receive_early`) keeps that true. `free` comes last, o
 from __future__ import annotations
 
 from schedgen.compiler.passes.gradient_reduction import gradient_reduction, optimizer_step, tied_gradients
+from schedgen.compiler.passes.owner_sums import owner_sums
 from schedgen.compiler.passes.send_recv import receive_early, send_recv
 from schedgen.compiler.passes.slice_allreduce import slice_allreduce
 from schedgen.compiler.passes.weight_fetch import weight_fetch
 from schedgen.compiler.passes.weight_versions import weight_versions
 
-PIPELINE = (weight_fetch, slice_allreduce, send_recv, gradient_reduction, tied_gradients, optimizer_step, receive_early)
+PIPELINE = (
+    weight_fetch, slice_allreduce, send_recv, gradient_reduction, owner_sums, tied_gradients, optimizer_step,
+    receive_early,
+)  # fmt: skip
 FORWARDS = (weight_fetch, slice_allreduce, send_recv, receive_early)  # for forwards alone
 WITH_VERSIONS = (weight_versions, send_recv, receive_early)  # where weights, which are not sent, change without a flush

@@ -8,7 +8,7 @@ import numpy as np
 
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.util.arrays import Flags, Ints, Numbers
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
 from schedgen.util.jit import kernel
 
 
@@ -73,10 +73,26 @@ def _earlier_compute(rank: Ints, is_compute: Flags, row: Numbers, count: int, wo
     return earlier
 
 
+class NextRow:
+    """Finds the next row with one of some opcodes after a row on a rank, or the row before it."""
+
+    def __init__(self, program: Program, *ops: Op) -> None:
+        self.length, chosen = len(program) + 1, program.rows_of(*ops)
+        self.keys = np.sort(program.rows.rank[chosen].astype(np.int64) * self.length + chosen)
+
+    def __call__(self, row: Numbers, rank: AnyInts) -> Numbers:
+        """The next such row; the program's last row if there is none."""
+        place = np.searchsorted(self.keys, rank.astype(np.int64) * self.length + row, side="right")
+        following = np.append(self.keys, -1)[place]
+        return np.where(following // self.length == rank, following % self.length, self.length - 2)
+
+    def before(self, row: Numbers, rank: AnyInts) -> Numbers:
+        """The last such row before a row; -1 if there is none."""
+        place = np.searchsorted(self.keys, rank.astype(np.int64) * self.length + row)
+        found = np.append(self.keys, -1)[place - 1]
+        return np.where(found // self.length == rank, found % self.length, -1)
+
+
 def next_compute(program: Program, row: Numbers, rank: Ints | None = None) -> Numbers:
     """The next compute row after a row on its rank (or on `rank`); the program's last row if there is none."""
-    rank = program.rows.rank[row] if rank is None else rank
-    compute, length = program.rows_of(*COMPUTE), len(program) + 1
-    keys = np.sort(program.rows.rank[compute].astype(np.int64) * length + compute)
-    following = np.append(keys, -1)[np.searchsorted(keys, rank.astype(np.int64) * length + row, side="right")]
-    return np.where(following // length == rank, following % length, len(program) - 1)
+    return NextRow(program, *COMPUTE)(row, program.rows.rank[row] if rank is None else rank)

@@ -28,14 +28,14 @@ def free(program: Program, sends_end_late: bool = False) -> Program:
     header, table = program.header, program.rows
     kinds = [buffer for buffer in FREED if buffer != Buffer.DW or header.has_flush]
     done = accesses(program, kinds)
-    # Every x and g begins once on a rank, and every dw is finally sent or stepped with.
+    # Every x and g begins once on a rank, and every life of a dw ends with a SEND or a STEP.
     begins = (done.effect == Effect.DEFINE) | (done.effect == Effect.RECEIVE)
     most = int((begins | (done.buffer == Buffer.DW) & (done.effect != Effect.ADD)).sum())
     places = slots(np.where(np.isin(np.arange(len(Buffer)), kinds), numbers_in_all(header), 0))
     buffer, (number, after) = np.empty(most, np.int8), np.empty((2, most), np.int32)
     jobs = program.is_one_of(*COMPUTE) & (not sends_end_late)
     count = _last_uses.sized(4 * len(program))(
-        table.rank, jobs, *done, places, np.zeros((places.total, 2), np.int32),
+        table.rank, jobs, *done, places, np.zeros((places.total, 3), np.int32),
         np.empty(len(program), np.int32), buffer, number, after,
     )  # fmt: skip
     del done, begins  # a third of the memory in use
@@ -57,7 +57,8 @@ def _last_uses(
 ) -> int:  # fmt: skip
     """Fill the last three arrays: what is freed after which row, by rank and first use; return the number of FREEs.
 
-    `first_use`, zeros at first, by slot: the latest rank that used it, + 1, and its buffer's index in the three arrays.
+    `first_use`, zeros at first, by slot: the latest rank that used it, + 1; its buffer's index in the three arrays; and
+    whether its last use was a SEND. What is then added to a dw begins a new one, before which the old one is freed.
     `next_compute` becomes the row of the next job after each row, or else the rank's last row.
     """
     length, count = len(rank), 0
@@ -68,11 +69,16 @@ def _last_uses(
             next_compute[row] = row + 1 if is_compute[row + 1] else next_compute[row + 1]
     for a in range(len(of_row)):
         row, slot = of_row[a], places.begin[kind[a]] + places.step[kind[a]] * number[a]
-        if first_use[slot, 0] != rank[row] + 1:
+        is_new, is_sent = first_use[slot, 0] != rank[row] + 1, effect[a] == Effect.SEND
+        if not is_new and effect[a] == Effect.ADD and first_use[slot, 2]:
+            after[first_use[slot, 1]] = min(after[first_use[slot, 1]], row - 1)
+            is_new = True
+        if is_new:
             first_use[slot, 0], first_use[slot, 1] = rank[row] + 1, count
             buffer[count], named[count] = kind[a], number[a]
             count += 1
-        after[first_use[slot, 1]] = next_compute[next_compute[row]] if effect[a] == Effect.SEND else row
+        first_use[slot, 2] = is_sent
+        after[first_use[slot, 1]] = next_compute[next_compute[row]] if is_sent else row
         if effect[a] == Effect.END:
             after[first_use[slot, 1]] = -1  # it is freed
     return count

@@ -4,7 +4,7 @@ A worker that does not own the stage sends dw.s once, after its last backward of
 the sums that it relays. The workers that send to one owner form a tree with at most `fan_out` branches at each node;
 workers that finish first are furthest from the owner. A receiver adds sums in order of arrival, each after the next
 receive; an owner adds the last one after its next job, so that the transfer overlaps other work. Several owners then
-all-reduce their sums once, as soon as the last owner's sum is complete.
+all-reduce their sums once, as soon as the last owner's sum is complete, unless `owner_sums` sums them by messages.
 
 Each shard of weights has an owner, and a tree, of its own. K shards count as one sum, and a worker sends first to the
 next worker, then to the one after it, and so on, modulo the number of workers.
@@ -26,7 +26,7 @@ Fields = tuple[Op, int, int, int, int, int, int, int]
 
 def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     """The program with the SENDs, RECVs, ADDs and ALLREDUCEs of all weight gradients."""
-    header, table, shards = program.header, program.rows, program.header.weight_shards
+    header, table, units = program.header, program.rows, program.header.gradient_units
     backwards = program.rows_of(Op.BWD, Op.BWD_W)
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
     final[table.stage[backwards], table.rank[backwards]] = backwards  # rows ascend: the last one stays
@@ -35,19 +35,21 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     last_adds: list[int] = []  # owners' last ADDs, still to be moved behind the owner's next job
     sums: list[tuple[int, int, slice]] = []  # by ALLREDUCE: index, row that completes owners' own sums, last ADDs
     for stage, owners in enumerate(header.owners):
-        first_add, own_shards, own_ends = len(last_adds), shards.of(stage), ends[stage].tolist()
+        first_add, own_shards, own_ends = len(last_adds), header.parts_of(stage), ends[stage].tolist()
+        fan_out = placed.options.fan_out * len(header.shards_of(stage))
         computing = np.flatnonzero(ends[stage] >= 0).tolist()
         for shard in own_shards:
-            senders: dict[int, list[int]] = {owner: [] for owner in shards.holders(stage, shard)}
+            senders: dict[int, list[int]] = {owner: [] for owner in units.holders(stage, shard)}
             for rank in computing:
                 if rank not in senders:
-                    owner = serving_owner(program, rank, stage) if shard < 0 else header.shard_owners[stage][shard]
+                    is_divided = header.is_sharded(stage)
+                    owner = header.shard_owners[stage][shard] if is_divided else serving_owner(program, rank, stage)
                     senders[owner].append(rank)
             for owner, ranks in senders.items():
                 if ranks:
-                    _gather(new, stage, shard, owner, ranks, own_ends, placed.options.fan_out * len(own_shards))
+                    _gather(new, stage, shard, owner, ranks, own_ends, fan_out)
                     last_adds.append(len(new) - 1)
-        if header.several_owners[stage]:
+        if header.several_owners[stage] and not header.sums_by_messages:
             own, adds = int(ends[stage, list(owners)].max()), slice(first_add, len(last_adds))
             for owner in owners:
                 sums.append((len(new), own, adds))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import defining_rows, earlier_compute, next_compute
+from schedgen.compiler.passes.find_rows import NextRow, defining_rows, earlier_compute, next_compute
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
@@ -107,6 +107,10 @@ def receive_early(program: Program, placed: PlacedScheme) -> Program:
         return program
     receives = program.rows_of(Op.RECV)
     behind = earlier_compute(program, receives, placed.options.prefetch) - 1
+    if program.header.sums_by_messages:  # a partial has its memory from RECV to ADD: one step of a sum at a time
+        of_sum = receives[program.rows.kind[receives] == Kind.DW]
+        added = NextRow(program, Op.ADD).before(of_sum, program.rows.rank[of_sum])
+        behind[np.searchsorted(receives, of_sum)] = np.maximum(behind[np.searchsorted(receives, of_sum)], added)
     if transport:
         queue, place = queues(program, transport), np.arange(len(program))
         place[receives] = behind

@@ -10,6 +10,7 @@
     pinned     on a late device, staged: prints the bytes of host memory that messages arrive in, and of planned memory
     record     a file for a `Record` of all stages; needs --verify
     owned      a file for the bytes that every rank owns in the end, as JSON
+    copies     a file for the hashes of the weights that every rank owns in the end, by stage, as JSON
 
 The result is the exit code, the stdout, and a hash of all weights in the end. The stdout includes the refusals of
 graphs and, on a late device, how many graphs all ranks captured and replayed, and the bytes of each rank's pool.
@@ -96,15 +97,18 @@ def print_pinned(run: Run) -> None:
         print(f"pinned: {json.dumps(by_rank)}")
 
 
-def weights(run: Run) -> str:
-    """A hash of the weights of all stages, on all ranks that own them."""
+def weights(run: Run, file: str | None) -> str:
+    """A hash of the weights of all stages, on all ranks that own them; `file`: for the hash of each, by rank."""
     own = {
         f"{stage.index}/{shard}" if shard >= 0 else stage.index: bytes(weights.view(torch.uint8).cpu().numpy())
         for stage in run.session.interpreter.optimizer.stages.values()
         for shard, weights in stage.owned.items()
     }
     everything = WORLD.allgather({key: hashlib.sha256(data).hexdigest() for key, data in own.items()})
-    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(everything, sort_keys=True)
+    if file and WORLD.rank == 0:
+        Path(file).write_text(text)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], None]:
@@ -198,5 +202,5 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
             save_record(run, file)
         if file := request.get("owned"):
             save_owned(run, file)
-        end = weights(run)
+        end = weights(run, request.get("copies"))
     return max(WORLD.allgather(code)), out.getvalue(), end

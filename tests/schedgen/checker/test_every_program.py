@@ -51,7 +51,7 @@ def test_memory_peaks_where_it_is_planned(program, data):
     if header.has_flush and not header.is_forward:  # what the slow plan knows
         rng = np.random.default_rng(data.draw(st.integers(0, 99)))
         sizes = random_bytes(rng, header.stages, len(header.graph.edges))
-        if header.weight_shards:  # long enough to be divided
+        if header.gradient_units:  # long enough to be divided
             weight = 100 * sizes.weight
             sizes = sizes._replace(weight=weight, partial=weight * sizes.partial, owned=303 * sizes.owned)
         hold(program, sizes)
