@@ -1,0 +1,195 @@
+"""OFFLOAD, FREE and RELOAD of what a forward saves: its tensors leave the device for host memory, and come back.
+
+While the forward runs, autograd hands over every tensor that it saves [torch.autograd.graph.saved_tensors_hooks], and
+keeps a `SavedView` in its place: a view of a `SavedStorage`, which is one however many tensors of it are saved. What
+the rank holds anyway stays where it is: weights, buffers, the inputs, the microbatch. The storages of a job lie one
+after the other in its slot of host memory.
+
+On a GPU each copy is launched into its direction's stream, and waits there for the kernels launched before it. Kernels
+launched after the FREE, or from the backward on, wait for the copy; the host waits for none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mpirun.comm.device import Device, Mark
+from mpirun.engine.core.context import Act, Context
+from mpirun.engine.core.stage import address
+from schedgen.ir.instructions import Instruction, Op
+
+
+class HostSlot:
+    """A slot of host memory, as large as what has been offloaded into it at the most."""
+
+    __slots__ = ("memory", "read")
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None  # shape (bytes,)
+        self.read: Mark | None = None  # after the last copy from it
+
+    def room(self, device: Device, size: int) -> Tensor:
+        """The slot's memory, which has at least so many bytes; what it held is lost."""
+        if self.memory is None or len(self.memory) < size:
+            self.memory = device.host(size)
+        return self.memory
+
+
+class SavedStorage:
+    """Memory that nothing but the graph of one forward holds."""
+
+    __slots__ = ("bytes", "size")
+
+    def __init__(self, x: Tensor) -> None:
+        self.size = x.untyped_storage().nbytes()
+        # On the device, shape (size,); None: it is in host memory only.
+        self.bytes: Tensor | None = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+class SavedView(NamedTuple):
+    """A saved tensor as a view of its storage."""
+
+    storage: SavedStorage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The tensor; its storage must be on the device."""
+        assert self.storage.bytes is not None
+        whole = self.storage.size // self.dtype.itemsize * self.dtype.itemsize
+        return self.storage.bytes[:whole].view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class SavedTensors:
+    """What one forward saves, from the forward to the RELOAD; then only the graph holds it."""
+
+    def __init__(self, device: Device, module: nn.Module, inputs: Any) -> None:
+        """`inputs`: a pytree of all that the forward of `module`, and the loss, are given."""
+        held = (*module.parameters(), *module.buffers(), *pytree.tree_leaves(inputs))
+        self.device, self.stays = device, {address(x) for x in held if isinstance(x, Tensor)}
+        self.storages: dict[int, SavedStorage] = {}  # by address
+        self.seen: list[tuple[Tensor, int]] = []  # until the OFFLOAD: every saved tensor, and its version
+        self.slot: HostSlot
+        self.copied: Mark | None = None
+
+    def hooks(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, autograd saves tensors here."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, x: Tensor) -> Tensor | SavedView:
+        plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and self.device.has(x)
+        if not plain or not x.untyped_storage().nbytes() or address(x) in self.stays or x.is_conj() or x.is_neg():
+            return x.detach()
+        alias = x.detach()
+        self.seen.append((alias, alias._version))
+        if address(x) not in self.storages:
+            self.storages[address(x)] = SavedStorage(x)
+        return SavedView(self.storages[address(x)], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+
+    def offload(self, slot: HostSlot) -> None:
+        """Start copying all storages to the slot."""
+        if any(x._version != version for x, version in self.seen):
+            raise RuntimeError("a tensor that the forward has saved for its backward was changed in place afterwards")
+        self.seen.clear()
+        self.slot, places = slot, self._places(slot.room(self.device, self._size()))
+        mark = self.device.mark()
+        with self.device.copies(out=True):
+            for awaited in (mark, slot.read):
+                if awaited is not None:
+                    awaited.arrive()
+            for storage, place in places:
+                assert storage.bytes is not None
+                place.copy_(storage.bytes, non_blocking=True)
+            self.copied = self.device.mark()
+
+    def free(self) -> None:
+        """End the copies on the device, for kernels launched from now on."""
+        if self.copied is not None:
+            self.copied.arrive()
+        for storage in self.storages.values():
+            storage.bytes = None
+
+    def reload(self) -> Mark | None:
+        """Start copying all storages back into new memory of the device; a mark after the copies."""
+        places = self._places(self.slot.room(self.device, 0))
+        for storage, place in places:
+            storage.bytes = torch.empty_like(place, device=self.device.torch)
+        mark = self.device.mark()
+        with self.device.copies(out=False):
+            if mark is not None:
+                mark.arrive()
+            for storage, place in places:
+                assert storage.bytes is not None
+                storage.bytes.copy_(place, non_blocking=True)
+            self.slot.read = self.device.mark()
+        return self.slot.read
+
+    def _size(self) -> int:
+        return sum(storage.size for storage in self.storages.values())
+
+    def _places(self, memory: Tensor) -> list[tuple[SavedStorage, Tensor]]:
+        """The storages, each with its place in host memory."""
+        places, begin = [], 0
+        for storage in self.storages.values():
+            places.append((storage, memory[begin : begin + storage.size]))
+            begin += storage.size
+        return places
+
+
+def _unpack(saved: Tensor | SavedView) -> Tensor:
+    return saved.tensor() if isinstance(saved, SavedView) else saved
+
+
+class Offloads:
+    """Prepares OFFLOAD and RELOAD, the FREE between them, and the wait of the backward after them."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        numbers = context.slots.host_slot
+        self.slots = [HostSlot() for _ in range(max(numbers.values(), default=-1) + 1)]
+
+    def offload(self, row: int, i: Instruction) -> Act:
+        """OFFLOAD: start copying what the forward has saved to its slot in host memory."""
+        pending, slot = self.context.pending_of(i), self.slots[self.context.slots.host_slot[i]]
+        return lambda: pending.tensors.offload(slot)
+
+    def free(self, row: int, i: Instruction) -> Act:
+        """FREE of what a forward has saved: it is in host memory only."""
+        pending = self.context.pending_of(i)
+        return lambda: pending.tensors.free()
+
+    def reload(self, row: int, i: Instruction) -> Act:
+        """RELOAD: start copying it back."""
+        pending = self.context.pending_of(i)
+
+        def act() -> None:
+            pending.reloaded = pending.tensors.reload()
+            del pending.tensors
+
+        return act
+
+    def waiting_acts(self, instructions: Sequence[Instruction]) -> Iterator[tuple[int, Act]]:
+        """The rows of backwards that need what a RELOAD brings back, each with the act that waits for it."""
+        away: set[tuple[int, int]] = set()
+        for row, i in enumerate(instructions):
+            if i.op == Op.RELOAD:
+                away.add((i.stage, i.mb))
+            elif i.op in (Op.BWD, Op.BWD_I) and (i.stage, i.mb) in away:
+                yield row, self._wait(i)
+
+    def _wait(self, i: Instruction) -> Act:
+        pending = self.context.pending_of(i)
+
+        def wait() -> None:
+            if pending.reloaded is not None:
+                pending.reloaded.arrive()
+
+        return wait
