@@ -48,8 +48,9 @@ class SavedStorage:
 
     def __init__(self, x: Tensor) -> None:
         self.size = x.untyped_storage().nbytes()
-        # On the device, shape (size,); None: it is in host memory only.
-        self.bytes: Tensor | None = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+        whole = x.detach().as_strided((self.size // x.itemsize,), (1,), 0)
+        # Shape (size,), on the device; None: it is on the host only.
+        self.bytes: Tensor | None = whole.view(torch.uint8)
 
 
 class SavedView(NamedTuple):
@@ -64,8 +65,7 @@ class SavedView(NamedTuple):
     def tensor(self) -> Tensor:
         """The tensor; its storage must be on the device."""
         assert self.storage.bytes is not None
-        whole = self.storage.size // self.dtype.itemsize * self.dtype.itemsize
-        return self.storage.bytes[:whole].view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        return self.storage.bytes.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class SavedTensors:
@@ -85,14 +85,20 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, x: Tensor) -> Tensor | SavedView:
-        plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and self.device.has(x)
-        if not plain or not x.untyped_storage().nbytes() or address(x) in self.stays or x.is_conj() or x.is_neg():
+        if not self._leaves(x):
             return x.detach()
         alias = x.detach()
         self.seen.append((alias, alias._version))
         if address(x) not in self.storages:
             self.storages[address(x)] = SavedStorage(x)
         return SavedView(self.storages[address(x)], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+
+    def _leaves(self, x: Tensor) -> bool:
+        """Whether a saved tensor leaves the device: it has plain memory there, which is not the rank's anyway."""
+        if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or not self.device.has(x):
+            return False
+        size = x.untyped_storage().nbytes()
+        return bool(size) and not size % x.itemsize and address(x) not in self.stays and not (x.is_conj() or x.is_neg())
 
     def offload(self, slot: HostSlot) -> None:
         """Start copying all storages to the slot."""
