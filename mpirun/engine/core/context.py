@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mpirun.comm.device import Device, Mark
+from mpirun.comm.device import Device
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import Transport
 from mpirun.data.microbatches import Microbatch
@@ -56,10 +56,9 @@ def in_order(first: Act, second: Act) -> Act:
 class PendingBackward:
     """What a forward, or the first half of a backward, keeps for later jobs of the same stage and microbatch."""
 
-    __slots__ = ("half", "loss_gradient", "reloaded", "saved", "tensors")
+    __slots__ = ("half", "loss_gradient", "saved", "tensors")
     saved: SavedForward
-    tensors: SavedTensors  # until their RELOAD, where what the forward saves is offloaded
-    reloaded: Mark | None  # after they have been copied back
+    tensors: SavedTensors  # where what the forward saves is offloaded
     half: WeightHalf | None
     loss_gradient: Tensor  # last stage only: the gradient that its backward starts from
 

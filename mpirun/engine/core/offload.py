@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +44,21 @@ class HostSlot:
 
 
 class SavedStorage:
-    """Memory that nothing but the graph of one forward holds."""
+    """Memory that only the graph of one forward holds."""
 
-    __slots__ = ("bytes", "size")
+    __slots__ = ("__weakref__", "bytes", "size")
 
     def __init__(self, x: Tensor) -> None:
         self.size = x.untyped_storage().nbytes()
         whole = x.detach().as_strided((self.size // x.itemsize,), (1,), 0)
         # Shape (size,), on the device; None: it is on the host only.
         self.bytes: Tensor | None = whole.view(torch.uint8)
+
+    @property
+    def on_device(self) -> Tensor:
+        """Its bytes on the device, where they must be."""
+        assert self.bytes is not None
+        return self.bytes
 
 
 class SavedView(NamedTuple):
@@ -64,34 +72,35 @@ class SavedView(NamedTuple):
 
     def tensor(self) -> Tensor:
         """The tensor; its storage must be on the device."""
-        assert self.storage.bytes is not None
-        return self.storage.bytes.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        return self.storage.on_device.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class SavedTensors:
-    """What one forward saves, from the forward to the RELOAD; then only the graph holds it."""
+    """What one forward saves. The graph holds it: what the graph drops, as after BWD_I, is dropped here."""
 
     def __init__(self, device: Device, module: nn.Module, inputs: Any) -> None:
         """`inputs`: a pytree of all that the forward of `module`, and the loss, are given."""
         held = (*module.parameters(), *module.buffers(), *pytree.tree_leaves(inputs))
         self.device, self.stays = device, {address(x) for x in held if isinstance(x, Tensor)}
-        self.storages: dict[int, SavedStorage] = {}  # by address
-        self.seen: list[tuple[Tensor, int]] = []  # until the OFFLOAD: every saved tensor, and its version
-        self.slot: HostSlot
-        self.copied: Mark | None = None
+        self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()  # by address
+        self.seen: list[tuple[Tensor, int]] = []  # until the first OFFLOAD: every saved tensor, and its version
+        self.slot = HostSlot()
+        self.places: list[
+            tuple[SavedStorage, Tensor]
+        ] = []  # from OFFLOAD to RELOAD: storages, and where they lie there
+        self.copied: Mark | None = None  # after the copies of the last OFFLOAD or RELOAD
 
     def hooks(self) -> contextlib.AbstractContextManager[object]:
         """Inside, autograd saves tensors here."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, x: Tensor) -> Tensor | SavedView:
-        if not self._leaves(x):
-            return x.detach()
         alias = x.detach()
+        if not self._leaves(x):
+            return alias
         self.seen.append((alias, alias._version))
-        if address(x) not in self.storages:
-            self.storages[address(x)] = SavedStorage(x)
-        return SavedView(self.storages[address(x)], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+        storage = self.storages.setdefault(address(x), SavedStorage(x))
+        return SavedView(storage, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     def _leaves(self, x: Tensor) -> bool:
         """Whether a saved tensor leaves the device: it has plain memory there, which is not the rank's anyway."""
@@ -105,49 +114,41 @@ class SavedTensors:
         if any(x._version != version for x, version in self.seen):
             raise RuntimeError("a tensor that the forward has saved for its backward was changed in place afterwards")
         self.seen.clear()
-        self.slot, places = slot, self._places(slot.room(self.device, self._size()))
-        mark = self.device.mark()
+        storages = list(self.storages.values())
+        ends = [*accumulate((storage.size for storage in storages), initial=0)]
+        memory, mark, self.slot = slot.room(self.device, ends[-1]), self.device.mark(), slot
+        self.places = [(each, memory[begin:end]) for each, (begin, end) in zip(storages, pairwise(ends), strict=True)]
         with self.device.copies(out=True):
             for awaited in (mark, slot.read):
                 if awaited is not None:
                     awaited.arrive()
-            for storage, place in places:
-                assert storage.bytes is not None
-                place.copy_(storage.bytes, non_blocking=True)
+            for storage, place in self.places:
+                place.copy_(storage.on_device, non_blocking=True)
             self.copied = self.device.mark()
 
     def free(self) -> None:
         """End the copies on the device, for kernels launched from now on."""
-        if self.copied is not None:
-            self.copied.arrive()
-        for storage in self.storages.values():
+        self.wait()
+        for storage, _ in self.places:
             storage.bytes = None
 
-    def reload(self) -> Mark | None:
-        """Start copying all storages back into new memory of the device; a mark after the copies."""
-        places = self._places(self.slot.room(self.device, 0))
-        for storage, place in places:
+    def reload(self) -> None:
+        """Start copying all storages back into new memory of the device."""
+        for storage, place in self.places:
             storage.bytes = torch.empty_like(place, device=self.device.torch)
         mark = self.device.mark()
         with self.device.copies(out=False):
             if mark is not None:
                 mark.arrive()
-            for storage, place in places:
-                assert storage.bytes is not None
-                storage.bytes.copy_(place, non_blocking=True)
-            self.slot.read = self.device.mark()
-        return self.slot.read
+            for storage, place in self.places:
+                storage.on_device.copy_(place, non_blocking=True)
+            self.copied = self.slot.read = self.device.mark()
+        self.places.clear()
 
-    def _size(self) -> int:
-        return sum(storage.size for storage in self.storages.values())
-
-    def _places(self, memory: Tensor) -> list[tuple[SavedStorage, Tensor]]:
-        """The storages, each with its place in host memory."""
-        places, begin = [], 0
-        for storage in self.storages.values():
-            places.append((storage, memory[begin : begin + storage.size]))
-            begin += storage.size
-        return places
+    def wait(self) -> None:
+        """Let kernels launched from now on wait for the copies."""
+        if self.copied is not None:
+            self.copied.arrive()
 
 
 def _unpack(saved: Tensor | SavedView) -> Tensor:
@@ -175,12 +176,7 @@ class Offloads:
     def reload(self, row: int, i: Instruction) -> Act:
         """RELOAD: start copying it back."""
         pending = self.context.pending_of(i)
-
-        def act() -> None:
-            pending.reloaded = pending.tensors.reload()
-            del pending.tensors
-
-        return act
+        return lambda: pending.tensors.reload()
 
     def waiting_acts(self, instructions: Sequence[Instruction]) -> Iterator[tuple[int, Act]]:
         """The rows of backwards that need what a RELOAD brings back, each with the act that waits for it."""
@@ -188,14 +184,10 @@ class Offloads:
         for row, i in enumerate(instructions):
             if i.op == Op.RELOAD:
                 away.add((i.stage, i.mb))
-            elif i.op in (Op.BWD, Op.BWD_I) and (i.stage, i.mb) in away:
+            elif i.op in (Op.BWD, Op.BWD_I, Op.BWD_W) and (i.stage, i.mb) in away:
+                away.discard((i.stage, i.mb))
                 yield row, self._wait(i)
 
     def _wait(self, i: Instruction) -> Act:
         pending = self.context.pending_of(i)
-
-        def wait() -> None:
-            if pending.reloaded is not None:
-                pending.reloaded.arrive()
-
-        return wait
+        return lambda: pending.tensors.wait()

@@ -18,7 +18,7 @@ from drawn_programs import programs
 from edited_programs import comes_back, refused_less_or_twice, runs_with, taken
 from examples import examples
 from hypothesis import Phase, assume, event, given, settings
-from mutants import mutant, with_rows
+from mutants import mutant
 from slow_memory_plan import hold, peaks_of_timeline, random_bytes
 
 import schedgen.checker
@@ -26,7 +26,7 @@ from schedgen.analysis import analyse
 from schedgen.checker import RULES, check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.instructions import Instruction, Kind, Op
+from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.reference_machine import CannotExecute
 from schedgen.schemes import load
@@ -262,12 +262,3 @@ def test_two_ranks_that_wait_for_each_other_are_refused_by_rule_4(data):
     assume(found)
     row, send = data.draw(st.sampled_from(found))
     refused(moved(program, row, send + 1), 4)
-
-
-def test_an_offload_after_the_first_half_of_its_backward_is_refused():
-    sizes = Sizes(4, 4, 2)
-    program = compile(load("zb-v", sizes), sizes)
-    second_half = having(program, Op.BWD_W)[0]
-    stage, mb, rank = (int(column[second_half]) for column in (program.rows.stage, program.rows.mb, program.rows.rank))
-    copies = [Instruction(op, Kind.SAVED, stage, mb, -1, -1) for op in (Op.OFFLOAD, Op.FREE, Op.RELOAD)]
-    refused(with_rows(program, [(second_half, rank, copy) for copy in copies]), 7)
