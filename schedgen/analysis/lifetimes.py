@@ -104,9 +104,7 @@ class Lifetimes:
     def amounts(self, sizes: Numbers) -> Numbers:
         """Bytes of every life. `sizes`: by kind of buffer and size column, shape (8, columns)."""
         bytes: Numbers = sizes[self.buffer, self.size_column]
-        if (
-            sizes[Buffer.HALF] < 0
-        ).any():  # what BWD_I frees of a saved forward; one that leaves later leaves as a whole
+        if (sizes[Buffer.HALF] < 0).any():  # BWD_I frees a part of `saved`, which is whole on the host if it goes there
             half = self.buffer == Buffer.HALF
             bytes[half & np.isin(self.number, self._offloaded_halves())] = 0
         return bytes
@@ -114,9 +112,10 @@ class Lifetimes:
     def _offloaded_halves(self) -> Numbers:
         """The numbers of saved forwards that go to the host between BWD_I and BWD_W."""
         offloads, table = self.program.rows_of(Op.OFFLOAD), self.program.rows
-        job = table.stage[offloads].astype(np.int64) * self.program.header.microbatches + table.mb[offloads]
-        first_half = self.program.job_rows(Op.BWD_I).ravel()[job]
-        return job[(first_half >= 0) & (first_half < offloads)]
+        first_half = self.program.job_rows(Op.BWD_I)[table.stage[offloads], table.mb[offloads]]
+        halves = offloads[(first_half >= 0) & (first_half < offloads)]
+        job: Numbers = table.stage[halves].astype(np.int64) * self.program.header.microbatches + table.mb[halves]
+        return job
 
     def timeline(self, amounts: Numbers) -> MemoryTimeline:
         """The memory timeline of every rank, where each life counts as its entry of `amounts`."""

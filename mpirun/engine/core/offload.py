@@ -85,9 +85,7 @@ class SavedTensors:
         self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()  # by address
         self.seen: list[tuple[Tensor, int]] = []  # until the first OFFLOAD: every saved tensor, and its version
         self.slot = HostSlot()
-        self.places: list[
-            tuple[SavedStorage, Tensor]
-        ] = []  # from OFFLOAD to RELOAD: storages, and where they lie there
+        self.places: list[tuple[SavedStorage, Tensor]] = []  # from OFFLOAD to RELOAD: storages, each with its place
         self.copied: Mark | None = None  # after the copies of the last OFFLOAD or RELOAD
 
     def hooks(self) -> contextlib.AbstractContextManager[object]:
@@ -114,6 +112,7 @@ class SavedTensors:
         if any(x._version != version for x, version in self.seen):
             raise RuntimeError("a tensor that the forward has saved for its backward was changed in place afterwards")
         self.seen.clear()
+        self.wait()
         storages = list(self.storages.values())
         ends = [*accumulate((storage.size for storage in storages), initial=0)]
         memory, mark, self.slot = slot.room(self.device, ends[-1]), self.device.mark(), slot
