@@ -102,11 +102,11 @@ class Lifetimes:
         return np.isin(self.program.rows.op[self.begin], RECEIVERS) & (self.begin >= 0)
 
     def amounts(self, sizes: Numbers) -> Numbers:
-        """Bytes of every life. `sizes`: by kind of buffer and size column, shape (8, columns)."""
+        """Bytes of every life. `sizes`: by kind of buffer and size column, as from `BufferSizes.by_kind`."""
         bytes: Numbers = sizes[self.buffer, self.size_column]
-        if (sizes[Buffer.HALF] < 0).any():  # BWD_I frees a part of `saved`, which is whole on the host if it goes there
-            half = self.buffer == Buffer.HALF
-            bytes[half & np.isin(self.number, self._offloaded_halves())] = 0
+        if len(sizes) > len(Buffer):
+            away = (self.buffer == Buffer.HALF) & np.isin(self.number, self._offloaded_halves())
+            bytes[away] = sizes[len(Buffer), self.size_column[away]]
         return bytes
 
     def _offloaded_halves(self) -> Numbers:

@@ -101,11 +101,13 @@ class Forward:
             self.pending.saved = saved
         return outputs, metrics
 
-    def compute_offloadable(self, *inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def compute_offloadable(
+        self, values: list[Tensor], leaves: Sequence[Any], batch: Microbatch | None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """As `compute`; what it saves can leave the device until the backward."""
-        self.pending.tensors = SavedTensors(self.context.device, self.stage.module, inputs)
+        self.pending.tensors = SavedTensors(self.context.device, self.stage.module, values, (leaves, batch))
         with self.pending.tensors.hooks():
-            return self.compute(*inputs)
+            return self.compute(values, leaves, batch)
 
     def _keep_loss(self, batch: Microbatch, loss: Tensor, metrics: dict[str, Tensor]) -> None:
         if self.records:

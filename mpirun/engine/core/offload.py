@@ -2,7 +2,7 @@
 
 While the forward runs, autograd hands over every tensor that it saves [torch.autograd.graph.saved_tensors_hooks], and
 keeps a `SavedView` in its place: a view of a `SavedStorage`, which is one however many tensors of it are saved. What
-the rank holds anyway stays where it is: weights, buffers, the inputs, the microbatch. The storages of a job lie one
+the rank holds anyway stays where it is: weights, buffers, inputs from other stages. The storages of a job lie one
 after the other in its slot of host memory.
 
 On a GPU each copy is launched into its direction's stream, and waits there for the kernels launched before it. Kernels
@@ -12,7 +12,7 @@ launched after the FREE, or from the backward on, wait for the copy; the host wa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -46,13 +46,14 @@ class HostSlot:
 class SavedStorage:
     """Memory that only the graph of one forward holds."""
 
-    __slots__ = ("__weakref__", "bytes", "size")
+    __slots__ = ("__weakref__", "bytes", "seen", "size")
 
     def __init__(self, x: Tensor) -> None:
         self.size = x.untyped_storage().nbytes()
         whole = x.detach().as_strided((self.size // x.itemsize,), (1,), 0)
         # Shape (size,), on the device; None: it is on the host only.
         self.bytes: Tensor | None = whole.view(torch.uint8)
+        self.seen: list[tuple[Tensor, int]] = []  # until the first OFFLOAD: saved tensors in it, and their versions
 
     @property
     def on_device(self) -> Tensor:
@@ -78,12 +79,12 @@ class SavedView(NamedTuple):
 class SavedTensors:
     """What one forward saves. The graph holds it: what the graph drops, as after BWD_I, is dropped here."""
 
-    def __init__(self, device: Device, module: nn.Module, inputs: Any) -> None:
-        """`inputs`: a pytree of all that the forward of `module`, and the loss, are given."""
-        held = (*module.parameters(), *module.buffers(), *pytree.tree_leaves(inputs))
-        self.device, self.stays = device, {address(x) for x in held if isinstance(x, Tensor)}
+    def __init__(self, device: Device, module: nn.Module, inputs: Iterable[Tensor], data: Any) -> None:
+        """`inputs`: from other stages; `data`: a pytree of the microbatch's, which the graph alone may hold."""
+        parts = (x for x in pytree.tree_leaves(data) if isinstance(x, Tensor) and not _has_all_of_its_storage(x))
+        held = (*module.parameters(), *module.buffers(), *inputs, *parts)
+        self.device, self.stays = device, {address(x) for x in held}
         self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()  # by address
-        self.seen: list[tuple[Tensor, int]] = []  # until the first OFFLOAD: every saved tensor, and its version
         self.slot = HostSlot()
         self.places: list[tuple[SavedStorage, Tensor]] = []  # from OFFLOAD to RELOAD: storages, each with its place
         self.copied: Mark | None = None  # after the copies of the last OFFLOAD or RELOAD
@@ -96,8 +97,8 @@ class SavedTensors:
         alias = x.detach()
         if not self._leaves(x):
             return alias
-        self.seen.append((alias, alias._version))
         storage = self.storages.setdefault(address(x), SavedStorage(x))
+        storage.seen.append((alias, alias._version))
         return SavedView(storage, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     def _leaves(self, x: Tensor) -> bool:
@@ -109,11 +110,12 @@ class SavedTensors:
 
     def offload(self, slot: HostSlot) -> None:
         """Start copying all storages to the slot."""
-        if any(x._version != version for x, version in self.seen):
-            raise RuntimeError("a tensor that the forward has saved for its backward was changed in place afterwards")
-        self.seen.clear()
         self.wait()
         storages = list(self.storages.values())
+        for storage in storages:
+            if any(x._version != version for x, version in storage.seen):
+                raise RuntimeError("a tensor that the forward has saved for its backward was changed in place later")
+            storage.seen.clear()
         ends = [*accumulate((storage.size for storage in storages), initial=0)]
         memory, mark, self.slot = slot.room(self.device, ends[-1]), self.device.mark(), slot
         self.places = [(each, memory[begin:end]) for each, (begin, end) in zip(storages, pairwise(ends), strict=True)]
@@ -148,6 +150,11 @@ class SavedTensors:
         """Let kernels launched from now on wait for the copies."""
         if self.copied is not None:
             self.copied.arrive()
+
+
+def _has_all_of_its_storage(x: Tensor) -> bool:
+    """Whether a tensor is no part of something larger, such as all data."""
+    return x.layout == torch.strided and x.untyped_storage().nbytes() == x.nbytes
 
 
 def _unpack(saved: Tensor | SavedView) -> Tensor:

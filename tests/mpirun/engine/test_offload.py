@@ -43,7 +43,7 @@ def stage():
 
 def forward(stage, x, offloads):
     torch.manual_seed(1)
-    tensors = SavedTensors(Device(), stage.module, [x])
+    tensors = SavedTensors(Device(), stage.module, [x], [])
     if not offloads:
         return stage.forward([x], None, save=True), tensors
     with tensors.hooks():
@@ -114,11 +114,11 @@ def test_the_device_holds_nothing_of_it_while_it_is_on_the_host(stage):
 
 
 def test_a_saved_tensor_that_is_changed_later_is_refused(stage):
-    tensors = SavedTensors(Device(), stage.module, [])
+    tensors = SavedTensors(Device(), stage.module, [], [])
     with tensors.hooks():
         y = torch.sin(torch.cos(stage.parameters[0]))  # the backward of sin needs cos(w) as it was
         y.grad_fn._saved_self.add_(1)
-    with pytest.raises(RuntimeError, match="was changed in place afterwards"):
+    with pytest.raises(RuntimeError, match="was changed in place later"):
         tensors.offload(HostSlot())
 
 
