@@ -5,8 +5,9 @@ or in bytes, the memory timeline and the memory plan are all computed from the l
 
 The accesses to one buffer on one rank, in the order of the list, must be of the form
     DEFINE READ* END
-where ADD may take the place of DEFINE and of READ. An owned weight exists from start to end; a fetched weight and a
-gradient may have several lives. A buffer that an instruction ends takes memory until the instruction is done.
+where ADD may take the place of DEFINE and of READ. An owned weight exists from start to end. A fetched weight and a
+gradient may have several lives, and so may what a forward saves: before and after it is on the host. A buffer that an
+instruction ends takes memory until the instruction is done.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from schedgen.ir.accesses import Accesses, Slots, numbers_in_all, numbers_per_size, slots
 from schedgen.ir.effects import RECEIVERS, Buffer, Effect
+from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.util.arrays import Flags, Ints, Numbers, Small
 from schedgen.util.jit import kernel
@@ -47,6 +49,7 @@ class Memory(NamedTuple):
     partial: Numbers
     saved: Numbers
     half: Numbers
+    host: Numbers  # in the memory of the host
 
 
 class MemoryTimeline(NamedTuple):
@@ -100,9 +103,20 @@ class Lifetimes:
         return np.isin(self.program.rows.op[self.begin], RECEIVERS) & (self.begin >= 0)
 
     def amounts(self, sizes: Numbers) -> Numbers:
-        """Bytes of every life. `sizes`: by kind of buffer and size column, shape (7, columns)."""
+        """Bytes of every life. `sizes`: by kind of buffer and size column, as from `BufferSizes.by_kind`."""
         bytes: Numbers = sizes[self.buffer, self.size_column]
+        if len(sizes) > len(Buffer):
+            away = (self.buffer == Buffer.HALF) & np.isin(self.number, self._offloaded_halves())
+            bytes[away] = sizes[len(Buffer), self.size_column[away]]
         return bytes
+
+    def _offloaded_halves(self) -> Numbers:
+        """The numbers of saved forwards that go to the host between BWD_I and BWD_W."""
+        offloads, table = self.program.rows_of(Op.OFFLOAD), self.program.rows
+        first_half = self.program.job_rows(Op.BWD_I)[table.stage[offloads], table.mb[offloads]]
+        halves = offloads[(first_half >= 0) & (first_half < offloads)]
+        job: Numbers = table.stage[halves].astype(np.int64) * self.program.header.microbatches + table.mb[halves]
+        return job
 
     def timeline(self, amounts: Numbers) -> MemoryTimeline:
         """The memory timeline of every rank, where each life counts as its entry of `amounts`."""
@@ -131,7 +145,8 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     header, number = program.header, accesses.number
     owner, versions = header.is_owner, header.weight_versions.count
     numbers = numbers_in_all(header)
-    numbers[Buffer.HALF] *= (accesses.buffer == Buffer.HALF).any()
+    for rare in (Buffer.HALF, Buffer.HOST):
+        numbers[rare] *= (accesses.buffer == rare).any()
     # Only few of the possible partials exist: they are renumbered.
     partial = np.flatnonzero(accesses.buffer == Buffer.PARTIAL)
     partials, numbered = np.unique(number[partial], return_inverse=True)
@@ -210,7 +225,8 @@ def _follow(
         is_alive = life >= 0 or life == _KEPT
         replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # overwrites version v - 1
         begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
-        several = thing == Buffer.W or thing == Buffer.DW  # may have several lives, in turn
+        # May have several lives, in turn.
+        several = thing == Buffer.W or thing == Buffer.DW or thing == Buffer.SAVED or thing == Buffer.HOST
         if own and versions == 1 and (begins or does == Effect.END):
             fault = OWNED
         elif is_alive and begins:

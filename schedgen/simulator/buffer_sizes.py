@@ -32,6 +32,7 @@ class BufferSizes(NamedTuple):
     owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
     edge_activation: Numbers | None = None  # by edge, x.s.b.c of a stage with outputs per consumer; None: as x.s.b
     tied: Numbers | None = None  # by tie, the parameters that its stages share; None: not known
+    freed: Numbers | None = None  # of `saved`, what BWD_I frees and `half` leaves out; None: what is below 0 of `half`
 
     def outputs(self, header: Header) -> Numbers:
         """Bytes of x and g by stage and then by edge, shape (S + E,): see `StageGraph.size_columns`."""
@@ -42,10 +43,14 @@ class BufferSizes(NamedTuple):
         return np.concatenate([self.activation, by_edge])
 
     def by_kind(self, header: Header) -> Numbers:
-        """Bytes by kind of `Memory` (rows); columns are as in `outputs`, but units for weights and their gradients."""
+        """Bytes by kind of `Memory` (rows); columns are as in `outputs`, but units for weights and their gradients.
+
+        A last row has `half` where what is saved leaves the device after BWD_I, and with it what BWD_I has freed of it.
+        """
         x, (w, _) = self.outputs(header), self.by_unit(header.weight_shards)
         dw, partial = self.by_unit(header.gradient_units)
-        amounts = (x, x, w, dw, partial, self.saved, self.half)
+        whole = np.maximum(self.half + (0 if self.freed is None else self.freed), 0)
+        amounts = (x, x, w, dw, partial, self.saved, self.half, self.saved, whole)
         sizes = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
         for row, amount in zip(sizes, amounts, strict=True):
             row[: len(amount)] = amount
@@ -83,20 +88,23 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
         workspace={direction: count(amount) for direction, amount in workspaces(machine).items()},
         owned=weight if machine.owned is None else count(machine.owned),
         edge_activation=None if by_edge is None else count(by_edge, edges),
+        freed=None if machine.freed is None else count(machine.freed),
         tied=None if machine.tied is None else count(machine.tied, len(machine.tied)),
     )
 
 
 def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Numbers:
-    """Bytes of the buffer that each of these SEND, RECV and FETCH_W rows names; a received dw counts as its partial."""
+    """Bytes of the buffer that each of these rows of messages and copies names; a received dw counts as its partial."""
     header, table = program.header, program.rows.take(rows)
     is_gradient, shard = table.kind == Kind.DW, np.maximum(table.shard, 0)
     units = header.weight_shards.first_unit, header.gradient_units.first_unit
     column: Numbers = np.where(is_gradient, units[1][table.stage], units[0][table.stage]) + shard
     exchanged = np.isin(table.kind, EXCHANGED)
     column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.consumer[exchanged])
-    x, g, w, dw, partial = sizes.by_kind(header)[:5]
-    by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial])
+    of_job = table.kind == Kind.SAVED
+    column[of_job] = table.stage[of_job]
+    x, g, w, dw, partial, saved = sizes.by_kind(header)[:6]
+    by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial, saved])  # a partial in place of a t, which is not sent
     return by_kind[np.where(is_gradient & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
 
 

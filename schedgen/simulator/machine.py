@@ -44,6 +44,7 @@ class Machine(NamedTuple):
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
     tied: Floats | None = None  # bytes of the parameters that a tie's stages share, by tie; None: not known
+    freed: Amount | None = None  # bytes of `saved` that a BWD_I frees, counted in `half`; None: those below 0 of `half`
     joined: Network | None = None  # None: all ranks have links alike
 
     @property
@@ -53,7 +54,7 @@ class Machine(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether messages take no time, and wait for no receive or link."""
+        """Whether messages and copies take no time, and wait for no receive or link."""
         return self.network.is_free
 
     def on(self, network: Network) -> Machine:
@@ -65,6 +66,7 @@ class Machine(NamedTuple):
         times: list[tuple[str, Amount]] = [("step", self.step)]
         for level in self.network.levels:
             times += [("alpha", [alpha for _, alpha in level.alphas]), ("beta", level.beta), ("card", level.card)]
+        times += [("host alpha", self.network.host.alpha), ("host beta", self.network.host.beta)]
         for name, time in times:
             wrong = ~((amounts := np.ravel(time)) >= 0) | np.isinf(amounts)
             if wrong.any():

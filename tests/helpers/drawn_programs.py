@@ -25,8 +25,9 @@ from schedgen.util.errors import UsageError
 FEATURES = {
     "tied": {"shards", "versions", "sums"},
     "recompute": {"forward"},
+    "offload": {"forward"},
     "memory limit": {"forward"},
-    "forward": {"recompute", "memory limit", "versions", "sums"},
+    "forward": {"recompute", "offload", "memory limit", "versions", "sums"},
     "shards": {"tied", "slices", "versions", "sums"},
     "slices": {"shards", "versions", "sums"},
     "versions": {"tied", "forward", "shards", "slices", "sums"},
@@ -48,6 +49,7 @@ class Case(NamedTuple):
     fan_out: int
     prefetch: int
     recompute: list[int | tuple[int, int]]
+    offload: list[int | tuple[int, int]] | str
     tied: list[set[int]]
     w: Callable[..., Any] | None = None  # in place of weights and compute
     updates: str = "flush"
@@ -69,12 +71,18 @@ class Case(NamedTuple):
         )
 
     def options(self, **more):
-        named = ("cost", "weight_slots", "fan_out", "prefetch", "recompute", "sums", "hosts")
+        named = ("cost", "weight_slots", "fan_out", "prefetch", "recompute", "sums", "hosts", "offload")
         tied = [sorted(stages) for stages in self.tied]
         return Options(**({name: getattr(self, name) for name in named} | {"tied": tied} | more))
 
     def compile(self, **more):
         return compile(self.scheme(), self.sizes, self.options(**more))
+
+
+def forwards(stages: int, microbatches: int) -> st.SearchStrategy[int | tuple[int, int]]:
+    """A stage, or a stage and a microbatch."""
+    stage = st.integers(0, stages - 1)
+    return st.one_of(stage, st.tuples(stage, st.integers(0, microbatches - 1)))
 
 
 @st.composite
@@ -107,12 +115,8 @@ def cases(draw) -> Case:
         weight_slots=draw(st.integers(1, 3)),
         fan_out=draw(st.integers(1, 3)),
         prefetch=draw(st.integers(0, 2)),
-        recompute=draw(
-            st.lists(
-                st.one_of(st.integers(0, S - 1), st.tuples(st.integers(0, S - 1), st.integers(0, batches - 1))),
-                max_size=2,
-            )
-        ),
+        recompute=draw(st.lists(forwards(S, batches), max_size=2)),
+        offload=[],
         tied=draw(st.lists(st.sets(st.integers(0, S - 1), min_size=2), max_size=3)) if S > 1 else [],
     )
 
@@ -187,8 +191,11 @@ def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
         if feature not in without and not features & FEATURES[feature] and draw(st.booleans()):
             features.add(feature)
     case = draw(cases().filter(lambda case: case.tied or "tied" not in required))
+    named = forwards(case.sizes.stages, case.sizes.microbatches)
     case = case._replace(
-        tied=case.tied if "tied" in features else [], recompute=case.recompute if "recompute" in features else []
+        tied=case.tied if "tied" in features else [],
+        recompute=case.recompute if "recompute" in features else [],
+        offload=draw(st.just("all") | st.lists(named, min_size=1, max_size=3)) if "offload" in features else [],
     )
     if "shards" in features:
         case = with_shards(draw, case)
