@@ -2,8 +2,8 @@
 
 mpiexec -n R python -m mpi4py torch_runtime.py MEET SCHEDULE=LIST ...     LIST: what torch loads in place of SCHEDULE
 
-A list whose name ends in -jobs.csv is loaded as compute_only, any other as compute_comms. Rank 0 prints as JSON, for each
-list, the greatest difference of a gradient, relative to its greatest entry.
+A list whose name ends in -jobs.csv is loaded as compute_only, any other as compute_comms. Rank 0 prints as JSON, for
+each list, the greatest difference of a gradient, relative to its greatest entry.
 """
 
 from __future__ import annotations
