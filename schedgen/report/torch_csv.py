@@ -2,8 +2,10 @@
 
 compute_comms  the jobs and messages of every rank in the order of its list. A rank first UNSHARDs its stages, and after
                the last backward of a stage come its REDUCE_GRAD and RESHARD.
-compute_only   the jobs alone: torch adds messages of its own. A forward whose output is sent only after the backward
-               that comes next shares a cell with this backward, as in (0F1;3B0)OVERLAP_F_B.
+compute_only   the jobs alone: torch adds messages of its own.
+
+A forward whose output is sent only after the backward that comes next shares a cell with this backward, as in
+(0F1;3B0)OVERLAP_F_B.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ def as_torch_csv(program: Program, messages: bool) -> str:
     table, rows = program.rows, program.rows_of(*LETTER, *((Op.SEND, Op.RECV) if messages else ()))
     cell = _ACTION[table.op[rows], table.kind[rows]]
     columns = np.stack([cell, table.rank[rows], table.stage[rows] - BUFFER_STAGE[cell], table.mb[rows]])
+    first = np.searchsorted(rows, _delayed_sends(program))
+    first = first[np.isin(cell[first + 1], (Action.B, Action.I))]  # no message comes between
+    columns[0, first] += _FIRST
+    columns[0, first + 1] += _SECOND
     if messages:
         _check_order(program)
         columns = _with_sharding(columns)
-    else:
-        first = np.searchsorted(rows, _delayed_sends(program))
-        columns[0, first] += _FIRST
-        columns[0, first + 1] += _SECOND
     lines = []
     for of_rank in np.split(columns, np.searchsorted(columns[1], np.arange(1, program.header.workers)), axis=1):
         numbers = of_rank[2:].T
@@ -57,7 +59,7 @@ def as_torch_csv(program: Program, messages: bool) -> str:
 def _with_sharding(columns: Numbers) -> Numbers:
     """The action, rank, stage and microbatch of every cell, with an UNSHARD, REDUCE_GRAD and RESHARD of every stage."""
     cell, rank, stage, _ = columns
-    jobs = np.flatnonzero(cell <= Action.W)[::-1]
+    jobs = np.flatnonzero(cell % _FIRST <= Action.W)[::-1]
     last = jobs[np.unique(stage[jobs], return_index=True)[1]]
     sent = last + (np.append(cell, -1)[last + 1] == Action.SEND_B)  # a gradient does not wait for the reduction
     places = np.searchsorted(rank, rank[last]) - 0.5, sent + 0.2, sent + 0.4

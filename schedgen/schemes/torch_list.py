@@ -211,7 +211,7 @@ def _check_jobs(torch_list: TorchList) -> None:
     if stages[-1] >= S:
         row = int(jobs.action[np.argmax(jobs.stage)])
         torch_list.refuse(row, f"there is no job of stage {np.argmax(stages != np.arange(S))}")
-    kind = jobs.stage * directions + jobs.direction  # before a stage that lacks something no other is blamed
+    kind = jobs.stage * directions + jobs.direction  # ascending in the order in which they are named
     counts = np.bincount(kind, minlength=S * directions)
     often = np.bincount(counts)
     often[0] = 0
@@ -301,8 +301,8 @@ def _check_sharding(torch_list: TorchList) -> None:
         ((type <= Action.W) & (level != 1) & change.any(), "the weights of its stage are sharded here"),
         (reduces & (np.arange(len(rows)) < last), "backwards of its stage are still to come"),
     )
-    for wrong, reason in faults:
-        torch_list.refuse_any(np.sort(rows[wrong]), reason)
+    for row, reason in sorted((int(row), reason) for wrong, reason in faults for row in np.sort(rows[wrong])[:1])[:1]:
+        torch_list.refuse(row, reason)
     torch_list.refuse_any(rows[reduces][_twice(stage[reduces])], "this is listed twice")
     for lacks in np.setdiff1d(stage, stage[reduces])[:1].tolist() if reduces.any() else ():
         row = int(rows[np.flatnonzero(stage == lacks)[-1]])

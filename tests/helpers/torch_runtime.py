@@ -2,8 +2,8 @@
 
 mpiexec -n R python -m mpi4py torch_runtime.py MEET SCHEDULE=LIST ...     LIST: what torch loads in place of SCHEDULE
 
-A list whose name ends in -jobs.csv is loaded as compute_only, any other as compute_comms. Rank 0 prints as JSON, for each
-list, the greatest difference of a gradient, relative to its greatest entry.
+A list whose name ends in -jobs.csv is loaded as compute_only, any other as compute_comms. Rank 0 prints as JSON, for
+each list, the greatest difference of a gradient, relative to its greatest entry.
 """
 
 from __future__ import annotations
@@ -93,6 +93,14 @@ def of_mpirun(task: Task, schedule: str) -> dict[str, Tensor]:
     return kept
 
 
+def difference(comm: MPI.Intracomm, task: Task, schedule: str, path: str) -> float:
+    """The greatest difference of a gradient on any rank, relative to its greatest entry; 0: all bits are equal."""
+    theirs, ours = of_torch(task, path), of_mpirun(task, schedule)
+    assert theirs and theirs.keys() == ours.keys()
+    differences = [(theirs[name] - ours[name]).abs().max() / ours[name].abs().max() for name in ours]
+    return max(comm.allgather(float(max(differences))))
+
+
 def main(meet: str, *pairs: str) -> None:
     comm = MPI.COMM_WORLD
     torch.set_num_threads(1)
@@ -100,11 +108,7 @@ def main(meet: str, *pairs: str) -> None:
     dist.init_process_group("gloo", f"file://{meet}", rank=comm.rank, world_size=comm.size)
     worst = {}
     for schedule, _, path in (pair.partition("=") for pair in pairs):
-        task = Task(schedule)
-        theirs, ours = of_torch(task, path), of_mpirun(task, schedule)
-        assert theirs and theirs.keys() == ours.keys()
-        differences = [(theirs[name] - ours[name]).abs().max() / ours[name].abs().max() for name in ours]
-        worst[Path(path).name] = max(comm.allgather(float(max(differences))))
+        worst[Path(path).name] = difference(comm, Task(schedule), schedule, path)
     if comm.rank == 0:
         print(json.dumps(worst))
     dist.destroy_process_group()

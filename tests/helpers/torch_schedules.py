@@ -26,8 +26,8 @@ def schedule(name: str, ranks: int, microbatches: int) -> Any:
     return getattr(schedules, name)(stages, microbatches, loss_fn=lambda *_: None)
 
 
-def dump(name: str, ranks: int, microbatches: int, folder: Path) -> Path:
+def dump(name: str, ranks: int, microbatches: int, folder: Path, form: str = "compute_comms") -> Path:
     """The CSV file that torch writes of that schedule."""
     path = folder / f"{name}.csv"
-    schedule(name, ranks, microbatches)._dump_csv(path)
+    schedule(name, ranks, microbatches)._dump_csv(path, format=form)
     return path

@@ -1,25 +1,32 @@
-"""torch's CSV of compute actions, read and written: the same order, the same schedule; and what is refused."""
+"""torch's lists, read and written, with messages and without: the same order, the same schedule; what is refused."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 from torch_schedules import dump, schedule
 
-from schedgen.schemes import SCHEMES
+from schedgen.cli.read_lists import checked
+from schedgen.ir.instructions import COMPUTE, Op
+
+DATA = Path(__file__).parents[2] / "data"
+REPORTED = DATA / "torch-172668.csv"  # the lists in pytorch issue 172668
+# The schemes whose stages are a chain, each on one rank with its weights, and updated once.
+PIPELINES = ("1f1b", "breadth-first", "depth-first", "dualpipe-v", "gpipe", "hanayo", "interleaved-1f1b")
+PIPELINES += ("interleaved-zb", "v-half", "v-min", "zb-h1", "zb-h2", "zb-v")
 
 
 @pytest.fixture
 def actions(golden, run, tmp_path):
-    """A golden schedule's CSV."""
+    """A golden schedule as torch's list."""
 
-    def actions(scheme):
+    def actions(scheme, form="torch-jobs"):
         (tmp_path / "golden.json").write_text(golden[scheme])
         path = tmp_path / "golden.csv"
-        # The golden 1F1B has --prefetch 0.
-        said = "schedgen: note: torch's CSV has jobs alone: it loses its prefetch\n" if scheme == "1f1b" else ""
-        assert run("export", tmp_path / "golden.json", "--to", "torch-jobs", "-o", path) == (0, "", said)
+        assert run("export", tmp_path / "golden.json", "--to", form, "-o", path) == (0, "", "")
         return path
 
     return actions
@@ -31,19 +38,25 @@ def numbers(run, path, *options):
     return json.loads(result.out)
 
 
+def jobs_and_messages(path):
+    """By rank, the instructions that torch's lists have, too."""
+    program = checked(str(path))
+    kept = program.rows.take(program.rows_of(*COMPUTE, Op.SEND, Op.RECV))
+    return np.stack(kept.columns()).tolist()
+
+
 def test_a_row_a_rank_and_a_cell_a_job(actions):
     rows = actions("1f1b").read_text().splitlines()
     assert rows[3] == "3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3,3F4,3B4,3F5,3B5,3F6,3B6,3F7,3B7"
     assert len(rows) == 4
     assert actions("zb-h1").read_text().splitlines()[3].startswith("3F0,3I0,3F1,3I1,3F2,3I2,3F3,3I3,3W0,3F4")
+    with_messages = actions("1f1b", "torch").read_text().splitlines()[3]  # the golden 1F1B has --prefetch 0
+    assert with_messages.startswith("3UNSHARD,3RECV_F0,3RECV_F1,3F0,3B0,3SEND_B0,3F1,3B1,3SEND_B1,3RECV_F2,3F2")
+    assert with_messages.endswith("3B7,3SEND_B7,3REDUCE_GRAD,3RESHARD")
 
 
-# A CSV puts weights where jobs run, so schemes that fetch weights get other messages; it has no weight versions.
-OTHER = ("fsdp", "fslpp", "pipedream", "pipedream-2bw")
-
-
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in OTHER])
-def test_what_is_written_is_read_as_the_same_schedule(scheme, actions, golden, run, tmp_path):
+@pytest.mark.parametrize("scheme", PIPELINES)
+def test_what_is_written_is_read_as_the_same_schedule(scheme, actions, run, tmp_path):
     path, again = actions(scheme), tmp_path / "again.json"
     before = numbers(run, tmp_path / "golden.json")
     assert run("compile", path, "-o", again) == (0, "", "")
@@ -53,6 +66,14 @@ def test_what_is_written_is_read_as_the_same_schedule(scheme, actions, golden, r
         assert after[what] == before[what], what
     assert after["scheme"] == {"name": "golden", **{key: before["scheme"][key] for key in list(before["scheme"])[1:4]}}
     assert run("export", again, "--to", "torch-jobs", "-o", "-").out == path.read_text()
+
+
+@pytest.mark.parametrize("scheme", PIPELINES)
+def test_messages_are_written_and_read_in_their_places(scheme, actions, run, tmp_path):
+    path, kept = actions(scheme, "torch"), tmp_path / "kept.json"
+    assert run("compile", path, "-o", kept).code == 0
+    assert jobs_and_messages(kept) == jobs_and_messages(path) == jobs_and_messages(tmp_path / "golden.json")
+    assert run("export", kept, "--to", "torch", "-o", "-").out == path.read_text()
 
 
 # torch's schedules, and the names of those that are also schemes of ours.
@@ -66,9 +87,9 @@ TORCH = {
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_torchs_own_csv_reads_checks_and_simulates(name, golden, run, tmp_path):
+def test_torchs_own_jobs_are_the_schedule_of_the_same_name(name, golden, run, tmp_path):
     file, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
-    assert run("compile", dump(name, 4, 8, tmp_path), "-o", file) == (0, "", "")
+    assert run("compile", dump(name, 4, 8, tmp_path, "compute_only"), "-o", file) == (0, "", "")
     assert run("check", file).code == run("simulate", file, "--alpha", "0.1").code == 0
     result = numbers(run, file)
     assert (result["scheme"]["workers"], result["scheme"]["stages"], result["scheme"]["microbatches"]) == (4, 8, 8)
@@ -83,14 +104,20 @@ def test_torchs_own_csv_reads_checks_and_simulates(name, golden, run, tmp_path):
 
 @pytest.mark.parametrize("name", TORCH)
 def test_torch_reads_what_is_written_as_its_own(name, run, tmp_path):
-    file, back = tmp_path / "theirs.json", tmp_path / "back.csv"
-    assert run("compile", dump(name, 4, 8, tmp_path), "-o", file) == (0, "", "")
-    assert run("export", file, "--to", "torch-jobs", "-o", back) == (0, "", "")
-    torch_schedule = schedule(name, 4, 8)
+    back, torch_schedule = tmp_path / "back.csv", schedule(name, 4, 8)
     own = dict(torch_schedule.pipeline_order)
+    listed = run("export", dump(name, 4, 8, tmp_path, "compute_only"), "--to", "torch-jobs", "-o", back)
+    assert listed.code == 0 and "has jobs alone: its messages are" in listed.err
     torch_schedule._load_csv(back)
     for rank, row in torch_schedule.pipeline_order.items():
         assert [str(action) for action in flat(row)] == [str(action) for action in flat(own[rank])]
+        assert pairs(row) == [pair for pair in pairs(own[rank]) if pair[0].stage_index not in (3, 7)]
+    own = dict(schedule(name, 4, 8).pipeline_order_with_comms)
+    listed = run("export", dump(name, 4, 8, tmp_path), "--to", "torch", "-o", back)
+    assert (listed.code, "8 UNSHARD, 8 RESHARD, 8 REDUCE_GRAD are left out: " in listed.err) == (0, True)
+    torch_schedule._load_csv(back, format="compute_comms")
+    for rank, row in torch_schedule.pipeline_order_with_comms.items():
+        assert list(map(str, of_microbatches(row))) == list(map(str, of_microbatches(own[rank])))
         assert pairs(row) == [pair for pair in pairs(own[rank]) if pair[0].stage_index not in (3, 7)]
 
 
@@ -100,16 +127,46 @@ def flat(row):
             yield from action.sub_actions or [action]
 
 
+def of_microbatches(row):
+    return [action for action in flat(row) if action.microbatch_index is not None]
+
+
 def pairs(row):
     """The actions of each cell with two; the outputs of stages 3 and 7 of a V over 4 ranks are sent to no rank."""
     return [action.sub_actions for action in row if action is not None and action.sub_actions]
 
 
-def test_torchs_lowered_form_reads_as_its_compute(run, tmp_path):
-    path = tmp_path / "lowered.csv"
-    path.write_text('0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0, 1F0,"",1B0,1SEND_B0,1RESHARD\n')
-    assert run("compile", path, "-o", tmp_path / "x.json").code == 0
-    assert run("export", tmp_path / "x.json", "--to", "torch-jobs", "-o", "-").out == "0F0,0B0\n1F0,1B0\n"
+def test_a_reported_list_is_proved_simulated_and_drawn_with_its_messages(run, tmp_path):
+    said = run("check", REPORTED)
+    assert said.code == 0 and "2 workers, 76 instructions: every job once, no deadlock" in said.out
+    assert numbers(run, REPORTED)["messages"] == 12
+    assert run("draw", REPORTED).code == run("simulate", REPORTED, "--alpha", "0.1").code == 0
+    kept, anew = tmp_path / "torch-172668.json", tmp_path / "anew.json"
+    assert run("compile", REPORTED, "--cost", "F=1,B=2", "--stages", 4, "-o", kept).code == 0
+    same = run("diff", kept, REPORTED)
+    assert (same.code, same.out) == (0, "")
+    said = run("compile", REPORTED, "--prefetch", 2, "-o", anew)
+    assert (said.code, f"--prefetch replaces the messages of {REPORTED} by schedgen's" in said.err) == (0, True)
+    assert jobs_and_messages(anew) != jobs_and_messages(kept)
+    assert "prefetch: 1 -> 2" in run("diff", REPORTED, anew, "--jobs").out
+    sizes = ("--stages", 4, "--microbatches", 2, "--workers", 2)
+    assert f"{REPORTED} is compared with the messages of schedgen" in run("compare", REPORTED, *sizes).err
+
+
+def test_what_torch_sends_is_kept_to_the_end_or_to_its_wait(run, tmp_path):
+    path = tmp_path / "waits.csv"
+    for waits in (False, True):
+        path.write_text(REPORTED.read_text().replace("0SEND_F0,2RECV", f"0SEND_F0,{'0WAIT_SEND_F0,' * waits}2RECV"))
+        rows = [row for row in checked(str(path)).instructions(0) if row.op != Op.RECV]
+        frees = [k for k, row in enumerate(rows) if row.op == Op.FREE and row.buffer == "x.0.0"]
+        after = {row.op for row in rows[frees[0] + 1 :]}
+        assert len(frees) == 1 and (frees[0] == 2 if waits else after == {Op.FREE})
+
+
+def test_receive_slots_are_those_that_torch_counts(run, tmp_path):
+    theirs = numbers(run, dump("ScheduleZBVZeroBubble", 4, 10, tmp_path))
+    assert (theirs["receive_slots_apart"], theirs["receive_slots"]) == (43, 33)  # 43: pytorch pull request 196465
+    assert sum(worker["receive_slots"] for worker in theirs["workers"]) == 33
 
 
 def test_in_the_csv_of_torch_2_4_a_backward_beside_a_w_is_the_half_i(run, tmp_path, actions):
@@ -124,8 +181,7 @@ def test_in_the_csv_of_torch_2_4_a_backward_beside_a_w_is_the_half_i(run, tmp_pa
 def test_overlapped_actions_run_one_behind_the_other(run, tmp_path):
     path = tmp_path / "overlap.csv"
     path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
-    assert run("compile", path, "-o", tmp_path / "x.json").code == 0
-    assert run("export", tmp_path / "x.json", "--to", "torch-jobs", "-o", "-").out == "0F0,0F1,0B0,0B1\n"
+    assert run("export", path, "--to", "torch-jobs", "-o", "-").out == "0F0,0F1,0B0,0B1\n"
 
 
 def test_a_pairs_forward_is_sent_after_both(run, tmp_path):
@@ -138,39 +194,127 @@ def test_a_pairs_forward_is_sent_after_both(run, tmp_path):
     assert run("compile", path, "-o", tmp_path / "x.json").code == 0
 
 
-def test_a_rank_may_have_nothing_to_do(run, tmp_path):
+def test_a_rank_may_have_nothing_to_do(run, refused, tmp_path):
     path = tmp_path / "idle.csv"
     path.write_text("0F0,0B0\n\n1F0,1B0\n")
     assert run("compile", path, "-o", tmp_path / "x.json").code == 0
     assert numbers(run, tmp_path / "x.json")["scheme"]["workers"] == 3
+    assert "no rank without a stage, as rank 1 is" in refused(
+        run("export", tmp_path / "x.json", "--to", "torch", "-o", "-"), 2
+    )
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "no action"),
-        ("0F0,0B0\n0G0\n", ":2: cell 1: '0G0' is not an action"),
-        ("0F0,0B0x\n", ":1: cell 2: '0B0x' is not an action"),
-        ("(0F0;0Q0)OVERLAP_F_B\n", "'0Q0' is not an action"),
-        ('"0F0\n', "not CSV"),
-        ("0F0\n", "no B of stage 0 and microbatch 0"),
-        ("0F0,0B0,0F0\n", "F of stage 0 and microbatch 0 is listed twice"),
-        ("0F0,0I0\n", "no W of stage 0 and microbatch 0"),
-        ("0F0,0B0,2F0,2B0\n", "3 stages and 1 microbatch, but no F of stage 1 and microbatch 0"),
-        ("999999999F999999999,0B0\n", "but no F of stage 0 and microbatch 0"),
-    ],
-)
-def test_what_is_no_such_file_is_refused(text, words, run, refused, tmp_path):
+def lists(*changes):
+    """The reported lists, with some of their text replaced."""
+    text = REPORTED.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+NOTHING = "is no action of torch's, such as 2F0, 2SEND_F0, 2UNSHARD or (2F1;3B0)OVERLAP_F_B"
+DIGITS = "has a number with leading zeros or too many digits"
+WRONG = {
+    "": "it has no action of the form 2F0",
+    "0F0,0B0\n0G0\n": f"rank 1, cell 1: '0G0' {NOTHING}",
+    "0F0,0B0x\n": f"rank 0, cell 2: '0B0x' {NOTHING}",
+    "0F0,,0b0\n": f"rank 0, cell 3: '0b0' {NOTHING}",
+    "(0F0;0Q0)OVERLAP_F_B\n": f"rank 0, cell 1: '(0F0;0Q0)OVERLAP_F_B' {NOTHING}",
+    "0F0,0B٣\n": f"rank 0, cell 2: '0B٣' {NOTHING}",
+    '"0F0\n': "not CSV: unexpected end of data",
+    '"0F0\n0F1",0B0\n': f"rank 0, cell 1: '0F0\\n0F1' {NOTHING}",
+    "0F0,0B00\n": f"rank 0, cell 2: '0B00' {DIGITS}",
+    f"0F0,0B{2**63}\n": f"rank 0, cell 2: '0B{2**63}' {DIGITS}",
+    "0F0\n": "rank 0: of 1 microbatch, stage 0 lacks B0",
+    "0F0,0B0,0F0\n": "rank 0, cell 3: 0F0: this job is listed twice",
+    "0F0,0I0\n": "rank 0: of 1 microbatch, stage 0 lacks W0",
+    "0F0,0B0,2F0,2B0\n": "rank 0, cell 3: 2F0: there is no job of stage 1",
+    "999999999F999999999,0B0\n": "rank 0, cell 1: 999999999F999999999: there is no job of stage 1",
+    "0F1,0B0,0F2,0B1\n": "rank 0, cell 3: of 2 microbatches, stage 0 has an extra F2 and lacks F0",
+    "0B0,0F0\n": "n stops the schedule: F(0, 0) on worker 0 waits for B(0, 0), B(0, 0) on worker 0 waits for F(0, 0)",
+    lists((",0RESHARD", ",0RESH")): f"rank 0, cell 26: '0RESH' {NOTHING}",
+    lists(("2SEND_B1,", "")): "rank 1, cell 18: 1RECV_B1: rank 0 has no 2SEND_B1 after its 2B1 in cell 17",
+    lists(("3RECV_F0,", "")): "rank 0, cell 10: 2SEND_F0: rank 1 has no 3RECV_F0 before its 3F0 in cell 9",
+    lists(("0SEND_F0,", ""), ("1RECV_F0,", "")): (
+        "rank 1, cell 3: 1F0: there is no message to it from 0F0 on rank 0, cell 3"
+    ),
+    lists(("2SEND_F1", "2SEND_F1,2SEND_F1")): "rank 0, cell 13: 2SEND_F1: this is listed twice",
+    lists(("3SEND_B0,", "3SEND_B0,3SEND_F0,")): "rank 1, cell 14: 3SEND_F0: its stage has no neighbour there",
+    lists(("2SEND_B0", "2SEND_B9")): "rank 0, cell 15: 2SEND_B9: there is no such microbatch in 0..1",
+    lists(("2SEND_B0", "4SEND_B0")): "rank 0, cell 15: 4SEND_B0: there is no such stage in 0..3",
+    lists(("2SEND_B0", "1SEND_B0")): "rank 0, cell 15: 1SEND_B0: its stage is on rank 1: cell 4 has a job of it",
+    lists((",2B1,", ","), ("3RESHARD,", "3RESHARD,2B1,")): (
+        "rank 1, cell 21: 2B1: its stage is on rank 0: cell 9 has a job of it"
+    ),
+    lists(("0F0,", "0WAIT_SEND_F0,0F0,")): "rank 0, cell 3: 0WAIT_SEND_F0: there is no SEND before it",
+    lists(("0UNSHARD,", "")): "rank 0, cell 2: 0F0: the weights of its stage are sharded here",
+    lists(("0UNSHARD", "0UNSHARD,0UNSHARD")): (
+        "rank 0, cell 2: 0UNSHARD: the weights of its stage are unsharded already"
+    ),
+    lists(("1UNSHARD", "1RESHARD")): "rank 1, cell 1: 1RESHARD: the weights of its stage are sharded already",
+    lists(("2B0", "2REDUCE_GRAD,2B0")): "rank 0, cell 14: 2REDUCE_GRAD: backwards of its stage are still to come",
+    lists(("0REDUCE_GRAD", "0REDUCE_GRAD,0REDUCE_GRAD")): "rank 0, cell 26: 0REDUCE_GRAD: this is listed twice",
+    lists((",0REDUCE_GRAD", "")): "rank 0, cell 25: 0RESHARD: no REDUCE_GRAD of stage 0 comes after it",
+    lists(("0F0,0SEND_F0", "0SEND_F0,0F0")): (
+        'rank 0, cell 3: {"op": "SEND", "buf": "x.0.0", "to": 1}: x.0.0 is not defined on this rank before this line '
+        "(rule 2: every operand is defined before it is used)"
+    ),
+    lists(("3RECV_F0,3F0,3RECV_F1,", "3RECV_F1,3RECV_F0,3F0,")): (
+        'rank 1, cell 9: {"op": "RECV", "buf": "x.2.1", "from": 0}: the next message of this kind from rank 0 is sent '
+        'by rank 0, cell 10: {"op": "SEND", "buf": "x.2.0", "to": 1} '
+        "(rule 3: every SEND has its RECV or FETCH_W, in order)"
+    ),
+    lists(("2RECV_F0,0F1,0SEND_F1,", "0F1,0SEND_F1,2RECV_F0,"), ("1SEND_F0,1RECV_F1", "1RECV_F1,1SEND_F0")): "",
+    lists(("2RECV_F0,0F1,0SEND_F1,", "0F1,0SEND_F1,2RECV_F0,")): (
+        'rank 0, cell 6: {"op": "SEND", "buf": "x.0.1", "to": 1}: waits forever, in a cycle with '
+        'rank 1, cell 5: {"op": "SEND", "buf": "x.1.0", "to": 0} '
+        "(rule 4: no deadlock, even if every SEND blocks until it is matched)"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_no_such_list_is_refused(text, run, refused, tmp_path):
     path = tmp_path / "wrong.csv"
     path.write_text(text)
-    message = refused(run("compile", path, "-o", "-"), 1)
-    assert words in message and str(path) in message
+    if not WRONG[text]:  # messages that the rendezvous allows
+        assert run("check", path).code == 0
+        return
+    assert refused(run("check", path), 1) == f"schedgen: {path}: {WRONG[text]}"
 
 
-def test_an_order_that_cannot_run_names_the_jobs_that_wait(run, refused, tmp_path):
-    path = tmp_path / "stuck.csv"
-    path.write_text("0B0,0F0\n")
-    assert "B(0, 0) on worker 0 waits for F(0, 0)" in refused(run("compile", path, "-o", "-"), 2)
+def test_a_table_of_torchs_that_is_no_list_is_named(refused, run, tmp_path):
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    rows = get_schedule_ops("1F1B", 4, 10, 1)  # torch's Schedule1F1B lists F1 to F10 on the last rank
+    path = tmp_path / "1f1b.csv"
+    path.write_text("\n".join(",".join("" if action is None else str(action) for action in row) for row in rows))
+    assert "rank 3, cell" in (said := refused(run("check", path), 1))
+    assert said.endswith(": of 10 microbatches, stage 3 has an extra F10 and lacks F0")
+
+
+def test_hostile_files_are_answered_in_a_sentence(refused, run, tmp_path):
+    path, text = tmp_path / "hostile.csv", REPORTED.read_text()
+    for data in (
+        text.encode("utf-8-sig"),
+        text.replace("\n", "\r\n").encode(),
+        text.replace("0F0", '" 0F0 "').encode(),
+    ):
+        path.write_bytes(data)
+        assert run("check", path).code == 0
+    million = ",".join(f"0F{b},0B{b}" for b in range(500_000))
+    for hostile, words in (
+        (text.encode("utf-16"), "rank 0, cell 1: "),
+        (text[:-30].encode(), f"' {NOTHING}"),
+        (b"\xff\xfe\x00", f"cell 1: '\ufffd\ufffd\\x00' {NOTHING}"),
+        (text.lower().encode(), f"cell 1: '0unshard' {NOTHING}"),
+        (f"{million},0B499999\n".encode(), "rank 0, cell 1000001: 0B499999: this job is listed twice"),
+        (b"," * 10**6 + b"0F0", "stage 0 lacks B0"),
+        (b'"' + b"0F0," * 10**5, "not CSV: field larger than field limit"),
+    ):
+        path.write_bytes(hostile)
+        assert words in refused(run("check", path), 1)
 
 
 def test_halves_of_a_backward_belong_to_one_worker(run, refused, tmp_path):
@@ -195,17 +339,28 @@ def test_sizes_are_the_files_own(actions, run, refused, tmp_path):
     assert "No such file" in refused(run("compile", tmp_path / "none.csv", "-o", "-"), 1)
 
 
-def test_what_no_action_says_is_named(run, graph_file, refused, tmp_path):
-    """A schedule that its CSV does not describe fully; a fully described one gets no such note (above)."""
-    graph = graph_file(stages=4, edges=[[0, 1], [0, 2], [1, 2], [2, 3]], tied=[[0, 3]])
-    sizes = ("--microbatches", 4, "-o", tmp_path / "s.json")
+def test_what_torchs_lists_cannot_say_is_refused_by_name(run, graph_file, refused, tmp_path):
+    graph = graph_file(stages=4, edges=[[0, 1], [0, 2], [1, 2], [2, 3]])
+    sizes = ("--microbatches", 8, "-o", tmp_path / "s.json")
     for options, words in (
-        (("1f1b", "--graph", graph), "the stage graph and ties"),
-        (("fsdp", "--stages", 4), "weights away from their jobs"),
-        (("fsdp", "--stages", 4, "--shards", 2), "weights away from their jobs"),
-        (("1f1b", "--stages", 4, "--recompute", "0.1"), "forwards that are redone"),
-        (("1f1b", "--stages", 4, "--prefetch", 2), "its prefetch"),
+        (("1f1b", "--graph", graph), "torch's lists have no stage graph other than a chain"),
+        (("1f1b", "--graph", graph_file(stages=4, tied=[[0, 3]])), "torch's lists have no ties between stages"),
+        (("fsdp", "--stages", 4), "torch's lists have no FETCH_W, which brings weights to their jobs"),
+        (("fsdp", "--stages", 4, "--shards", 2), "torch's lists have no FETCH_W, which brings weights to their jobs"),
+        (("chimera", "--stages", 4), "torch's lists have no stage on several ranks, as stage 0 is"),
+        (("1f1b", "--stages", 4, "--recompute", "0.1"), "torch's lists have no RECOMPUTE"),
+        (("1f1b", "--stages", 4, "--forward"), "torch's lists have no forwards without backwards"),
     ):
         assert run("compile", *options, *sizes).code == 0
-        code, out, err = run("export", tmp_path / "s.json", "--to", "torch-jobs", "-o", "-")
-        assert (code, err) == (0, f"schedgen: note: torch's CSV has jobs alone: it loses {words}\n") and "0F0" in out
+        assert words in refused(run("export", tmp_path / "s.json", "--to", "torch", "-o", "-"), 2)
+
+
+def test_messages_that_torch_would_mix_up_are_refused(run, tmp_path):
+    path = tmp_path / "mixed.csv"
+    path.write_text(lists(("2RECV_F1,2F0", "2RECV_B0,2RECV_F1,2F0"), ("2SEND_F1,2RECV_B0", "2SEND_F1")))
+    assert run("check", path).code == 0  # each kind of message keeps its order
+    code, _, said = run("export", path, "--to", "torch", "-o", "-")
+    assert (
+        code == 2
+        and "rank 0 would receive x.1.1 of rank 1 as g.2.0, since torch matches messages by their order alone" in said
+    )
