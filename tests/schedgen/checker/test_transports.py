@@ -113,7 +113,7 @@ def test_a_swap_is_named_with_both_buffers(tmp_path, capsys):
     code, _, error = said(capsys, "check", tmp_path / "fsdp.json", "--transport", "in-order:edge")
     assert code == 1
     assert '"RECV", "buf": "dw.2", "from": 0}: this meets the SEND of another buffer, line ' in error
-    assert '{"op": "SEND", "buf": "w.0", "to": 2}, and so do 2 of ' in error
+    assert '{"op": "SEND", "buf": "w.0", "to": 2}, as 2 of ' in error
     assert "(rule 3: every SEND has its RECV or FETCH_W, on in-order:edge)" in error
 
 
@@ -125,7 +125,7 @@ def test_a_swap_is_named_with_both_buffers(tmp_path, capsys):
         ('[{"edges": [[0]]}]', 'entry 0: a communicator is {"edges": '),
         ('[{}, {"edges": [[0, 1, "q"]]}]', "entry 1: a communicator is "),
         ('[{"kinds": ["x"]}]', "entry 0: a communicator is "),
-        ('[{"edges": [[0, 1]]}]', 'no communicator carries this: rank 1: {"op": "SEND", "buf": "x.1.0", "to": 0}'),
+        ('[{"edges": [[0, 1]]}]', 'no communicator carries this: rank 0: {"op": "RECV", "buf": "x.1.0", "from": 1}'),
     ],
 )
 def test_a_bad_assignment_is_refused(tmp_path, capsys, text, words):
