@@ -61,7 +61,7 @@ def _refuse_others(proof: Proof, execution: Execution) -> None:
     other = delivered[name[sends[delivered]] != name[receives[delivered]]]
     for k in other[:1].tolist():
         words = f"this meets the SEND of another buffer, {proof.where(sends[k])}"
-        proof.refuse(3, receives[k], f"{words}, and so do {len(other)} of {len(sends)} messages in all")
+        proof.refuse(3, receives[k], f"{words}, as {len(other)} of {len(sends)} messages do")
 
 
 def refuse_circle(proof: Proof, all: Events, happened: Ints) -> None:

@@ -1,11 +1,11 @@
 """Repair: the order of messages in which a list is safe on a transport that delivers in order, jobs left in place.
 
-The list is executed with messages that nothing but their own SEND and receive delays. Where a communicator's operations can
-happen in the order of the list, they do; where nothing can happen, one that could overtakes. This gives all events one
-order. On each rank the operations of a communicator are then brought into this order, by moving some of them down, none
-further than directly behind one that comes before it: so a row is never moved beyond what waits for it, and no event
-has to follow a later one. With +batch, all messages of a rank are brought into the order of its events, so that a batch
-holds nothing that happens only after what its rank does next.
+The list is executed with messages that nothing but their own SEND and receive delays. Where a communicator's
+operations can happen in the order of the list, they do; where nothing can happen, one that could overtakes. This gives
+all events one order. On each rank the operations of a communicator are then brought into this order, by moving some of
+them down, none further than directly behind one that comes before it. So a row never moves beyond what waits for it,
+and no event has to follow a later one. With +batch, all messages of a rank are brought into the order of its events, so
+that a batch holds nothing that happens only after what its rank does next.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def repair(program: Program, name: str, transport: Transport) -> Repaired:
     analysis, rank, row = analyse(program), program.rows.rank.astype(np.int64), np.arange(len(program))
     queue, is_message = queues(program, transport), program.is_one_of(*MESSAGES)
     collective, free = analysis.waits.collective, np.full(len(program), -1)
-    # First as MPI delivers at its strictest, so that a list that is safe there stays so; at last with messages anywhere.
+    # First with MPI's strictest delivery: a list that is safe there stays so. At last with messages in any place.
     for communicator, touched in ((None, None), (free, None), (free, analysis.accesses)):
         all = events(program, analysis.lifetimes, analysis.named, collective, communicator, touched=touched)
         happened = all.execute(queue)

@@ -33,18 +33,18 @@ def run_repair(options: RepairOptions) -> int:
     cost, machine = costs(options, program)
     repaired = repair(program, name, transport)
     check(repaired.program, f"internal error, {name} repaired", transport)
+    if options.output:
+        with open_output(options.output) as file:
+            write(repaired.program, file)
     times = [simulate(each, cost, machine).latency for each in (program, repaired.program)]
     was = f"{times[0]:g}" if repaired.in_place else "one that never ends"
     ends = len(program.rows_of(*MESSAGES))
     out = sys.stderr if is_standard_output(options.output) else sys.stdout
-    moved = f"{len(repaired.moved)} of {number_of(ends, 'SEND and RECV')} moved"
+    moved = f"{len(repaired.moved)} of {ends} SENDs and receives moved"
     print(f"{name}: safe on {transport.name}, {moved}; simulated time {times[1]:g}, as it was {was}", file=out)
     proof = Proof(program, name)
     for row, behind in zip(repaired.moved.tolist(), repaired.behind.tolist(), strict=True):
         print(f"{proof.where(row)}: now behind {proof.where(behind) if behind >= 0 else 'nothing'}", file=out)
-    if options.output:
-        with open_output(options.output) as file:
-            write(repaired.program, file)
     return 0
 
 

@@ -71,24 +71,26 @@ def read_transport(text: str) -> Transport | None:
     raw = read_json(read_text(communicators), shown)
     if not isinstance(raw, list) or not 0 < len(raw) <= MOST_COMMUNICATORS:
         raise RefusedFile(f"{shown}: an assignment is a list of 1 to {MOST_COMMUNICATORS} communicators")
-    return Transport(
-        text, communicators, batch, tuple(_communicator(entry, f"{shown}: {k}") for k, entry in enumerate(raw))
-    )
+    assigned = tuple(_communicator(entry, f"{shown}: entry {k}") for k, entry in enumerate(raw))
+    return Transport(text, communicators, batch, assigned)
 
 
 def _communicator(entry: Any, where: str) -> Communicator:
     """One entry of an assignment; `where` it stands, for a refusal."""
     try:
         named = Communicator(**entry)
-        edges = ((_rank(a), _rank(b), _KINDS[kind[0]] if kind else Kind.NONE) for a, b, *kind in entry.get("edges", []))
-        return named._replace(edges=tuple(edges), groups=tuple(map(_rank, named.groups)))
-    except (AttributeError, TypeError, ValueError, LookupError):
+        return Communicator(tuple(_edge(*edge) for edge in named.edges), tuple(map(_number, named.groups)))
+    except (TypeError, ValueError, LookupError):
         form = '{"edges": [[sender, receiver], [sender, receiver, "x"], ...], "groups": [number, ...]}'
         raise RefusedFile(f"{where}: a communicator is {form}") from None
 
 
-def _rank(value: Any) -> int:
-    """A rank or another number below 2**31; ValueError for anything else."""
+def _edge(sender: Any, receiver: Any, kind: Any = None) -> tuple[int, int, Kind]:
+    return _number(sender), _number(receiver), Kind.NONE if kind is None else _KINDS[kind]
+
+
+def _number(value: Any) -> int:
+    """A rank or a group; ValueError for anything else."""
     if type(value) is not int or not 0 <= value < 2**31:
         raise ValueError
     return value

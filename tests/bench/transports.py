@@ -75,7 +75,7 @@ def verdicts(lists: list[list[str]], name: str) -> dict[str, str]:
             rule_4(check_but_waits(program, name, transport))
             found[communicators] = "ok"
         except RefusedFile as error:
-            swapped = re.search(r"so do (\d+ of \d+)", str(error))
+            swapped = re.search(r", as (\d+ of \d+) messages do", str(error))
             found[communicators] = f"swaps {swapped[1]}" if swapped else "hangs"
     return found
 

@@ -1,10 +1,10 @@
 """Execute the messages of lists on MPI as a transport that delivers in order would: one at a time in each communicator.
 
-mpiexec -n R python -m mpi4py in_order_ranks.py TRANSPORT LIST ...
+mpiexec -n R python -m mpi4py in_order_ranks.py TRANSPORT SECONDS LIST ...
 
 A message carries the name of its buffer, and is an Issend, which blocks those behind it until it is received. Its tag
 is its communicator, so position decides what a receive meets. Jobs take no time. A rank that gets no further for
-PATIENCE seconds says where it stands, and ends the launch with exit code 3.
+SECONDS says where it stands, and ends the launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from schedgen.ir.instructions import Instruction, Kind, Op, buffer_name
 from schedgen.ir.program import Program
 from schedgen.ir.transport import communicators, read_transport
 
-PATIENCE = 3.0
 SIZE = 64  # bytes of a message
 
 
@@ -33,7 +32,7 @@ def name_of(each: Instruction) -> bytes:
     return buffer_name(kind, each.stage, each.mb, each.piece).encode().ljust(SIZE)
 
 
-def run(world: MPI.Intracomm, program: Program, communicator: np.ndarray) -> int:
+def run(world: MPI.Intracomm, program: Program, communicator: np.ndarray, patience: float) -> int:
     """Execute this rank's list; return how many of its receives got another buffer. `communicator`: by row."""
     lifetimes, swapped = analyse(program).lifetimes, 0
     groups = [world.Create(world.group.Incl(group)) for group in program.header.groups]
@@ -78,7 +77,7 @@ def run(world: MPI.Intracomm, program: Program, communicator: np.ndarray) -> int
                 swapped += program.instruction(first).op in RECEIVERS and data != name_of(program.instruction(first))
         if (row, len(done)) != before:
             since = time.monotonic()
-        elif time.monotonic() - since > PATIENCE:
+        elif time.monotonic() - since > patience:
             print(f"rank {world.rank} waits at {program.instruction(min(row, end - 1))}", flush=True)
             world.Abort(3)
         else:
@@ -87,9 +86,11 @@ def run(world: MPI.Intracomm, program: Program, communicator: np.ndarray) -> int
 
 
 if __name__ == "__main__":
-    transport = read_transport(sys.argv[1])
-    for name in sys.argv[2:]:
+    world, transport = MPI.COMM_WORLD, read_transport(sys.argv[1])
+    assert transport
+    for name in sys.argv[3:]:
         program = checked(name, partial(check_but_waits, transport=transport))
-        swapped = MPI.COMM_WORLD.allreduce(run(MPI.COMM_WORLD.Dup(), program, communicators(program, transport)))
-        if MPI.COMM_WORLD.rank == 0:
+        number = communicators(program, transport)
+        swapped = world.allreduce(run(world.Dup(), program, number, float(sys.argv[2])))
+        if world.rank == 0:
             print(f"{name}: {swapped} swapped", flush=True)
