@@ -200,7 +200,8 @@ class GradBuffers:
             buffer = self.of_unit(unit)
             if buffer.sliced_from is None or unit in zeroed:
                 acts.append((row, buffer.zero))
-            elif unit[0] not in zeroed:
+                continue
+            if unit[0] not in zeroed:
                 acts.append((row, buffer.sliced_from.zero))
             zeroed |= {unit[0], unit}
         return acts

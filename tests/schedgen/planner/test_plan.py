@@ -12,6 +12,8 @@ from examples import further
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
+from schedgen.compiler.sum_trees import TWO_LEVEL
 from schedgen.ir.instructions import Op
 from schedgen.planner.candidates import candidate_bound, candidates
 from schedgen.planner.layer_profile import Layers, read_layers
@@ -21,6 +23,7 @@ from schedgen.planner.stage_costs import balanced, stage_costs
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
+from schedgen.simulator.network import topology
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import stats
 from schedgen.util.jit import compiled_always
@@ -375,3 +378,15 @@ def test_what_cannot_be_planned_is_one_sentence(run, refused):
     result = run("plan", *options, "--microbatches", 8, "--memory", "1e9")
     assert (result.code, result.out) == (2, "")
     assert "no schedule fits 4 workers and 1e+09 bytes each" in result.err.splitlines()[-1]
+
+
+def test_between_hosts_gradients_are_summed_inside_them_first():
+    layers = model(4)
+    layers = layers._replace(machine=layers.machine._replace(weight=20e6 * np.ones(4)))
+    network = topology(2, 4, (5e-6, 1e-4), (1 / 9e9, 1 / 1e9))
+    first = plan(layers, 8, 8, network=network, schemes=["ddp"])
+    assert first.front[0].sums == TWO_LEVEL
+    whole = compile(load("ddp", sizes := Sizes(first.front[0].stages, 8, 8)), sizes, Options())
+    costs = stage_costs(layers, tuple(itertools.accumulate(first.front[0].layers)), 1e9)
+    slower = simulate(whole, costs.with_halves, costs.machine.on(network)).end.max()
+    assert first.front[0].step_time < 0.8 * slower
