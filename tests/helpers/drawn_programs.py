@@ -208,12 +208,15 @@ def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
         scheme, sizes, options = with_slices(draw, case)
     limit = draw(st.integers(1, 6)) if "memory limit" in features else None
     options = replace(options, memory_limit=limit, forward="forward" in features)
-    try:
-        program = compile(scheme, sizes, options)
-        check_compiled(program)
-    except UsageError as error:
-        event(f"not compiled: {str(error)[:40]}")
-        assume(False)
+    program = None
+    for tried in (options, *[replace(options, offload=())] * ("offload" not in required)):  # often there is no room
+        try:
+            program = program or compile(scheme, sizes, tried)
+            check_compiled(program)
+        except UsageError as error:
+            event(f"not compiled: {str(error)[:40]}")
+            program = None
+    assume(program)
     for feature in sorted(features):
         event(feature)
     return program
