@@ -201,6 +201,8 @@ class StatsOptions(Form, InputFile):
     profile: str | None = option("--profile P", "JSON with durations and bytes", group="costs", file=READ)
     graph: str | None = option("--graph FILE", LAYERS_GRAPH, file=READ, needs="profile")
     measured: str | None = option("--measured TRACE", "an mpirun --trace file, in seconds", group="costs", file=READ)
+    memory: bool = switch("--memory", "what each rank holds at its peak, and what lowers the highest, at what cost")
+    machine: str | None = option("--machine FILE", "with --memory: JSON of hosts and links", file=READ, needs="memory")
 
 
 @dataclass(frozen=True, kw_only=True)

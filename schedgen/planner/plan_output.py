@@ -13,7 +13,7 @@ from schedgen.planner.order_search.question import FoundOrder
 from schedgen.planner.partition import Partition, replicated_seconds
 from schedgen.planner.plan import Plan
 from schedgen.util.errors import clip, number_of
-from schedgen.util.text_table import aligned
+from schedgen.util.text_table import aligned, short_bytes
 
 
 def partition_as_json(layers: Layers, workers: int, bandwidth: float, partition: Partition) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def partition_as_text(numbers: dict[str, Any]) -> Iterator[str]:
     """The numbers of `partition_as_json` as lines: one for each stage, then those of the whole pipeline."""
     rows = [("stage", "layers", "replicas", "compute s", "weights", "in flight", "memory", "time s", "transfer s")]
     for number, stage in enumerate(numbers["stages"]):
-        weight, memory = (_bytes(stage[key]) for key in ("weight", "memory"))
+        weight, memory = (short_bytes(stage[key]) for key in ("weight", "memory"))
         compute, time, transfer = (f"{stage[key]:.4g}" for key in ("compute", "time", "transfer"))
         replicas, in_flight = str(stage["replicas"]), str(stage["in_flight"])
         rows.append(
@@ -91,7 +91,7 @@ def plan_as_text(plan: Plan) -> Iterator[str]:
             if isinstance(schedule.replicas, int)
             else clip("-".join(map(str, schedule.replicas)))
         ) + ", interleaved" * schedule.interleave
-        time, memory = f"{schedule.step_time:.4g}", _bytes(schedule.peak_bytes)
+        time, memory = f"{schedule.step_time:.4g}", short_bytes(schedule.peak_bytes)
         rows.append(
             (schedule.scheme, str(schedule.stages), replicas, str(schedule.recomputed), schedule.order, time, memory)
         )
@@ -122,10 +122,3 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
 def _name_range(names: Sequence[str]) -> str:
     first, last = clip(names[0]), clip(names[-1])
     return first if len(names) == 1 else f"{first} to {last} ({len(names)})"
-
-
-def _bytes(count: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} B"
