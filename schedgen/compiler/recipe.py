@@ -89,8 +89,8 @@ def recipe_of(program: Program, times: Mapping[str, Amount] | None = None) -> Re
     for recipe in _guesses(header, times):
         with suppress(UsageError):
             again = recipe.compile()
-            pairs = zip(again.rows, program.rows, strict=True)
-            if again.header.scheme == header.scheme and all(np.array_equal(*columns) for columns in pairs):
+            pairs = zip(again.rows.columns(), program.rows.columns(), strict=True)
+            if again.header.scheme == header.scheme and all(np.array_equal(new, old) for new, old in pairs):
                 return recipe
     raise UsageError(
         f"{name} with this header does not compile to these instructions: they were searched for, or edited"

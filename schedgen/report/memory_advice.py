@@ -153,7 +153,7 @@ def advice_as_text(advice: Advice) -> Iterator[str]:
     for rank, (peak, parts) in enumerate(zip(advice.peaks, advice.parts, strict=True)):
         yield f"rank {rank} needs {short_bytes(peak)}"
         cells = [
-            (f"  {part.held}", part.kind, _stages(part), f"{part.count} x", short_bytes(part.bytes)) for part in parts
+            (f"  {part.held}", part.kind, _stages(part), str(part.number), short_bytes(part.bytes)) for part in parts
         ]
         yield from aligned(cells, 3)
     lower = [change for change in advice.changes if change.peak_bytes < advice.peak_bytes]
@@ -167,8 +167,8 @@ def advice_as_text(advice: Advice) -> Iterator[str]:
     yield from aligned([(f"  {first}", *rest) for first, *rest in rows], 1)
     if no_lower := [change.change for change in advice.changes if change.peak_bytes >= advice.peak_bytes]:
         yield f"no lower with {', '.join(no_lower)}"
-    for change, reason in advice.not_tried.items():
-        yield f"not tried: {change}: {reason if len(reason) <= LONGEST else reason.partition(': ')[0]}"
+    for untried, reason in advice.not_tried.items():
+        yield f"not tried: {untried}: {reason if len(reason) <= LONGEST else reason.partition(': ')[0]}"
 
 
 def _stages(part: Part) -> str:
