@@ -14,6 +14,8 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
@@ -22,7 +24,7 @@ from schedgen.ir.cost import has_both, shortest_halves, without_redo
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
-from schedgen.planner.candidates import Candidate, candidate_bound, candidates, with_layers
+from schedgen.planner.candidates import Candidate, CandidateBound, candidate_bound, candidates, with_layers
 from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.placed_problem import least_time
@@ -118,19 +120,8 @@ def plan(
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
-    every: _Front = []  # the Pareto front of all, whether they fit or not: of those that fit, it has the front, too
-    simulated = 0
     with compiled_always():
-        for bound, candidate in over(bounded, "search", len(bounded)):
-            if bound.least > memory or _beaten(bound.seconds, bound.bytes, every):
-                continue
-            simulated += 1
-            for entry in _simulated(candidate):
-                every = _with(entry, every)
-        starts = every
-        for start in over(starts, "move cuts", len(starts)):
-            for moved in _moved(start, layers, bandwidth, memory):
-                every = _with(moved, every)
+        every, simulated = _front_of_all(bounded, layers, bandwidth, memory)
         front: _Front = [entry for entry in every if entry.schedule.peak_bytes <= memory]
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
@@ -138,14 +129,52 @@ def plan(
             for found in _searched(placed, fastest, memory, budget):
                 front = _with(found, front)
     if not front:
+        if math.isfinite(memory):  # what was ruled out because it does not fit may be what needs least
+            with compiled_always():
+                every, _ = _front_of_all(bounded, layers, bandwidth, math.inf)
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
         batches = number_of(microbatches, "microbatch")
-        raise UsageError(f"{what} fits {number_of(workers, 'worker')}{limit} with {batches}")
+        raise UsageError(f"{what} fits {number_of(workers, 'worker')}{limit} with {batches}{_least_memory(every)}")
     front = sorted(front, key=lambda entry: entry.schedule.step_time)
     first = front[0]
     program = first.program or _compiled(first.candidate, first.costs, first.ordered_by)
     return Plan([entry.schedule for entry in front], program, len(bounded), simulated)
+
+
+def _front_of_all(
+    bounded: Sequence[tuple[CandidateBound, Candidate]], layers: Layers, bandwidth: float, memory: float
+) -> tuple[_Front, int]:
+    """The Pareto front of the candidates, whether they fit or not: of those that fit, it has the front, too; and how
+    many candidates were simulated. Left out are those that no cuts make fit.
+    """
+    every: _Front = []
+    simulated = 0
+    for bound, candidate in over(bounded, "search", len(bounded)):
+        if bound.least > memory or _beaten(bound.seconds, bound.bytes, every):
+            continue
+        simulated += 1
+        for entry in _simulated(candidate):
+            every = _with(entry, every)
+    starts = every
+    for start in over(starts, "move cuts", len(starts)):
+        for moved in _moved(start, layers, bandwidth, memory):
+            every = _with(moved, every)
+    return every, simulated
+
+
+def _least_memory(every: _Front) -> str:
+    """A clause with the fewest bytes that one of these schedules needs, and the schedule; empty if there is none."""
+    if not every:
+        return ""
+    least = min((entry.schedule for entry in every), key=lambda schedule: (schedule.peak_bytes, schedule.step_time))
+    replicas = ",".join(map(str, np.atleast_1d(least.replicas)))
+    words = [number_of(least.stages, "stage"), *[f"replicas {replicas}"] * (replicas != "1")]
+    words += ["all forwards redone"] * (least.recomputed > 0)
+    return (
+        f"; the least that would is {least.peak_bytes} bytes, by {least.scheme} with {', '.join(words)}, "
+        f"in {least.step_time:.4g} s a step"
+    )
 
 
 def pipedream(layers: Layers, workers: int, bandwidth: float, microbatches: int, memory: float = math.inf) -> Program:
