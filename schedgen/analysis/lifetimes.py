@@ -5,8 +5,9 @@ or in bytes, the memory timeline and the memory plan are all computed from the l
 
 The accesses to one buffer on one rank, in the order of the list, must be of the form
     DEFINE READ* END
-where ADD may take the place of DEFINE and of READ. An owned weight exists from start to end, and a fetched weight may
-have several lives. A buffer that an instruction ends takes memory until the instruction is done.
+where ADD may take the place of DEFINE and of READ. An owned weight exists from start to end. A fetched weight may have
+several lives, and so may what a forward saves: before and after it is on the host. A buffer that an instruction ends
+takes memory until the instruction is done.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Memory(NamedTuple):
     partial: Numbers
     saved: Numbers
     half: Numbers
+    host: Numbers  # in the memory of the host
 
 
 class MemoryTimeline(NamedTuple):
@@ -99,7 +101,7 @@ class Lifetimes:
         return np.isin(self.program.rows.op[self.begin], RECEIVERS) & (self.begin >= 0)
 
     def amounts(self, sizes: Numbers) -> Numbers:
-        """Bytes of every life. `sizes`: by kind of buffer and size column, shape (7, columns)."""
+        """Bytes of every life. `sizes`: by kind of buffer and size column, shape (8, columns)."""
         bytes: Numbers = sizes[self.buffer, self.size_column]
         return bytes
 
@@ -130,7 +132,8 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     header, number = program.header, accesses.number
     owner, versions = header.is_owner, header.weight_versions.count
     numbers = numbers_in_all(header)
-    numbers[Buffer.HALF] *= (accesses.buffer == Buffer.HALF).any()
+    for rare in (Buffer.HALF, Buffer.HOST):
+        numbers[rare] *= (accesses.buffer == rare).any()
     # Only few of the possible partials exist: they are renumbered.
     partial = np.flatnonzero(accesses.buffer == Buffer.PARTIAL)
     partials, numbered = np.unique(number[partial], return_inverse=True)
@@ -209,7 +212,8 @@ def _follow(
         is_alive = life >= 0 or life == _KEPT
         replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # overwrites version v - 1
         begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
-        several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # may have several lives, in turn
+        # May have several lives, in turn.
+        several = thing == Buffer.W or thing == Buffer.SAVED or (thing == Buffer.DW and versions > 1)
         if own and versions == 1 and (begins or does == Effect.END):
             fault = OWNED
         elif is_alive and begins:

@@ -13,7 +13,7 @@ import numpy as np
 
 from schedgen.analysis.lifetimes import Lifetimes
 from schedgen.ir.effects import COLLECTIVES, RECEIVERS, SENDERS
-from schedgen.ir.instructions import Kind
+from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.util.arrays import AnyInts, Ints, Numbers
 from schedgen.util.sort import stable_order
@@ -66,7 +66,7 @@ class Waits(NamedTuple):
     """The wait graph as arrays by row, -1: none; only for programs for which rules 3, 6 and 7 are proved."""
 
     first: Ints  # row r is the first to use what SENDs sends[first[r] : first[r + 1]] bring; shape (rows + 1,)
-    sends: Ints
+    sends: Ints  # SENDs, and RELOADs, each of which is the SEND of what it brings
     receiver: Ints  # of a SEND: the RECV or FETCH_W
     collective: Ints  # of an ALLREDUCE or NORM: the number of the collective it enters ...
     members: Numbers  # ... and by that number, how many rows enter it
@@ -77,6 +77,8 @@ def wait_graph(program: Program, lifetimes: Lifetimes, messages: Messages) -> Wa
     length = len(program)
     receiver, sender = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
     receiver[messages.sends], sender[messages.receives] = messages.receives, messages.sends
+    reloads = program.rows_of(Op.RELOAD)
+    sender[reloads] = reloads
     first = np.zeros(length + 1, np.int32)
     first[1:] = np.cumsum(np.bincount(lifetimes.users, minlength=length))
     collective, members = np.full(length, -1, np.int32), [np.zeros(0, np.int64)]

@@ -39,6 +39,7 @@ def forwards(placed: PlacedScheme) -> PlacedScheme:
         unsplit_backward=nowhere,
         delayed_send=nowhere,
         recompute=nowhere,
+        offload=nowhere,
         tied=(),
     )
 
@@ -75,5 +76,6 @@ def _placed(program: Program) -> PlacedScheme:
         unsplit_backward=nowhere,
         delayed_send=nowhere,
         recompute=nowhere,
+        offload=nowhere,
         tensor_parallel=header.tensor_parallel,
     )

@@ -9,12 +9,13 @@ import numpy as np
 
 from schedgen.compiler.passes import FORWARDS, PIPELINE, WITH_VERSIONS
 from schedgen.compiler.passes.free import free
+from schedgen.compiler.passes.offload import named_forwards, offload
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, Op, W
 from schedgen.ir.program import Program, rows
 from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
-from schedgen.util.arrays import Flags, Ints, Times
+from schedgen.util.arrays import Ints, Times
 from schedgen.util.progress import over
 from schedgen.util.sort import stable_order
 from schedgen.util.version import __version__
@@ -33,8 +34,9 @@ def lower(placed: PlacedScheme, start: Times, dump: Dump = lambda name, program:
         program = insert(program, placed)
         dump(insert.__name__, program)
     program = program.project()  # a separate statement: it frees the global program, a third of the memory
-    program = free(program)
-    dump("free", program)
+    for insert in (free, offload):
+        program = insert(program, placed)
+        dump(insert.__name__, program)
     return program
 
 
@@ -59,14 +61,6 @@ def emit_jobs(header: Header, start: Times, placed: PlacedScheme) -> Program:
     return program.insert(rows(Op.RECOMPUTE, worker[job], stage=s[job], mb=b[job]), after=redone - 1)
 
 
-def _named(redone: Flags) -> list[int | list[int]]:
-    """Stages whose forwards are all redone, and pairs of a stage and a microbatch where only some are."""
-    named: list[int | list[int]] = []
-    for stage, of_stage in enumerate(redone):
-        named += [stage] if of_stage.all() else [[stage, mb] for mb in np.flatnonzero(of_stage).tolist()]
-    return named
-
-
 def header_of(placed: PlacedScheme) -> Header:
     """The header of the program, with a group for every set of ranks that a collective needs."""
     scheme, options = placed.scheme, placed.options
@@ -86,7 +80,7 @@ def header_of(placed: PlacedScheme) -> Header:
             "weight_slots": options.weight_slots,
             "fan_out": options.fan_out,
             "prefetch": options.prefetch,
-            "recompute": _named(placed.recompute),
+            "recompute": named_forwards(placed.recompute),
             **({} if options.memory_limit is None else {"memory_limit": options.memory_limit}),
             **({} if scheme.updates == FLUSH else {"updates": scheme.updates}),
             **({"accumulated": accumulated} if scheme.updates == TWO_BUFFERS else {}),

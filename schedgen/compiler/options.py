@@ -16,14 +16,17 @@ from schedgen.schemes.scheme import MODES, Scheme, Sizes, no_order
 from schedgen.util.errors import NeedsOption, UsageError, number_of
 from schedgen.util.option_fields import count, natural, option, switch
 
-Redone = int | tuple[int, int]  # a stage, on all microbatches, or a stage and a microbatch
+Jobs = int | tuple[int, int]  # a stage, on all microbatches, or a stage and a microbatch
+ALL, EXCEPT_LAST = "all", "except-last"
+# The options that name forwards, and the words that they take in place of stages and microbatches.
+NAMES_FORWARDS = {"recompute": (ALL, EXCEPT_LAST), "offload": (ALL,)}
 
 
-def redone(text: str) -> str | list[Redone]:
-    """The forwards to redo from an option's text: stages, or stages and microbatches, as in 0,3.1, or a word."""
-    if text in ("all", "except-last"):
+def forwards(text: str) -> str | list[Jobs]:
+    """Forwards from an option's text: stages, or stages and microbatches, as in 0,3.1, or a word."""
+    if text in (ALL, EXCEPT_LAST):
         return text
-    named: list[Redone] = []
+    named: list[Jobs] = []
     for shard in text.split(","):
         stage, dot, mb = shard.partition(".")
         named.append((natural(stage), natural(mb)) if dot else natural(stage))
@@ -43,11 +46,18 @@ class Options:
     weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time", count, 2)
     fan_out: int = option("--fan-out K", "copies of a stage, or sums, that one worker sends, others relay", count, 2)
     prefetch: int = option("--prefetch K", "how many jobs before its SEND a receive is posted", natural, 1)
-    recompute: str | Collection[Redone] = option(
+    recompute: str | Collection[Jobs] = option(
         "--recompute all|except-last|S,S.B,...",
         "forwards redone before their backward: of a stage, of a stage and a microbatch, or of all microbatches "
         "but the last; default: none",
-        redone,
+        forwards,
+        (),
+    )
+    offload: str | Collection[Jobs] = option(
+        "--offload all|S,S.B,...",
+        "forwards that keep what they save in host memory until their backward, where a job runs meanwhile: of a "
+        "stage, of a stage and a microbatch, or all that are not redone; default: none",
+        forwards,
         (),
     )
     memory_limit: int | None = option(
@@ -95,30 +105,39 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         raise UsageError("replicated_stages are those that all slices compute alike: give tensor, too")
     if options.tensor > 1 and updates != FLUSH:
         raise UsageError(f"--updates {updates}: weights that have versions have no slices: leave --tensor out")
-    is_word = isinstance(options.recompute, str) and options.recompute in ("all", "except-last")
-    listed: Collection[Any] = () if is_word else options.recompute
-    redone = [each if isinstance(each, tuple) else (each, 0) for each in listed]
-    are_pairs = all(len(pair) == 2 and all(isinstance(number, Integral) for number in pair) for pair in redone)
-    if isinstance(listed, str) or not are_pairs:
-        raise UsageError(
-            f"recompute {options.recompute!r} is not 'all', 'except-last', stages, or pairs of a stage and a microbatch"
-        )
-    for name, named in (("replicated_stages", options.replicated_stages), ("--recompute", [s for s, _ in redone])):
-        for stage in named:
-            if not 0 <= stage < stages:
-                raise UsageError(f"{name} {stage}: there is no such stage in 0..{stages - 1}")
-    for stage, mb in redone:
-        if not 0 <= mb < sizes.microbatches:
-            raise UsageError(f"--recompute {stage}.{mb}: there is no such microbatch in 0..{sizes.microbatches - 1}")
+    _check_stages("replicated_stages", options.replicated_stages, stages)
+    for name, words in NAMES_FORWARDS.items():
+        _check_forwards(name, getattr(options, name), words, stages, sizes.microbatches)
     for tie in options.tied:
         if len(tie) < 2 or len(set(tie)) < len(tie) or not all(0 <= stage < stages for stage in tie):
             numbers = ",".join(map(str, tie))
             raise UsageError(f"tied {numbers}: a tie is two or more different stages in 0..{stages - 1}")
 
 
+def _check_forwards(name: str, given: str | Collection[Any], words: Sequence[str], stages: int, batches: int) -> None:
+    """Raise UsageError unless an option that names forwards has one of its words, or names forwards that exist."""
+    listed: Collection[Any] = () if isinstance(given, str) and given in words else given
+    jobs = [each if isinstance(each, tuple) else (each, 0) for each in listed]
+    are_pairs = all(len(pair) == 2 and all(isinstance(number, Integral) for number in pair) for pair in jobs)
+    if isinstance(listed, str) or not are_pairs:
+        known = ", ".join(map(repr, words))
+        raise UsageError(f"{name} {given!r} is not {known}, stages, or pairs of a stage and a microbatch")
+    _check_stages(f"--{name}", [stage for stage, _ in jobs], stages)
+    for stage, mb in jobs:
+        if not 0 <= mb < batches:
+            raise UsageError(f"--{name} {stage}.{mb}: there is no such microbatch in 0..{batches - 1}")
+
+
+def _check_stages(name: str, named: Collection[int], stages: int) -> None:
+    for stage in named:
+        if not 0 <= stage < stages:
+            raise UsageError(f"{name} {stage}: there is no such stage in 0..{stages - 1}")
+
+
 def _check_forward(options: Options) -> None:
     for name, given, why in (
         ("--recompute", options.recompute, "there is no backward to redo a forward for"),
+        ("--offload", options.offload, "there is no backward to bring anything back for"),
         ("--memory-limit", options.memory_limit is not None, "forwards save nothing for a backward"),
         (f"--updates {options.updates}", options.updates not in (None, FLUSH), "weights do not change"),
     ):

@@ -42,6 +42,7 @@ class PlacedScheme:
     unsplit_backward: Flags  # (S, B): whether the backward is unsplit: I and W are one job
     delayed_send: Flags  # (S, B): whether x.s.b leaves only after the worker's next job
     recompute: Flags  # (S, B): whether the forward keeps nothing and is redone before the backward
+    offload: Flags  # (S, B): whether what the forward saves is in host memory until the backward
     tensor_parallel: TensorParallel
     caps: Numbers | None = None  # by stage, the most microbatches in flight on a worker
     tied: tuple[tuple[int, ...], ...] = ()  # stages that share parameters
@@ -87,6 +88,7 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
         unsplit_backward=evaluate_marks("unsplit_backward", scheme.unsplit_backward, stages, batches),
         delayed_send=evaluate_marks("delayed_send", scheme.delayed_send, stages, batches),
         recompute=np.zeros((stages, batches), bool),
+        offload=np.zeros((stages, batches), bool),
         tensor_parallel=TensorParallel(1, (), stages),
     )
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
+from schedgen.compiler.options import Jobs, Options
 from schedgen.ir.cost import Amount, own_costs
 from schedgen.ir.header import Header
 from schedgen.ir.program import Program
@@ -104,15 +104,18 @@ def _guesses(header: Header, times: Mapping[str, Amount] | None) -> Iterator[Rec
     own = load(header.scheme["name"], sizes, tensor)
     if header.n != own.order and header.n not in ORDERS:
         raise UsageError(f"its order is '{header.n}', which no --n makes")
-    named = [
-        (each[0] // tensor, each[1]) if isinstance(each, list) else each // tensor for each in lowering["recompute"]
-    ]
+
+    def of_model(forwards: list[int | list[int]]) -> tuple[Jobs, ...]:
+        named: list[Jobs] = [s // tensor if isinstance(s, int) else (s[0] // tensor, s[1]) for s in forwards]
+        return tuple(dict.fromkeys(named))
+
     options = replace(
         options,
         mode=None if header.mode == own.mode else header.mode,
         n=None if header.n == own.order else header.n,
         cost=header.cost,
-        recompute=tuple(dict.fromkeys(named)),
+        recompute=of_model(lowering["recompute"]),
+        offload=of_model(lowering.get("offload", [])),
         memory_limit=header.memory_limit,
         updates=None if header.weight_versions.updates == own.updates else header.weight_versions.updates,
         **{name: lowering[name] for name in ("weight_slots", "fan_out", "prefetch")},

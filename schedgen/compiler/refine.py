@@ -6,15 +6,17 @@ steps, ordering and lowering, only know stages of the program.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
+from schedgen.compiler.options import ALL, Jobs
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import F
 from schedgen.ir.stage_graph import StageGraph, expand_slices
 from schedgen.ir.tensor_parallel import TensorParallel, check_slices_apart
-from schedgen.util.arrays import Ints
+from schedgen.util.arrays import Flags, Ints
 from schedgen.util.errors import UsageError
 
 
@@ -31,13 +33,12 @@ def _substages(placed: PlacedScheme) -> PlacedScheme:
         rank = np.unique(n, return_inverse=True)[1].reshape(n.shape).astype(np.int64) * P
         backward = np.arange(len(n))[:, None, None] != F
         n = np.repeat(rank, P, axis=1) + np.where(backward, P - 1 - p, p)
-    recompute = np.zeros((stages * P, n.shape[2]), bool)
-    if isinstance(options.recompute, str):  # torchgpipe's words
-        kept = 0 if options.recompute == "all" else placed.scheme.replicas  # each replica has one of the last
-        recompute[:, : n.shape[2] - kept] = True
-    else:
-        for redone in options.recompute:  # a stage, or a pair of a stage and a microbatch
-            recompute[redone] = True
+    recompute, offload = (
+        _named(forwards, stages * P, n.shape[2], placed.scheme.replicas)
+        for forwards in (options.recompute, options.offload)
+    )
+    for s, b in np.argwhere(recompute & offload & (options.offload != ALL))[:1].tolist():
+        raise UsageError(f"--offload {s}.{b}: --recompute redoes this forward, so it saves nothing")
     within = [(s * P + k, s * P + k + 1) for s in range(stages) for k in range(P - 1)]
     between = [(producer * P + P - 1, consumer * P) for producer, consumer in placed.graph.edges]
     last = tuple(stage * P + P - 1 for stage in placed.graph.per_consumer)
@@ -51,8 +52,21 @@ def _substages(placed: PlacedScheme) -> PlacedScheme:
         unsplit_backward=np.repeat(placed.unsplit_backward, P, axis=0),
         delayed_send=np.repeat(placed.delayed_send, P, axis=0) & (p == P - 1),
         recompute=recompute,
+        offload=offload,
         tied=tuple(tuple(sorted(tie)) for tie in options.tied),
     )
+
+
+def _named(forwards: str | Collection[Jobs], stages: int, batches: int, replicas: int) -> Flags:
+    """(S, B): the forwards that an option names."""
+    named = np.zeros((stages, batches), bool)
+    if isinstance(forwards, str):
+        kept = 0 if forwards == ALL else replicas  # torchgpipe's words: each replica has one of the last
+        named[:, : batches - kept] = True
+    else:
+        for each in forwards:  # a stage, or a pair of a stage and a microbatch
+            named[each] = True
+    return named
 
 
 def _slices(placed: PlacedScheme) -> PlacedScheme:
@@ -84,6 +98,7 @@ def _slices(placed: PlacedScheme) -> PlacedScheme:
         unsplit_backward=np.repeat(placed.unsplit_backward, T, axis=0),
         delayed_send=np.repeat(placed.delayed_send, T, axis=0),
         recompute=np.repeat(placed.recompute, T, axis=0),
+        offload=np.repeat(placed.offload, T, axis=0),
         tied=tuple(sorted(set(ties))),
         tensor_parallel=TensorParallel(T, tuple(np.flatnonzero(~split).tolist()) if T > 1 else (), stages * T),
     )

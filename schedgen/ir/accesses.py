@@ -24,7 +24,7 @@ class Accesses(NamedTuple):
     """What the rows of a program do to which buffers, in the order in which they do it; one array entry per access.
 
     Buffers are numbered within their kind: x and g by stage or, after all stages, by edge, and then by microbatch; w by
-    unit and version; dw by unit; partials by unit and sender; saved and half by stage and microbatch.
+    unit and version; dw by unit; partials by unit and sender; saved, half and host by stage and microbatch.
     """
 
     row: Ints  # ascending
@@ -43,7 +43,7 @@ def numbers_per_size(header: Header) -> Numbers:
     The columns are stages and then edges for x and g, units for w, dw and partials, and stages for the rest.
     """
     batches = header.microbatches
-    return np.array([batches, batches, header.weight_versions.count, 1, header.workers, batches, batches])
+    return np.array([batches, batches, header.weight_versions.count, 1, header.workers, batches, batches, batches])
 
 
 def numbers_in_all(header: Header) -> Numbers:
@@ -69,7 +69,7 @@ class Slots(NamedTuple):
 
 def slots(numbers: Numbers) -> Slots:
     """The slots for `numbers`, how many buffers there are of each kind."""
-    of_jobs = [kind for kind in (Buffer.X, Buffer.G, Buffer.SAVED, Buffer.HALF) if numbers[kind]]
+    of_jobs = [kind for kind in (Buffer.X, Buffer.G, Buffer.SAVED, Buffer.HALF, Buffer.HOST) if numbers[kind]]
     begin, step = np.zeros(len(Buffer), np.int64), np.ones(len(Buffer), np.int64)
     begin[of_jobs], step[of_jobs] = np.arange(len(of_jobs)), len(of_jobs)
     count = len(of_jobs) * int(numbers[of_jobs].max(initial=0))

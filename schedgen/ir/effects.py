@@ -23,6 +23,7 @@ class Buffer(IntEnum):
     PARTIAL = 4  # a dw received from another rank, not added yet
     SAVED = 5  # what a forward keeps for its backward
     HALF = 6  # what a BWD_I keeps in addition for its BWD_W
+    HOST = 7  # in the memory of the host: what an OFFLOAD copies there, until its RELOAD
 
 
 class Effect(IntEnum):
@@ -60,7 +61,7 @@ class Does(NamedTuple):
     which: Which
 
 
-X, G, W, DW, PARTIAL, SAVED, HALF = Buffer
+X, G, W, DW, PARTIAL, SAVED, HALF, HOST = Buffer
 READ, SEND, DEFINE, RECEIVE, ADD, CHANGE, END = Effect
 NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, SHARDS, TIED, BEFORE, IN_PLACE, BESIDE = Which
 Form = dict[Kind, tuple[Does, ...]]  # what an opcode does, by the kind of buffer that it names
@@ -94,7 +95,9 @@ EFFECTS: dict[Op, Form] = {
     Op.ALLREDUCE: _named(CHANGE, X, G) | _named(ADD, DW) | {Kind.T: (Does(ADD, DW, TIED),)},
     Op.NORM: _job(),
     Op.STEP: _job(Does(READ, W, BEFORE), Does(CHANGE, W, IN_PLACE), Does(DEFINE, W, BESIDE), Does(READ, DW, NAMED)),
-    Op.FREE: _named(END, X, G, W, DW),
+    Op.FREE: _named(END, X, G, W, DW) | {Kind.SAVED: (Does(END, SAVED, JOB),)},
+    Op.OFFLOAD: {Kind.SAVED: (Does(SEND, SAVED, JOB), Does(DEFINE, HOST, JOB))},
+    Op.RELOAD: {Kind.SAVED: (Does(RECEIVE, SAVED, JOB), Does(END, HOST, JOB))},
 }
 
 
@@ -105,6 +108,7 @@ def ops_that(effect: Effect) -> tuple[Op, ...]:
     )
 
 
-SENDERS = ops_that(SEND)
-RECEIVERS = ops_that(RECEIVE)
+COPIES = (Op.OFFLOAD, Op.RELOAD)  # messages to and from the memory of the rank's own host
+SENDERS = tuple(op for op in ops_that(SEND) if op not in COPIES)  # to another rank
+RECEIVERS = tuple(op for op in ops_that(RECEIVE) if op not in COPIES)
 COLLECTIVES = tuple(op for op in Op if "group" in OPERANDS[op])

@@ -32,7 +32,9 @@ class Op(IntEnum):
     ALLREDUCE = 9  # buf = sum of the group's buf (for x and g: of the slices' buf); a missing dw counts as zero
     NORM = 10  # all ranks learn the losses and the norm of the whole gradient
     STEP = 11  # optimizer step on this rank's w.stage, or one shard of it, which becomes its next version
-    FREE = 12  # forget buf after its last use; waits for its sends still in flight
+    FREE = 12  # forget buf after its last use; waits for its sends, or its copy to the host, still in flight
+    OFFLOAD = 13  # start copying buf to the memory of the host
+    RELOAD = 14  # start copying buf back
 
 
 class Kind(IntEnum):
@@ -44,9 +46,10 @@ class Kind(IntEnum):
     W = 3  # w.s      weights; w.s@v version v of them, w.s/k shard k of divided weights
     DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where the weights are divided
     T = 5  # t.k      in the dw of tie k's stages, the gradients of the shared parameters; only ALLREDUCE names it
+    SAVED = 6  # saved.s.b  what the forward of stage s saves for its backward
 
 
-KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}
+KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t", Kind.SAVED: "saved"}
 KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}
 
 # Operands by opcode, in the order they are written; "shard" only where the stage's weights are divided, "version" only
@@ -65,6 +68,8 @@ OPERANDS: dict[Op, tuple[str, ...]] = {
     Op.NORM: ("group",),
     Op.STEP: ("stage", "shard", "version"),
     Op.FREE: ("buf",),
+    Op.OFFLOAD: ("buf",),
+    Op.RELOAD: ("buf",),
 }
 # The kinds of buffer an opcode may name.
 KINDS: dict[Op, tuple[Kind, ...]] = {
@@ -73,7 +78,9 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
     Op.SEND: (Kind.X, Kind.G, Kind.W, Kind.DW),
     Op.ADD: (Kind.DW,),
     Op.ALLREDUCE: (Kind.DW, Kind.T, Kind.X, Kind.G),
-    Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW),
+    Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW, Kind.SAVED),
+    Op.OFFLOAD: (Kind.SAVED,),
+    Op.RELOAD: (Kind.SAVED,),
 }
 EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between slices
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
@@ -180,7 +187,7 @@ class Instruction(Fields, Operands):
 
 
 def buffer_name(kind: int, stage: int, mb: int = -1, piece: int = -1, version: int = -1) -> str:
-    """The name of a buffer: x.s.b, x.s.b.c, g.s.b, g.s.b.c, w.s, w.s/k, w.s@v, dw.s, dw.s/k or t.k."""
+    """The name of a buffer: x.s.b, x.s.b.c, g.s.b, g.s.b.c, w.s, w.s/k, w.s@v, dw.s, dw.s/k, t.k or saved.s.b."""
     if kind in (Kind.W, Kind.DW) and piece >= 0:
         return f"{KIND_NAME[Kind(kind)]}.{stage}/{piece}"
     numbers = [str(number) for number in (stage, mb, piece) if number >= 0]

@@ -36,8 +36,8 @@ def _instructions() -> Iterator[Instruction]:
     for op, operands in OPERANDS.items():
         for kind in KINDS.get(op, (Kind.NONE,)):
             stage = 0 if {"stage", "buf"} & set(operands) else -1
-            mb = 1 if kind in (Kind.X, Kind.G) or "mb" in operands else -1
-            pieces = (2, -1) if kind not in (Kind.NONE, Kind.T) or "shard" in operands else (-1,)
+            mb = 1 if kind in (Kind.X, Kind.G, Kind.SAVED) or "mb" in operands else -1
+            pieces = (2, -1) if kind not in (Kind.NONE, Kind.T, Kind.SAVED) or "shard" in operands else (-1,)
             for piece in pieces:
                 one, has_operand = Instruction(op, kind, stage, mb, piece, -1), {"from", "to", "group"} & set(operands)
                 if not has_operand:

@@ -6,8 +6,8 @@ every SEND a rendezvous. It shares nothing with `effects.py`, so that the checke
 must execute every program that the checker accepts.
 
 A rank holds buffers by their names in the file: "x.0.3", "g.0.3.2", "w.1", "w.1@4", "w.1/2", "dw.1"; besides them
-"partial", a received dw that is not added yet, "saved", what a forward keeps for its backward, and "half", what BWD_I
-keeps for BWD_W. Their values are symbols. `reference_rank.py` defines these and the state of a rank.
+"partial", a received dw that is not added yet, "half", what BWD_I keeps for BWD_W, and "host", the copy of a "saved"
+in the memory of the host. Their values are symbols. `reference_rank.py` defines these and the state of a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 
 __all__ = ["HELD", "CannotExecute", "ReferenceMachine", "execute"]
 
-HELD = ("x", "g", "w", "dw", "partial", "saved", "half")  # kinds of buffers: the beginnings of their names
+HELD = ("x", "g", "w", "dw", "partial", "saved", "half", "host")  # kinds of buffers: the beginnings of their names
 
 
 class ReferenceMachine:
@@ -309,6 +309,18 @@ class ReferenceMachine:
         if m * i.version >= batches:
             rank.stepped.add(rank.weights(s, -1))
 
+    def offload(self, rank: Rank, i: Instruction) -> None:
+        """OFFLOAD: the host gets a copy of what a forward saved, of which no backward has used any yet."""
+        rank.read(i.buffer)
+        rank.need(f"half.{i.stage}.{i.mb}" not in rank.held, "BWD_I has used it")
+        rank.define(f"host.{i.stage}.{i.mb}", WHOLE)
+
+    def reload(self, rank: Rank, i: Instruction) -> None:
+        """RELOAD: the rank gets the host's copy, which ends."""
+        rank.read(f"host.{i.stage}.{i.mb}")
+        rank.define(i.buffer, WHOLE)
+        rank.end(f"host.{i.stage}.{i.mb}")
+
     def free(self, rank: Rank, i: Instruction) -> None:
         """FREE: buf ends. An owner keeps the newest of its weights."""
         value = rank.read(i.buffer, term=True)
@@ -333,6 +345,8 @@ EXECUTE: dict[Op, Callable[[ReferenceMachine, Rank, Instruction], None]] = {
     Op.NORM: ReferenceMachine.collective,
     Op.STEP: ReferenceMachine.step,
     Op.FREE: ReferenceMachine.free,
+    Op.OFFLOAD: ReferenceMachine.offload,
+    Op.RELOAD: ReferenceMachine.reload,
 }
 
 

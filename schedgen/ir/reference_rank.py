@@ -2,7 +2,7 @@
 
 x, g                WHOLE, or t where it is the term of slice t in a sum of a sliced stage
 dw, partial         a Sum, the tree of microbatches' gradients: in which order and groups they were added
-w, saved, half      WHOLE
+w, saved, half, host  WHOLE
 any                 UNDER_WAY, from RECV or FETCH_W until the message has arrived
 dw                  STEPPED, where weights have versions, from STEP to FREE
 """

@@ -28,7 +28,7 @@ OPTIONAL_KEYS = ("per_consumer", "shards", "tensor")
 
 # The least value of each number of the lowering.
 _LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}
-_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated")
+_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated", "offload")
 _LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", *_OPTIONAL_LOWERING)  # in this order
 
 _Checked = TypeVar("_Checked")
@@ -166,7 +166,8 @@ def _check_together(header: Header) -> None:
         _need(right, "per_consumer", "per_consumer: the output of a sliced stage is one sum, for all consumers alike")
     if header.is_forward:
         _need(not header.tied, "tied", "tied: a list of forwards sums no gradients, so it has no ties")
-        right = not header.lowering["recompute"] and header.has_flush and header.memory_limit is None
+        saves = header.lowering["recompute"] or "offload" in header.lowering or header.memory_limit is not None
+        right = header.has_flush and not saves
         words = "lowering: a list of forwards redoes nothing, saves nothing and makes no versions of weights"
         _need(right, "lowering", words)
         right = len(header.weights) == 1 or owners_of(header.weights) != owners_of(header.weights[:1])
@@ -184,11 +185,12 @@ def _lowering(value: Any, limits: Limits) -> dict[str, Any]:
     for key, least in _LEAST.items():
         right = key not in value or _is_whole(value[key], least, LARGEST)
         _need(right, "lowering", f"lowering: {key} must be a whole number of at least {least}")
-    for redone in value["recompute"] if isinstance(value["recompute"], list) else [None]:
-        stage, mb = redone if isinstance(redone, list) and len(redone) == 2 else (redone, 0)
-        right = _is_whole(stage, 0, limits.stages - 1) and _is_whole(mb, 0, limits.microbatches - 1)
-        words = "lowering: recompute must be a list of stages, or pairs of a stage and a microbatch"
-        _need(right, "lowering", words)
+    for key in {"recompute", "offload"} & {*value}:
+        for forwards in value[key] if isinstance(value[key], list) else [None]:
+            stage, mb = forwards if isinstance(forwards, list) and len(forwards) == 2 else (forwards, 0)
+            right = _is_whole(stage, 0, limits.stages - 1) and _is_whole(mb, 0, limits.microbatches - 1)
+            words = f"lowering: {key} must be a list of stages, or pairs of a stage and a microbatch"
+            _need(right, "lowering", words)
     return {key: value[key] for key in _LOWERING if key in value}
 
 

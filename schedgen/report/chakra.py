@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from schedgen.analysis import analyse
-from schedgen.ir.effects import RECEIVERS, SENDERS, Effect
+from schedgen.ir.effects import COPIES, RECEIVERS, SENDERS, Effect
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, EXCHANGED, Instruction, Op
 from schedgen.ir.program import Program
@@ -35,7 +35,7 @@ from schedgen.util.errors import UsageError
 from schedgen.util.sort import places_in_runs
 
 VERSION = "1.0.0"
-COMP_NODE, SEND_NODE, RECV_NODE, COLLECTIVE_NODE = 4, 5, 6, 7  # NodeType
+LOAD_NODE, STORE_NODE, COMP_NODE, SEND_NODE, RECV_NODE, COLLECTIVE_NODE = 2, 3, 4, 5, 6, 7  # NodeType
 ALL_REDUCE = 0  # CollectiveCommType
 ALL_RANKS = "0"  # the name of the group that needs no entry
 # Message -> (field, its number, its type, whether it is repeated). Enumerations are int32 on the wire.
@@ -59,7 +59,7 @@ _SCHEMA = {
         ("attr", 10, "MESSAGE", True),
     ],
 }
-_WIDE = ("comm_size", "comm_type")  # attributes of 64 bits
+_WIDE = ("comm_size", "comm_type", "tensor_size")  # attributes of 64 bits
 
 _WRITES = (Effect.DEFINE, Effect.RECEIVE)  # these need no earlier value
 _UPDATES = (Effect.ADD, Effect.CHANGE)
@@ -138,12 +138,12 @@ def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[
         if i.op == Op.NORM:
             data.update(reductions)
         yield sorted(data.union(blocking)), sorted(set(blocking) - data)
-        if i.op in SENDERS:
+        if i.op in (*SENDERS, Op.OFFLOAD):
             sent.setdefault(does[0][1], []).append(place)
             blocking += data & received  # it relays a received buffer, and waits for it
         elif i.op == Op.ALLREDUCE and i.kind not in EXCHANGED:
             reductions.append(place)
-        elif i.op in RECEIVERS:
+        elif i.op in (*RECEIVERS, Op.RELOAD):
             received.add(place)
         else:
             blocking = [place]
@@ -162,6 +162,9 @@ def _node(
     elif i.op in RECEIVERS:
         kind = RECV_NODE
         attributes |= {"comm_src": i.source, "comm_dst": rank, "comm_size": size, "comm_tag": tag}
+    elif i.op in COPIES:
+        kind = STORE_NODE if i.op == Op.OFFLOAD else LOAD_NODE
+        attributes |= {"tensor_size": size}
     elif i.op in (Op.ALLREDUCE, Op.NORM) and len(header.groups[i.group]) > 1:
         kind = COLLECTIVE_NODE
         attributes |= {"comm_type": ALL_REDUCE, "comm_size": size, "pg_name": group_name(header, i.group)}

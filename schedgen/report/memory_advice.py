@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from schedgen.analysis import analyse
 from schedgen.checker import check_compiled
 from schedgen.compiler.recipe import Recipe, model_options, recipe_of, sizes_of
@@ -17,14 +19,13 @@ from schedgen.ir.cost import Amount
 from schedgen.ir.program import Program
 from schedgen.schemes import load
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.peak_parts import Part, peak_parts
+from schedgen.simulator.peak_parts import SAVED, Part, peak_parts
 from schedgen.simulator.simulate import simulate
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, clip
 from schedgen.util.progress import over
 from schedgen.util.text_table import aligned, short_bytes
 
 MOST_COMPILED = 12
-LONGEST = 120  # characters of a reason as text, else its first clause; JSON has it in full
 LEAN_SCHEMES = ("v-min", "v-half", "1f1b", "zb-h1", "fsdp")  # tried in place of another
 
 
@@ -58,7 +59,7 @@ def memory_advice(program: Program, cost: Mapping[str, Amount], machine: Machine
     peaks, parts = own.footprint.peak.tolist(), peak_parts(program, own.sizes)
     changes, not_tried, compiled = [], {}, 0
     tries = [
-        *_own_changes(program, parts, peaks.index(max(peaks)), cost if profiled else None),
+        *_own_changes(program, machine, parts, peaks.index(max(peaks)), cost if profiled else None),
         *_other_schemes(program),
     ]
     for change, recipe in over(tries, "compile", len(tries)):
@@ -80,23 +81,33 @@ _Tries = Iterator[tuple[str, Recipe | str]]  # a change, and the recipe with it 
 
 
 def _own_changes(
-    program: Program, parts: Sequence[Sequence[Part]], rank: int, times: Mapping[str, Amount] | None
+    program: Program,
+    machine: Machine,
+    parts: Sequence[Sequence[Part]],
+    rank: int,
+    times: Mapping[str, Amount] | None,
 ) -> _Tries:
-    """The scheme with other options; `rank`: the one that needs most."""
+    """The scheme with other options; `rank`: the one that needs most; `times`: as for `recipe_of`."""
     try:
         recipe = recipe_of(program, times)
     except UsageError as error:
-        yield "--recompute, --weight-slots, --memory-limit, --shards", str(error)
+        yield "--recompute, --offload, --weight-slots, --memory-limit, --shards", str(error)
         return
-    options, header = recipe.options, program.header
-    saved = {part.stages[0] // options.tensor: part.bytes for part in parts[rank] if part.kind == "saved forwards"}
+    options, header, host = recipe.options, program.header, machine.network.host
+    saved = {part.stages[0] // options.tensor: part.bytes for part in parts[rank] if part.kind == SAVED}
     sets = [[max(saved, key=lambda stage: saved[stage])], sorted(saved), range(header.model_stages)] if saved else []
-    for stages in dict.fromkeys(map(tuple, sets)):
-        redone = tuple(dict.fromkeys((*options.recompute, *stages)))
-        named = "all" if len(stages) == header.model_stages else ",".join(map(str, stages))
-        yield f"--recompute {named}", recipe._replace(options=replace(options, recompute=redone))
+    for name, other in (("recompute", "offload"), ("offload", "recompute")):
+        for stages in dict.fromkeys(map(tuple, sets)) if name == "recompute" or host.alpha or host.beta else ():
+            named = "all" if len(stages) == header.model_stages else ",".join(map(str, stages))
+            chosen = (*dict.fromkeys((*getattr(options, name), *stages)),)
+            left = tuple(each for each in getattr(options, other) if np.ravel(each)[0] not in stages)
+            replaces = f" in place of --{other}" * (len(left) < len(getattr(options, other)))
+            changed: dict[str, Any] = {name: chosen, other: left}
+            yield f"--{name} {named}{replaces}", recipe._replace(options=replace(options, **changed))
     if not saved:
-        yield "--recompute", f"rank {rank} has no saved forwards at its peak"
+        yield "--recompute, --offload", f"rank {rank} has no saved forwards at its peak"
+    elif not (host.alpha or host.beta):
+        yield "--offload", "no machine file says what the link to the host's memory carries"
     if options.weight_slots > 1 and any(part.kind == "copies of weights" for part in parts[rank]):
         yield "--weight-slots 1", recipe._replace(options=replace(options, weight_slots=1))
     else:
@@ -168,7 +179,7 @@ def advice_as_text(advice: Advice) -> Iterator[str]:
     if no_lower := [change.change for change in advice.changes if change.peak_bytes >= advice.peak_bytes]:
         yield f"no lower with {', '.join(no_lower)}"
     for untried, reason in advice.not_tried.items():
-        yield f"not tried: {untried}: {reason if len(reason) <= LONGEST else reason.partition(': ')[0]}"
+        yield f"not tried: {untried}: {clip(reason)}"
 
 
 def _stages(part: Part) -> str:

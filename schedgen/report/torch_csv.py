@@ -55,6 +55,7 @@ def lost_in_csv(program: Program) -> list[str]:
         "ties": bool(header.tied),
         "weights away from their jobs": bool(header.shard_owners) or not np.array_equal(weights, header.compute),
         "its prefetch": header.lowering["prefetch"] != Options().prefetch,
+        "what is offloaded": bool((program.rows.op == Op.OFFLOAD).any()),
         "forwards that are redone": bool((program.rows.op == Op.RECOMPUTE).any()),
     }
     return [words for words, is_lost in lost.items() if is_lost]

@@ -43,7 +43,7 @@ class BufferSizes(NamedTuple):
     def by_kind(self, header: Header) -> Numbers:
         """Bytes by kind of `Memory` (rows); columns are as in `outputs`, but units for weights and their gradients."""
         x, (w, partial) = self.outputs(header), self.by_unit(header)
-        amounts = (x, x, w, w, partial, self.saved, self.half)
+        amounts = (x, x, w, w, partial, self.saved, self.half, self.saved)
         sizes = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
         for row, amount in zip(sizes, amounts, strict=True):
             row[: len(amount)] = amount
@@ -87,13 +87,15 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
 
 
 def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Numbers:
-    """Bytes of the buffer that each of these SEND, RECV and FETCH_W rows names; a received dw counts as its partial."""
+    """Bytes of the buffer that each of these rows of messages and copies names; a received dw counts as its partial."""
     header, table = program.header, program.rows.take(rows)
     column: Numbers = header.weight_shards.first_unit[table.stage] + np.maximum(table.shard, 0)
     exchanged = np.isin(table.kind, EXCHANGED)
     column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.consumer[exchanged])
-    x, g, w, dw, partial = sizes.by_kind(header)[:5]
-    by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial])
+    of_job = table.kind == Kind.SAVED
+    column[of_job] = table.stage[of_job]
+    x, g, w, dw, partial, saved = sizes.by_kind(header)[:6]
+    by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial, saved])  # a partial in place of a t, which is not sent
     return by_kind[np.where((table.kind == Kind.DW) & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
 
 

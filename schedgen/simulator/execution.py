@@ -26,7 +26,7 @@ import numpy as np
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.network import Paths, Sums
-from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE
+from schedgen.simulator.timeline import CAUSES, OFFLOAD_CAUSE, REDUCTION, SEND_CAUSE
 from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.heap import least_leaf, set_leaf
 from schedgen.util.jit import kernel
@@ -37,7 +37,7 @@ class Listed(NamedTuple):
 
     op: Small
     kind: Small
-    other_end: Ints
+    other_end: Ints  # of SEND, RECV and FETCH_W: the other rank; of OFFLOAD and RELOAD: their own
     row_offsets: Numbers  # by rank, and the end
 
 
@@ -46,7 +46,7 @@ class Waiting(NamedTuple):
 
     first: Ints
     sends: Ints
-    partner: Ints  # of a SEND: the RECV or FETCH_W; of these: the SEND
+    partner: Ints  # of a SEND: the RECV or FETCH_W; of these: the SEND; of OFFLOAD and RELOAD: itself
     collective: Ints  # of ALLREDUCE and NORM: the one they enter; of STEP: the one it waits for
     send_before: Ints  # of SEND, FREE and STEP: the SEND of the same buffer before it
 
@@ -170,6 +170,7 @@ def execute(
             row = at[r]
             # The collective that the row enters, and the one that has to be done before it, if any. A STEP enters none.
             o, entered, awaited = op[row], collective[row], -1
+            starts = o == Op.SEND or partner[row] == row  # a message or copy; it takes no time of the rank
             if o == Op.STEP or (o == Op.ALLREDUCE and (kind[row] == Kind.X or kind[row] == Kind.G)):
                 awaited = entered
             if o == Op.STEP:
@@ -179,15 +180,17 @@ def execute(
             while left[r] < first[row + 1] and arrival[sends[left[r]]] >= 0:
                 send = sends[left[r]]
                 if arrival[send] > latest[r]:
-                    latest[r], latest_cause[r] = arrival[send], kind[send] - 1
+                    latest[r] = arrival[send]
+                    latest_cause[r] = OFFLOAD_CAUSE if kind[send] == Kind.SAVED else kind[send] - 1
                 left[r] += 1
             if left[r] < first[row + 1]:
                 unknown = sends[left[r]]
-            elif o != Op.SEND and not free:  # a row that ends or changes a buffer waits for its SENDs
+            elif not starts and not free:  # a row that ends or changes a buffer waits for its SENDs
                 while sent[r] >= 0 and arrival[sent[r]] >= 0:
                     send = sent[r]
                     if arrival[send] > latest[r]:
-                        latest[r], latest_cause[r] = arrival[send], SEND_CAUSE
+                        latest[r] = arrival[send]
+                        latest_cause[r] = OFFLOAD_CAUSE if kind[send] == Kind.SAVED else SEND_CAUSE
                     sent[r] = send_before[send]
                 unknown = sent[r]
             if latest[r] > until:
@@ -238,7 +241,7 @@ def execute(
                 cause[row] = why
                 clock[r] = now
             start[row] = clock[r]
-            if o != Op.SEND:
+            if not starts:
                 clock[r] += lasts[row]
             at[r] = row + 1
             latest[r] = -1.0
@@ -247,9 +250,8 @@ def execute(
             # 4. A message is ready once both its ends have started.
             other = partner[row]
             if other >= 0:
-                is_send, met = o == Op.SEND, at[other_end[row]] > other
-                send = row if is_send else other
-                if arrival[send] < 0 and free and is_send:
+                met, send = at[other_end[row]] > other, row if starts else other
+                if arrival[send] < 0 and free and starts:
                     arrival[send] = start[send]
                     _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
                 elif arrival[send] < 0 and met and not free:

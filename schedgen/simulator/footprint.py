@@ -4,6 +4,8 @@ owned     what it holds throughout: weights, optimizer state and gradients of th
           it takes part in, also over tied stages, losses; in a list of forwards alone, weights and room for sums
 slots     its memory plan
 computed  the most bytes at once of activations, gradients and saved forwards that it computes, and workspaces
+
+Beside these a rank has `host` bytes in the memory of its host.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE
 from schedgen.simulator.buffer_sizes import NUMBER, BufferSizes
-from schedgen.simulator.memory_plan import memory_plan
+from schedgen.simulator.memory_plan import host_plan, memory_plan
 from schedgen.util.arrays import Flags, Numbers
 
 BOOKKEEPING = 16  # what an owner holds besides whole copies of the weights is bookkeeping if below 1/16 of them
@@ -33,17 +35,20 @@ class Footprint(NamedTuple):
     owned: Numbers
     slots: Numbers
     computed: Numbers
+    host: Numbers  # not of the device, and not in its peak
 
     @property
     def peak(self) -> Numbers:
-        """Bytes by rank."""
+        """Bytes by rank on its device."""
         return self.owned + self.slots + self.computed
 
 
 def footprint(program: Program, sizes: BufferSizes) -> Footprint:
     """The bytes that every rank needs, for a checked, projected program or, as in `memory_plan`, some ranks' rows."""
     slots = [slot_sizes.sum() for slot_sizes in memory_plan(program, sizes).sizes]
-    return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), _computed(program, sizes))
+    host = [sizes.saved[stages].sum() for stages in host_plan(program).stages]
+    computed = _computed(program, sizes)
+    return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), computed, np.array(host, np.int64))
 
 
 def _computed(program: Program, sizes: BufferSizes) -> Numbers:
@@ -55,7 +60,7 @@ def _computed(program: Program, sizes: BufferSizes) -> Numbers:
 
 def is_computed(lifetimes: Lifetimes) -> Flags:
     """By life: whether it is of what a rank computes, weights and their gradients left out."""
-    return ~lifetimes.is_received & ~np.isin(lifetimes.buffer, (Buffer.W, Buffer.DW))
+    return ~lifetimes.is_received & ~np.isin(lifetimes.buffer, (Buffer.W, Buffer.DW, Buffer.HOST))
 
 
 def computed_bytes(program: Program, sizes: BufferSizes) -> Numbers:

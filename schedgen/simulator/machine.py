@@ -53,9 +53,10 @@ class Machine(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether messages take no time, and wait for no receive or link."""
-        levels = self.network.levels
-        return not any(each.beta or each.card or any(alpha for _, alpha in each.alphas) for each in levels)
+        """Whether messages and copies take no time, and wait for no receive or link."""
+        levels, host = self.network.levels, self.network.host
+        times = [time for each in levels for time in (each.beta, each.card, *(alpha for _, alpha in each.alphas))]
+        return not any((host.alpha, host.beta, *times))
 
     def on(self, network: Network) -> Machine:
         """The machine with this network in place of its own."""
@@ -66,6 +67,7 @@ class Machine(NamedTuple):
         times: list[tuple[str, Amount]] = [("step", self.step)]
         for level in self.network.levels:
             times += [("alpha", [alpha for _, alpha in level.alphas]), ("beta", level.beta), ("card", level.card)]
+        times += [("host alpha", self.network.host.alpha), ("host beta", self.network.host.beta)]
         for name, time in times:
             wrong = ~((amounts := np.ravel(time)) >= 0) | np.isinf(amounts)
             if wrong.any():

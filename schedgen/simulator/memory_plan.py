@@ -11,6 +11,7 @@
    a free list per stage, which also gets the owner's own memory once that is freed.
 
 Everything else a rank computes has no slot: `footprint` counts the most bytes of it that are live at once.
+What a rank offloads has slots in the memory of the host, from a free list per stage: `host_plan`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,16 @@ class MemoryPlan(NamedTuple):
     # not in the owner's own weights fills; else -1.
     slot: Ints
     sizes: tuple[Numbers, ...]  # by rank: the bytes of each of its slots
+
+
+class HostPlan(NamedTuple):
+    """The slots of every rank, numbered from 0, in the memory of its host. A slot serves one stage.
+
+    A RELOAD gives its slot back when it starts: the next OFFLOAD into it has to wait for the copy back.
+    """
+
+    slot: Ints  # by row: of an OFFLOAD its slot; else -1
+    stages: tuple[Numbers, ...]  # by rank: the stage of each of its slots
 
 
 class _Claims(NamedTuple):
@@ -65,22 +76,45 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
         gradients._replace(pool=gradients.size),
         _Claims(lifetimes.begin[versions], lifetimes.end[versions], stage, sizes.weight[stage]),
     )
-    slot_of_claim, below = np.full((2, len(claims.pool)), -1, np.int32)
-    top, rank_of = np.full((2, int(claims.pool.max(initial=-1)) + 1), -1, np.int32)
-    counts = np.zeros(header.workers, np.int64)
-    _assign_slots.sized(len(program))(
-        program.bounds, _by_row(claims.begin, len(program)), _by_row(claims.end, len(program)), claims.pool,
-        slot_of_claim, below, top, rank_of, counts,
-    )  # fmt: skip
+    slot_of_claim, counts = _slots_of(program, claims)
     slot, slotted = np.full(len(program), -1, np.int32), slot_of_claim >= 0
     slot[claims.begin[slotted]] = slot_of_claim[slotted]
     slot[lifetimes.begin[fetched]] = slot_of_claim[copy_of_shard]
     _continue_versions(program, lifetimes.begin[versions], slot)
-    offset = np.append(0, np.cumsum(counts))
-    slot_sizes = np.zeros(offset[-1], np.int64)
+    return MemoryPlan(slot, _by_slot(program, claims, slot_of_claim, counts))
+
+
+def host_plan(program: Program) -> HostPlan:
+    """The plan of the hosts' memory, for a program as for `memory_plan`."""
+    lifetimes = analyse(program).lifetimes
+    lives = np.flatnonzero(lifetimes.buffer == Buffer.HOST)
+    stage = lifetimes.size_column[lives]
+    claims = _Claims(lifetimes.begin[lives], lifetimes.end[lives], stage, stage)
+    slot_of_claim, counts = _slots_of(program, claims)
+    slot = np.full(len(program), -1, np.int32)
+    slot[claims.begin] = slot_of_claim
+    return HostPlan(slot, _by_slot(program, claims, slot_of_claim, counts))
+
+
+def _slots_of(program: Program, claims: _Claims) -> tuple[Ints, Numbers]:
+    """By claim its slot, and by rank how many slots it has."""
+    slot_of_claim, below = np.full((2, len(claims.pool)), -1, np.int32)
+    top, rank_of = np.full((2, int(claims.pool.max(initial=-1)) + 1), -1, np.int32)
+    counts = np.zeros(program.header.workers, np.int64)
+    _assign_slots.sized(len(program))(
+        program.bounds, _by_row(claims.begin, len(program)), _by_row(claims.end, len(program)), claims.pool,
+        slot_of_claim, below, top, rank_of, counts,
+    )  # fmt: skip
+    return slot_of_claim, counts
+
+
+def _by_slot(program: Program, claims: _Claims, slot_of_claim: Ints, counts: Numbers) -> tuple[Numbers, ...]:
+    """By rank, the largest `size` of the claims to each of its slots."""
+    offset, slotted = np.append(0, np.cumsum(counts)), slot_of_claim >= 0
+    largest = np.zeros(offset[-1], np.int64)
     rank = program.rows.rank[claims.begin[slotted]]
-    np.maximum.at(slot_sizes, offset[rank] + slot_of_claim[slotted], claims.size[slotted])
-    return MemoryPlan(slot, tuple(np.split(slot_sizes, offset[1:-1])))
+    np.maximum.at(largest, offset[rank] + slot_of_claim[slotted], claims.size[slotted])
+    return tuple(np.split(largest, offset[1:-1]))
 
 
 def _merge_shards(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tuple[_Claims, Numbers]:

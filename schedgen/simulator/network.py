@@ -4,6 +4,8 @@ A network has levels, the innermost first: devices of a host, hosts of a rack, r
 goes by the innermost level whose groups have both its ranks. It occupies its sender's link out and its receiver's link
 in for beta x bytes and, for every level up to its own that has a card, the card out of the sender's group and the card
 in of the receiver's group below that level, for card x bytes. It has arrived alpha after the longest of these.
+
+An OFFLOAD and a RELOAD occupy the way out, or in, of a link between devices and the memory of their host.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from schedgen.util.parse_json import read_json
 
 Alpha = float | tuple[tuple[float, float], ...]
 LEVEL_KEYS = ("name", "devices", "alpha", "beta", "card")
-KEYS = ("levels", "speed", "memory")
+KEYS = ("levels", "speed", "memory", "host")
+HOST = -1  # in place of a rank, as the end of a copy: the memory of the other end's host
 
 
 class Level(NamedTuple):
@@ -49,12 +52,22 @@ class Level(NamedTuple):
         return found
 
 
+class HostLink(NamedTuple):
+    """The link between devices and the memory of their host. It has two ways, and each carries one copy at a time."""
+
+    alpha: float = 0.0  # time per copy
+    beta: float = 0.0  # time per byte
+    devices: int = 1  # that share a link, and the memory behind it, in the order of ranks
+    memory: float = math.inf  # bytes for the devices of a link, together
+
+
 class Network(NamedTuple):
     """Levels, the innermost first, and the devices."""
 
     levels: tuple[Level, ...]
     speed: float | tuple[float, ...] = 1.0  # of each device, at most 1: a job takes its duration divided by this
     memory: float | tuple[float, ...] = math.inf  # bytes of each device
+    host: HostLink = HostLink()
 
     @property
     def alpha(self) -> float:
@@ -175,17 +188,21 @@ class Links:
         self.group = network.groups(workers)
         self.beta = np.array([level.beta for level in network.levels])
         self.count = 2 * workers
+        self.host, self.host_links = network.host, -(-workers // network.host.devices)
         self.cards: list[tuple[int, int, float, int]] = []  # level, first link, time per byte, groups
         for k, level in enumerate(network.levels):
             if k and level.card:
                 groups = int(self.group[k - 1, -1]) + 1
                 self.cards.append((k, self.count, level.card, groups))
                 self.count += 2 * groups
+        self.first_of_host = self.count
+        self.count += 2 * self.host_links * bool(self.host.beta)
 
     @property
     def names(self) -> list[str]:
         """By link: whose it is and which way it goes, as in "0 out" or "host 1 in"."""
         owners = [(self.workers, "")] + [(groups, f"{self.levels[k - 1].name} ") for k, _, _, groups in self.cards]
+        owners.append((self.host_links, "host memory "))
         return [f"{owner}{i} {way}" for count, owner in owners for way in ("out", "in") for i in range(count)]
 
     @property
@@ -199,15 +216,21 @@ class Links:
         return level
 
     def messages(self, source: AnyInts, to: AnyInts, size: Numbers) -> tuple[Paths, Times]:
-        """The paths of messages of `size` bytes, and how long each takes where nothing else is on its path."""
-        level = self.level(source, to)
-        time = self.beta[level] * size
+        """The paths of messages of `size` bytes, and how long each takes where nothing else is on its path.
+
+        One of the ends is HOST where the message is a copy to or from the memory of the host.
+        """
+        is_copy, rank = (source == HOST) | (to == HOST), np.maximum(source, to)
+        level = np.where(is_copy, 0, self.level(source, to))
+        time = np.where(is_copy, 0.0, self.beta[level] * size)
         columns = [(source, time), (self.workers + to, time)]
         for k, first, card, groups in self.cards:
             below, on_card = self.group[k - 1], np.where(level >= k, card * size, -1.0)
             columns += [(first + below[source], on_card), (first + groups + below[to], on_card)]
+        host_link = self.first_of_host + rank // self.host.devices + self.host_links * (source == HOST)
+        columns.append((host_link, np.where(is_copy, self.host.beta * size, 0.0)))
         link, hold = (np.stack(parts, axis=1) for parts in zip(*columns, strict=True))
-        alpha = np.choose(level, [each.latency(size) for each in self.levels])
+        alpha = np.where(is_copy, self.host.alpha, np.choose(level, [each.latency(size) for each in self.levels]))
         lasts = hold.max(axis=1, initial=0) + np.where(size > 0, alpha, 0.0)
         is_used = hold > 0
         first_of = np.concatenate([[0], np.cumsum(is_used.sum(axis=1))])
@@ -268,7 +291,7 @@ def network_of(values: Any, name: str) -> Network:
         _amounts(values[key], f"{name}: {key}", most) if key in values else most
         for key, most in (("speed", 1.0), ("memory", math.inf))
     )
-    network = Network(levels, speed, memory)
+    network = Network(levels, speed, memory, _host(values.get("host", {}), f"{name}: host"))
     if len({*(counts := network.counts).values()}) > 1:
         said = ", ".join(f"{count} by {what}" for what, count in counts.items())
         raise RefusedFile(f"{name}: the numbers of devices differ: {said}")
@@ -302,6 +325,20 @@ def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
         float(values["beta"]),
         float(values.get("card", 0)),
     )
+
+
+def _host(values: Any, where: str) -> HostLink:
+    """The link to the host's memory that a JSON value describes; RefusedFile if it describes none."""
+    if not isinstance(values, dict) or values.keys() - {*HostLink._fields}:
+        raise RefusedFile(f"{where} should be an object with some of {', '.join(HostLink._fields)}")
+    host = HostLink(**values)
+    if type(host.devices) is not int or not 1 <= host.devices <= MOST_WORKERS:
+        raise RefusedFile(f"{where}: devices should be a number from 1 to {MOST_WORKERS}")
+    for key in ("alpha", "beta"):
+        if not is_amount(getattr(host, key)):
+            raise RefusedFile(f"{where}: {key} should be a number of at least 0")
+    _amounts(host.memory if "memory" in values else 1, f"{where}: memory", math.inf)
+    return host
 
 
 def _are_alphas(value: Any) -> bool:

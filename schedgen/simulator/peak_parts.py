@@ -16,8 +16,9 @@ from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.footprint import computed_bytes, is_computed, owned_parts
 from schedgen.simulator.memory_plan import memory_plan
 
+SAVED = "saved forwards"
 _COMPUTED = {
-    Buffer.SAVED: "saved forwards",
+    Buffer.SAVED: SAVED,
     Buffer.HALF: "saved by BWD_I",
     Buffer.X: "computed x",
     Buffer.G: "computed g",

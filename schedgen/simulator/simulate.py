@@ -5,7 +5,8 @@
 2. A message is ready when its SEND and its RECV are both reached. It occupies the links of its path (`network`): its
    sender's link out, its receiver's link in, the cards between; and it starts when all of them are free. Of the ready
    messages whose path is free the one that was ready first starts. So a busy receiver holds up no other message of its
-   sender. FREE and STEP wait until all messages of their buffer have arrived.
+   sender. FREE and STEP wait until all messages of their buffer have arrived. OFFLOAD and RELOAD are messages to and
+   from the host, which are ready at once.
 3. An ALLREDUCE is ready when all members have reached it. It is the messages that the runtime sends, gathered into one
    part for each link and card: of the bytes that cross it, each in the queue of that link. It is done when its last
    part is, and two latencies later: the parts are sent, and then the totals. NORM waits for all ranks and all sums, and
@@ -22,16 +23,19 @@ import numpy as np
 
 from schedgen.analysis import Memory, Waits, analyse
 from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations, redo_duration
-from schedgen.ir.effects import COLLECTIVES
+from schedgen.ir.effects import COLLECTIVES, COPIES
 from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_bytes, summed_bytes
 from schedgen.simulator.execution import Listed, Waiting, execute, new_run
 from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import Links, LinkUse, Paths, Sums
+from schedgen.simulator.network import HostLink, Links, LinkUse, Paths, Sums
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.arrays import Ints, Numbers, Small, Times
+from schedgen.util.errors import UsageError
+
+MESSAGES = (Op.SEND, *COPIES)  # what occupies links
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,17 +45,17 @@ class Simulation:
     program: Program
     sizes: BufferSizes
     start: Times  # when each row starts
-    arrival: Times  # of SEND rows: when the message has arrived; 0 for other rows
+    arrival: Times  # of rows of `MESSAGES`: when the message or copy has arrived; 0 for other rows
     idle: Times  # (workers, len(CAUSES)): time each rank was idle, by cause
     cause: Small  # of rows that waited: what they waited for last, an index of CAUSES; else -1
-    lasts: Times  # how long each row takes by itself; of SEND rows: how long the message takes
+    lasts: Times  # how long each row takes by itself; of rows of `MESSAGES`: how long the message or copy takes
     machine: Machine
     parts: Times  # by part of a sum: when it has crossed its link
 
     @cached_property
     def end(self) -> Times:
         """When each row ends."""
-        end: Times = self.start + np.where(self.program.rows.op == Op.SEND, 0.0, self.lasts)
+        end: Times = self.start + np.where(self.program.is_one_of(*MESSAGES), 0.0, self.lasts)
         return end
 
     @cached_property
@@ -81,8 +85,8 @@ class Simulation:
 
     @cached_property
     def message_bytes(self) -> Numbers:
-        """By row: the bytes of a SEND's message; 0 for other rows."""
-        sends, sent = self.program.rows_of(Op.SEND), np.zeros(len(self.program), np.int64)
+        """By row: the bytes of a SEND's message, or of a copy; 0 for other rows."""
+        sends, sent = self.program.rows_of(*MESSAGES), np.zeros(len(self.program), np.int64)
         sent[sends] = message_bytes(self.program, self.sizes, sends)
         return sent
 
@@ -122,7 +126,7 @@ class Simulation:
 
     def timeline(self, unit: float = 1.0) -> Timeline:
         """The simulation as a timeline; `unit`: microseconds per unit of its time."""
-        arrival = np.where(self.program.rows.op == Op.SEND, unit * self.arrival, -1.0)
+        arrival = np.where(self.program.is_one_of(*MESSAGES), unit * self.arrival, -1.0)
         return Timeline(unit * self.start, unit * (self.end - self.start), unit * self.wait, self.cause, arrival)
 
 
@@ -133,7 +137,8 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     machine  links and sizes, in the unit of the costs and in bytes; default: messages take no time
 
     `check` must accept the program, which is not proved here: numbers of any other, as of a deadlock, mean nothing.
-    UsageError if costs, or the machine's times or sizes, are below 0.
+    UsageError if costs, or the machine's times or sizes, are below 0, or a host has too little memory for what is
+    offloaded to it.
     """
     machine, header, table = machine or Machine(), program.header, program.rows
     cost = header.cost if cost is None else cost
@@ -144,7 +149,10 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     lasts = _durations(program, cost, machine)
     partner = waits.receiver.copy()
     partner[analysis.messages.receives] = analysis.messages.sends
-    listed = Listed(table.op, table.kind, table.operand, program.bounds)
+    copies = program.rows_of(*COPIES)
+    partner[copies] = copies
+    other_end = np.where(program.is_one_of(*COPIES), table.rank, table.operand)
+    listed = Listed(table.op, table.kind, other_end, program.bounds)
     waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
     links = Links(machine.network, header.workers)
     paths, sums = _paths(program, waits, sizes, links, lasts)
@@ -152,7 +160,19 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     execute.sized(4 * len(program))(listed, waiting, lasts, paths, sums, machine.is_free, 0, run)
     np.maximum(run.arrival, 0.0, out=run.arrival)
     arrival, parts = np.split(run.arrival, [len(program)])
+    if len(copies):
+        _check_host(footprint(program, sizes).host, machine.network.host)
     return Simulation(program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts)
+
+
+def _check_host(needed: Numbers, host: HostLink) -> None:
+    """UsageError if the ranks that share the memory of a host need more than it has; `needed`: bytes by rank."""
+    sums = np.add.reduceat(needed, np.arange(0, len(needed), host.devices))
+    for k in np.flatnonzero(sums > host.memory)[:1].tolist():
+        last = min((k + 1) * host.devices, len(needed)) - 1
+        raise UsageError(
+            f"ranks {k * host.devices} to {last} offload {sums[k]} bytes to their host, which has {host.memory:g}"
+        )
 
 
 def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -> Times:
@@ -180,9 +200,11 @@ def _entries(program: Program, waits: Waits) -> Numbers:
 
 
 def _paths(program: Program, waits: Waits, sizes: BufferSizes, links: Links, lasts: Times) -> tuple[Paths, Sums]:
-    """What every SEND and, after all rows, every part of a sum occupies. Also fills in how long SENDs last."""
-    table, sends = program.rows, program.rows_of(Op.SEND)
-    sent, lasts[sends] = links.messages(table.rank[sends], table.to[sends], message_bytes(program, sizes, sends))
+    """What every message and copy and, after all rows, every part of a sum occupies; fills in how long these last."""
+    table, sends = program.rows, program.rows_of(*MESSAGES)
+    is_reload, ends = table.op[sends] == Op.RELOAD, (table.rank[sends], table.to[sends])  # of a copy `to` is HOST
+    source, to = np.where(is_reload, ends[::-1], ends)
+    sent, lasts[sends] = links.messages(source, to, message_bytes(program, sizes, sends))
     rows = _entries(program, waits)
     groups, group = np.unique(table.group[rows], return_inverse=True)
     sums = [links.sum_of(program.header.groups[k]) for k in groups]

@@ -13,7 +13,7 @@ import numpy as np
 
 from schedgen.analysis import Memory, analyse
 from schedgen.ir.cost import Amount
-from schedgen.ir.effects import Buffer
+from schedgen.ir.effects import COPIES, Buffer
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import KIND_WORDS, LETTER, Op
 from schedgen.ir.program import Program
@@ -37,7 +37,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     bubbles = (ends - begins - run.busy)[np.isfinite(begins)]
     if len(header.directions) == 3 and not len(program.rows_of(Op.BWD)):
         cost = {name: time for name, time in cost.items() if name != "B"}
-    limits = lower_bounds(header, cost, memory.saved, program.job_rows(Op.RECOMPUTE) >= 0)
+    limits = lower_bounds(header, cost, memory.saved + memory.host, program.job_rows(Op.RECOMPUTE) >= 0)
     gap = latency / max(limits.values()) - 1
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
@@ -59,10 +59,10 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         numbers |= {"versions": _most_versions(program).tolist(), "staleness": _staleness(program).tolist()}
     if machine is not None:
         kinds = {**run.memory._asdict(), "places": run.footprint.slots, "owned": run.footprint.owned}
-        numbers["peak_bytes"] = int(run.footprint.peak.max())
+        numbers["peak_bytes"], numbers["host_bytes"] = int(run.footprint.peak.max()), int(run.footprint.host.max())
         numbers["memory_bytes"] = {kind: int(most.max()) for kind, most in kinds.items()}
         for rank, worker in enumerate(numbers["workers"]):
-            worker["peak_bytes"] = int(run.footprint.peak[rank])
+            worker["peak_bytes"], worker["host_bytes"] = int(run.footprint.peak[rank]), int(run.footprint.host[rank])
             worker["memory_bytes"] = {kind: int(most[rank]) for kind, most in kinds.items()}
     return numbers
 
@@ -161,17 +161,20 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
         "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
         "bytes": {words: int(run.message_bytes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
         **_exchanges(program, run),
+        "offload_bytes": int(run.message_bytes[program.rows_of(*COPIES)].sum()),  # both ways
         "links": [
             {"from": int(pair // workers), "to": int(pair % workers), "bytes": int(size)}
             for pair, size in zip(link, traffic, strict=True)
         ],
         "peak_bytes": int(run.footprint.peak.max()),
+        "host_bytes": int(run.footprint.host.max()),
         "peak_memory": {kind: peak.tolist() for kind, peak in run.memory._asdict().items()},
         "workers": [
             {
                 "worker": r,
                 "busy": float(run.busy[r]),
                 "peak_bytes": int(run.footprint.peak[r]),
+                "host_bytes": int(run.footprint.host[r]),
                 "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True)),
             }
             for r in range(workers)

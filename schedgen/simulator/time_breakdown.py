@@ -14,10 +14,10 @@ import numpy as np
 from schedgen.analysis import Waits, analyse
 from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.timeline import REDUCTION, SEND_CAUSE, Timeline
+from schedgen.simulator.timeline import OFFLOAD_CAUSE, REDUCTION, SEND_CAUSE, Timeline
 from schedgen.util.arrays import Numbers, Small, Times
 
-SHARES = ("busy", "warm-up", "dependency", "cool-down", "transfer", "send", "sum", "step", "overhead")
+SHARES = ("busy", "warm-up", "dependency", "cool-down", "transfer", "send", "offload", "sum", "step", "overhead")
 MEANING = (
     "its jobs",
     "before its first job: what this job needs has not been sent",
@@ -25,11 +25,12 @@ MEANING = (
     "after its last job: what it waits for has not been sent, or only others have work left",
     "what it waits for has been sent and has not arrived yet",
     "a buffer cannot be freed or stepped until a message sent from it has left",
+    "what a forward saved is on its way to or from the memory of the host",
     "all ranks of a sum, or all at NORM, have arrived, and sums are under way",
     "optimizer steps",
     "neither computing nor waiting: other instructions of a measured run",
 )
-BUSY, WARM_UP, DEPENDENCY, COOL_DOWN, TRANSFER, SEND, SUM, STEP, OVERHEAD = range(len(SHARES))
+BUSY, WARM_UP, DEPENDENCY, COOL_DOWN, TRANSFER, SEND, OFFLOAD, SUM, STEP, OVERHEAD = range(len(SHARES))
 
 
 class TimeBreakdown(NamedTuple):
@@ -51,7 +52,8 @@ def time_breakdown(program: Program, timeline: Timeline) -> TimeBreakdown:
     until = _first_part(waits, timeline, awaited)
     jobs = program.rows_of(*COMPUTE)
     early = _early(program, jobs)
-    late = np.select([timeline.cause == SEND_CAUSE, timeline.cause == REDUCTION], [SEND, SUM], TRANSFER)
+    own = {SEND_CAUSE: SEND, REDUCTION: SUM, OFFLOAD_CAUSE: OFFLOAD}
+    late = np.select([timeline.cause == cause for cause in own], list(own.values()), TRANSFER)
 
     share = np.full(len(program), OVERHEAD)
     share[jobs], share[table.op == Op.STEP] = BUSY, STEP

@@ -14,9 +14,10 @@ from schedgen.ir.instructions import KIND_WORDS
 from schedgen.ir.program import Program
 from schedgen.util.arrays import Small, Times
 
-# Why a rank is idle: it waits for a message of a kind, for one of its own to leave, for other ranks.
-CAUSES = (*KIND_WORDS.values(), "send", "reduction")
-SEND_CAUSE, REDUCTION = CAUSES.index("send"), CAUSES.index("reduction")  # the causes before are Kind - 1
+# Why a rank is idle: it waits for a message of a kind, for one of its own to leave, for other ranks, for a copy to or
+# from the memory of the host.
+CAUSES = (*KIND_WORDS.values(), "send", "reduction", "offload")
+SEND_CAUSE, REDUCTION, OFFLOAD_CAUSE = map(CAUSES.index, CAUSES[-3:])  # the causes before are Kind - 1
 
 
 class Timeline(NamedTuple):

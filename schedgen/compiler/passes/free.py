@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.accesses import Slots, accesses, numbers_in_all, operands, slots
 from schedgen.ir.effects import Buffer, Effect
 from schedgen.ir.instructions import COMPUTE, Kind, Op
@@ -20,7 +21,7 @@ from schedgen.util.jit import kernel
 FREED = (Buffer.X, Buffer.G, Buffer.DW)
 
 
-def free(program: Program) -> Program:
+def free(program: Program, placed: PlacedScheme) -> Program:
     """A projected program with its FREEs inserted; where weights have versions, dw is already freed at its STEP."""
     header, table = program.header, program.rows
     kinds = [buffer for buffer in FREED if buffer != Buffer.DW or header.has_flush]

@@ -43,6 +43,7 @@ SHARE_COLOURS = (
     "#9a78c4",  # cool-down
     "#b07d00",  # transfer
     "#7a5a1e",  # send
+    "#3f7f99",  # offload
     "#2c9478",  # sum
     STEP,
     OVERHEAD,
