@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,10 +33,10 @@ from schedgen.ir.cost import (
 )
 from schedgen.ir.instructions import B, F
 from schedgen.planner.order_search.budget import BUDGET, JUDGED_JOBS, MOST_JUDGED
-from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, compile_own, judge, numbers_of
+from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs, problem_of
-from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
+from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places, serial_order
 from schedgen.planner.order_search.question import OBJECTIVES, FoundOrder, Limits, NoOrder, Question, Ties, reached
 from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.order_search.ways import (
@@ -119,24 +120,29 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
     least = tries.bound = max(least, tries.least_with_ways(free))
     if best is not None and reached(best.value, least):
         return best
-    chosen: tuple[Numbers, Ways] | None = None
-    for n in tries.orders(budget):
-        for ways in tries.fitting(n):
-            judged = tries.judged(n, ways)
-            if judged is not None and judged.fits and (best is None or judged.value < best.value):
-                best, chosen = FoundOrder(judged.run.program, judged.value), (n, ways)
+    decided = [(n, found) for n in tries.orders(budget) if (found := tries.decided(n)) is not None]
+    if decided:
+        n, first = min(decided, key=lambda each: each[1].judged.value)
+        judged = tries.improved(n, first, budget).judged
+        if best is None or judged.value < best.value:
+            best = FoundOrder(judged.run.program, judged.value)
     if best is None:
         raise UsageError(
             "the search found no order within the memory limit, even with forwards redone: raise the limit or --budget"
         )
-    if chosen is not None:
-        best = tries.improved(*chosen, best, budget)
     return best._replace(bound=min(least, best.value), work=work + tries.work)
 
 
 def has_host(machine: Machine) -> bool:
     """Whether it is known what the link to the memory of the host carries."""
     return machine.network.host.alpha > 0 or machine.network.host.beta > 0
+
+
+class _Decided(NamedTuple):
+    """The ways of an order's forwards, with which it keeps to the limits, and the simulator's results."""
+
+    ways: Ways
+    judged: Judgement
 
 
 class _Tries:
@@ -169,8 +175,9 @@ class _Tries:
         if self.limits.bytes is None:
             capacity = np.full(placed.workers, float(self.limits.saved or 0))
         else:
-            own = simulate(compile_own(self.plain), self.plain.cost, self.plain.machine).footprint.owned
-            capacity = self.limits.bytes - own
+            problem = problem_of(self.placed, self.plain)
+            serial = places(problem, serial_order(problem)).reshape(self.placed.compute.shape)
+            capacity = self.limits.bytes - judge(self.plain, compile_order(self.plain, serial)).run.footprint.owned
         return ways_bound(
             placed.job_graph.pred, placed.compute, self.kept._replace(length=lengths), self.link, capacity,
             self.question.ways, self.limits.objective == "window",
@@ -229,31 +236,37 @@ class _Tries:
             self.last = key, judgement
         return self.last[1]
 
-    def improved(self, n: Numbers, ways: Ways, best: FoundOrder, budget: int) -> FoundOrder:
-        """The order with other ways of one forward, or of two of a worker, while it ends sooner; `ways`: those of best.
+    def decided(self, n: Numbers) -> _Decided | None:
+        """The best of `fitting`; None if an order keeps to the limits with none of them."""
+        tried = [(ways, self.judged(n, ways)) for ways in self.fitting(n)]
+        fits = [_Decided(ways, judged) for ways, judged in tried if judged is not None and judged.fits]
+        return min(fits, key=lambda each: each.judged.value, default=None)
 
-        An order is judged only if the forwards hold no more than they may beside the rest of what `best` holds.
+    def improved(self, n: Numbers, best: _Decided, budget: int) -> _Decided:
+        """The order with other ways of one forward, or of two of a worker, while it ends sooner.
+
+        An order is judged only if its forwards hold no more than they may beside the rest of what `best` holds.
         """
         left = min(MOST_JUDGED, 10**6 * budget // (JUDGED_JOBS * n.size))
         orders, better = self._worker_orders(n), True
-        while better and left > 0:
+        while better and left > 0 and not reached(best.judged.value, self.bound):
             better = False
-            rest = simulate(best.program, self.question.cost, self.question.machine).footprint.peak.astype(float)
-            rest -= most_held(orders, self.kept, ways)
-            limit = 0 * rest + (self.limits.saved or 0) if self.limits.bytes is None else self.limits.bytes - rest
-            for changed in self._neighbours(orders, ways, limit):
-                if left <= 0 or reached(best.value, self.bound):
-                    return best
+            for ways in self._neighbours(orders, best):
                 left -= 1
                 self.work += JUDGED_JOBS * n.size / 10**6
-                judged = self.judged(n, changed)
-                if judged is not None and judged.fits and judged.value < best.value * (1 - 1e-9):
-                    best, ways, better = FoundOrder(judged.run.program, judged.value), changed, True
+                judged = self.judged(n, ways)
+                if judged is not None and judged.fits and judged.value < best.judged.value * (1 - 1e-9):
+                    best, better = _Decided(ways, judged), True
+                if better or left <= 0:
                     break
         return best
 
-    def _neighbours(self, orders: Sequence[WorkerOrder], ways: Ways, capacity: Times) -> Iterator[Ways]:
+    def _neighbours(self, orders: Sequence[WorkerOrder], best: _Decided) -> Iterator[Ways]:
         """The ways with that of one forward changed, then of two on a worker, if no worker then holds too much."""
+        ways, limits = best.ways, self.limits
+        capacity = np.full(len(orders), float(limits.saved or 0))
+        if limits.bytes is not None:
+            capacity = limits.bytes - (best.judged.run.footprint.peak - most_held(orders, self.kept, ways))
         allowed = (Way.KEEP, *self.question.ways)
         single = [((job, way),) for job in np.ndindex(*ways.shape) for way in allowed if ways[job] != way]
         double = (
@@ -266,7 +279,7 @@ class _Tries:
             for job, way in changes:
                 changed[job] = way
             w = int(self.worker[changes[0][0]])
-            if held(orders[w], self.kept, changed[orders[w].index]).amount.max() <= capacity[w] * ROOM:
+            if held(orders[w], self.kept, changed[orders[w].forwards]).amount.max() <= capacity[w] * ROOM:
                 yield changed
 
     def _loosened(self, part: float) -> Limits:

@@ -63,7 +63,7 @@ class WorkerOrder(NamedTuple):
     end: Times  # (D n,): when the job at each place ends, if the worker is never idle and redoes nothing
 
     @property
-    def index(self) -> tuple[Numbers, Numbers]:
+    def forwards(self) -> tuple[Numbers, Numbers]:
         """The forwards, as an index of arrays by stage and microbatch."""
         return self.stage, self.mb
 
@@ -112,7 +112,7 @@ def held(order: WorkerOrder, kept: Kept, way: Ways) -> Held:
 
 def most_held(orders: Sequence[WorkerOrder], kept: Kept, ways: Ways) -> Times:
     """By worker, the most that its jobs hold at once; `ways`: (S, B)."""
-    return np.array([held(order, kept, ways[order.index]).amount.max(initial=0.0) for order in orders])
+    return np.array([held(order, kept, ways[order.forwards]).amount.max(initial=0.0) for order in orders])
 
 
 def choose(
@@ -125,7 +125,7 @@ def choose(
     """
     ways = ways.copy()
     for order, room in zip(orders, (capacity * ROOM).tolist(), strict=True):
-        way = ways[order.index]
+        way = ways[order.forwards]
         while len(over := np.flatnonzero((now := held(order, kept, way)).amount > room)):
             changed, to = _away(order, now, over[0], kept, way, share), Way.AWAY
             if changed is None and redo:
@@ -133,7 +133,7 @@ def choose(
             if changed is None:
                 return None
             way[changed] = to
-        ways[order.index] = _without_needless(order, kept, way, room)
+        ways[order.forwards] = _without_needless(order, kept, way, room)
     return ways
 
 
