@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -212,9 +212,8 @@ class _Tries:
     def fitting(self, n: Numbers) -> Iterator[Ways]:
         """Ways that make an order fit; more if the simulator finds bytes above the limit."""
         redo, orders = Way.REDO in self.question.ways, self._worker_orders(n)
-        room, kept = self._capacity(n, orders), np.zeros(self.worker.shape, np.int8)
-        for share in self.shares if redo else self.shares[1:]:
-            capacity = room
+        kept = np.zeros(self.worker.shape, np.int8)
+        for share, capacity in product(self.shares if redo else self.shares[1:], self._capacities(n, orders)):
             for _ in range(1 if self.limits.bytes is None else TIGHTER):
                 ways = choose(orders, self.kept, capacity, kept, share, redo)
                 if ways is None:
@@ -293,13 +292,14 @@ class _Tries:
     def _worker_orders(self, n: Numbers) -> list[WorkerOrder]:
         return worker_orders(n, self.worker, self.kept.length, self.placed.workers)
 
-    def _capacity(self, n: Numbers, orders: Sequence[WorkerOrder]) -> Times:
-        """By worker, the limit minus the memory that this order holds besides saved forwards."""
+    def _capacities(self, n: Numbers, orders: Sequence[WorkerOrder]) -> list[Times]:
+        """By worker, the limit minus the memory that this order holds besides saved forwards; and, as other ways may
+        have their peaks where less else is held, minus what workers own."""
         if self.limits.bytes is None:
-            return np.full(len(orders), float(self.limits.saved or 0))
-        run = simulate(compile_order(self.question, n), self.question.cost, self.question.machine)
-        self.others = run.footprint.peak - most_held(orders, self.kept, np.zeros(self.worker.shape, np.int8))
-        return self.limits.bytes - self.others
+            return [np.full(len(orders), float(self.limits.saved or 0))]
+        footprint = simulate(compile_order(self.question, n), self.question.cost, self.question.machine).footprint
+        self.others = footprint.peak - most_held(orders, self.kept, np.zeros(self.worker.shape, np.int8))
+        return [self.limits.bytes - self.others, (self.limits.bytes - footprint.owned).astype(float)]
 
     def _with_redone(self, stages: Flags) -> OrderProblem:
         """The problem with the forwards of some stages redone; what whole backwards hold while they run is left out."""
