@@ -300,6 +300,7 @@ class SearchOptions(Form, CostOptions, LoopOptions):
         default="latency", choices=OBJECTIVES,
     )  # fmt: skip
     recompute: bool = switch("--recompute", "redo forwards where that lets an order within the memory end sooner")
+    offload: bool = switch("--offload", "have what forwards save in host memory where that lets one end sooner")
     budget: int = option("--budget N", "the work: millions of job start times computed", count, BUDGET)
     output: str | None = option("-o --output FILE", SCHEDULE, file=WRITTEN)
 

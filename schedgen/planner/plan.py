@@ -31,6 +31,7 @@ from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.ways import Way
 from schedgen.planner.partition import on_links, partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.schemes import load
@@ -51,6 +52,7 @@ class PlannedSchedule(NamedTuple):
     replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
     interleave: bool  # whether the replicas of a stage are neighbours
     recomputed: int  # forwards that are redone
+    offloaded: int  # forwards that are away in the memory of the host
     layers: tuple[int, ...]  # of each stage
     step_time: float  # seconds
     peak_bytes: int  # of the worker that needs most
@@ -170,7 +172,7 @@ def _least_memory(every: _Front) -> str:
     least = min((entry.schedule for entry in every), key=lambda schedule: (schedule.peak_bytes, schedule.step_time))
     replicas = ",".join(map(str, np.atleast_1d(least.replicas)))
     words = [number_of(least.stages, "stage"), *[f"replicas {replicas}"] * (replicas != "1")]
-    words += ["all forwards redone"] * (least.recomputed > 0)
+    words += ["all forwards redone"] * (least.recomputed > 0) + ["forwards offloaded"] * (least.offloaded > 0)
     return (
         f"; the least that would is {least.peak_bytes} bytes, by {least.scheme} with {', '.join(words)}, "
         f"in {least.step_time:.4g} s a step"
@@ -225,9 +227,9 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
     """The candidate's program, executed with these costs."""
     run = simulate(program, costs.with_halves, costs.machine)
     seconds, bytes = float(run.end.max()), int(run.footprint.peak.max())
-    redone, name, stages = len(program.rows_of(Op.RECOMPUTE)), candidate.name, candidate.sizes.stages
+    ways = len(program.rows_of(Op.RECOMPUTE)), len(program.rows_of(Op.OFFLOAD))
     where = candidate.replicas, candidate.interleave
-    return PlannedSchedule(name, stages, *where, redone, costs.layer_counts, seconds, bytes)
+    return PlannedSchedule(candidate.name, candidate.sizes.stages, *where, *ways, costs.layer_counts, seconds, bytes)
 
 
 def _moved(start: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
@@ -264,7 +266,7 @@ def _placed_candidates(
     distinct: dict[tuple[bool, tuple[int, ...], bytes], _PlacedCandidate] = {}
     for candidate in candidates:
         sizes, scheme = candidate.sizes, candidate.scheme
-        if candidate.recompute:
+        if candidate.way != Way.KEEP:
             continue
         _, compute, *_ = place_jobs(scheme, sizes.stages, sizes.microbatches, 2)
         for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
@@ -284,9 +286,10 @@ def _searched_program(placed: _PlacedCandidate, memory: float, budget: int, redo
 
     memory  bytes a worker
     budget  as for `search_order`
-    redo    whether the search also decides which forwards are redone
+    redo    whether the search also decides which forwards are redone or offloaded
     """
-    question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None))
+    ways = (Way.REDO, Way.AWAY) if placed.question.machine.network.host.is_known else (Way.REDO,)
+    question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None), ways=ways)
     try:
         found = (search_with_recompute if redo else search_order)(question, budget)
     except UsageError:
@@ -328,6 +331,7 @@ def _programs(candidate: Candidate, ordered_by: StageCosts) -> Callable[[StageCo
 def _compiled(candidate: Candidate, costs: StageCosts, ordered_by: StageCosts) -> Program:
     """The candidate with the layers of `costs`, ordered by the costs `ordered_by`."""
     ratios = cost_ratios(ordered_by.durations(candidate.scheme.split))
-    recompute = range(candidate.sizes.stages) if candidate.recompute else ()
-    options = Options(cost=ratios, recompute=recompute, tied=costs.tied)
+    stages = range(candidate.sizes.stages)
+    redone, away = (stages if candidate.way == way else () for way in (Way.REDO, Way.AWAY))
+    options = Options(cost=ratios, recompute=redone, offload=away, tied=costs.tied)
     return compile(with_layers(candidate.scheme, costs), candidate.sizes, options)

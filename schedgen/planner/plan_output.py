@@ -84,7 +84,8 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def plan_as_text(plan: Plan) -> Iterator[str]:
     """The lines of a plan: one for each schedule of the front, then the counts."""
-    rows = [("scheme", "stages", "replicas", "redone", "order", "step s", "memory")]
+    ways = ("redone", "offloaded") if any(schedule.offloaded for schedule in plan.front) else ("redone",)
+    rows = [("scheme", "stages", "replicas", *ways, "order", "step s", "memory")]
     for schedule in plan.front:
         replicas = (
             str(schedule.replicas)
@@ -92,9 +93,8 @@ def plan_as_text(plan: Plan) -> Iterator[str]:
             else clip("-".join(map(str, schedule.replicas)))
         ) + ", interleaved" * schedule.interleave
         time, memory = f"{schedule.step_time:.4g}", short_bytes(schedule.peak_bytes)
-        rows.append(
-            (schedule.scheme, str(schedule.stages), replicas, str(schedule.recomputed), schedule.order, time, memory)
-        )
+        counts = [str(schedule.recomputed), str(schedule.offloaded)][: len(ways)]
+        rows.append((schedule.scheme, str(schedule.stages), replicas, *counts, schedule.order, time, memory))
     yield from aligned(rows, 1)
     layers = "-".join(map(str, plan.front[0].layers))
     yield ""
@@ -107,16 +107,16 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
     `seconds`: how long the search took.
     """
     gap = found.value / found.bound - 1
-    recomputed = int((found.program.rows.op == Op.RECOMPUTE).sum())
+    recomputed, offloaded = (len(found.program.rows_of(op)) for op in (Op.RECOMPUTE, Op.OFFLOAD))
     if as_json:
         numbers = {
             "value": found.value, "bound": found.bound, "gap": gap, "optimal": found.optimal, "source": found.source,
-            "recomputed": recomputed, "work": round(found.work, 1), "seconds": round(seconds, 1),
+            "recomputed": recomputed, "offloaded": offloaded, "work": round(found.work, 1), "seconds": round(seconds, 1),
         }  # fmt: skip
         return json.dumps(numbers, indent=1)
     proved = "optimal" if found.optimal else f"no order takes less than {found.bound:.6g}: gap {gap:.1%}"
-    redone = f"; {recomputed} forwards are redone" * (recomputed > 0)
-    return f"{objective} {found.value:.6g} by {found.source}{redone}; {proved}. {seconds:.0f} s"
+    ways = f"; {recomputed} forwards are redone" * (recomputed > 0) + f"; {offloaded} are offloaded" * (offloaded > 0)
+    return f"{objective} {found.value:.6g} by {found.source}{ways}; {proved}. {seconds:.0f} s"
 
 
 def _name_range(names: Sequence[str]) -> str:

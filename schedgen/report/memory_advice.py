@@ -97,7 +97,7 @@ def _own_changes(
     saved = {part.stages[0] // options.tensor: part.bytes for part in parts[rank] if part.kind == SAVED}
     sets = [[max(saved, key=lambda stage: saved[stage])], sorted(saved), range(header.model_stages)] if saved else []
     for name, other in (("recompute", "offload"), ("offload", "recompute")):
-        for stages in dict.fromkeys(map(tuple, sets)) if name == "recompute" or host.alpha or host.beta else ():
+        for stages in dict.fromkeys(map(tuple, sets)) if name == "recompute" or host.is_known else ():
             named = "all" if len(stages) == header.model_stages else ",".join(map(str, stages))
             chosen = (*dict.fromkeys((*getattr(options, name), *stages)),)
             left = tuple(each for each in getattr(options, other) if np.ravel(each)[0] not in stages)
@@ -106,7 +106,7 @@ def _own_changes(
             yield f"--{name} {named}{replaces}", recipe._replace(options=replace(options, **changed))
     if not saved:
         yield "--recompute, --offload", f"rank {rank} has no saved forwards at its peak"
-    elif not (host.alpha or host.beta):
+    elif not host.is_known:
         yield "--offload", "no machine file says what the link to the host's memory carries"
     if options.weight_slots > 1 and any(part.kind == "copies of weights" for part in parts[rank]):
         yield "--weight-slots 1", recipe._replace(options=replace(options, weight_slots=1))

@@ -90,8 +90,8 @@ def search(
     least = machine.network.least_memory(scheme.workers or sizes.workers or 1)
     if memory_limit is None and min(least, memory or math.inf) < math.inf:
         memory = min(least, memory or math.inf)
-    if offload and not has_host(machine):
-        raise UsageError("offload needs a machine with a link to the memory of its host")
+    if offload and not machine.network.host.is_known:
+        raise UsageError("--offload needs the link to the memory of the host: give a machine file that has it")
     ways = tuple(way for way, allowed in ((Way.REDO, recompute), (Way.AWAY, offload)) if allowed)
     question = Question(scheme, sizes, cost, machine, Limits(objective, memory_limit, memory), tied, ways)
     best = (search_with_recompute if ways else search_order)(question, budget)
@@ -131,11 +131,6 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
             "the search found no order within the memory limit, even with forwards redone: raise the limit or --budget"
         )
     return best._replace(bound=min(least, best.value), work=work + tries.work)
-
-
-def has_host(machine: Machine) -> bool:
-    """Whether it is known what the link to the memory of the host carries."""
-    return machine.network.host.alpha > 0 or machine.network.host.beta > 0
 
 
 class _Decided(NamedTuple):
