@@ -111,7 +111,8 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
     if as_json:
         numbers = {
             "value": found.value, "bound": found.bound, "gap": gap, "optimal": found.optimal, "source": found.source,
-            "recomputed": recomputed, "offloaded": offloaded, "work": round(found.work, 1), "seconds": round(seconds, 1),
+            "recomputed": recomputed, "offloaded": offloaded,
+            "work": round(found.work, 1), "seconds": round(seconds, 1),
         }  # fmt: skip
         return json.dumps(numbers, indent=1)
     proved = "optimal" if found.optimal else f"no order takes less than {found.bound:.6g}: gap {gap:.1%}"
