@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from examples import further
 
+from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.compiled_orders import compile_order, judge
-from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import _Tries
-from schedgen.planner.order_search.ways import Way
+from schedgen.planner.order_search.ways import Way, most_held
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import HostLink, Level, Network
@@ -40,9 +40,8 @@ def small_case(seed):
     n = random_order(rng, stages, batches, 3 if split else 2)
     question = Question(scheme, sizes, cost, machine, ways=(Way.REDO, Way.AWAY))
     peak = judge(question, compile_order(question, n)).run.footprint.peak.max()
-    return question._replace(
-        limits=Limits(bytes=float(peak - rng.choice([0.8, 1, 1.3, 1.6, 2][: 3 + (batches > 4)]) * saved.max()))
-    ), n
+    less = rng.choice([0.8, 1, 1.3, 1.6, 2][: 3 + (batches > 4)]) * saved.max()
+    return question._replace(limits=Limits(bytes=float(peak - less))), n
 
 
 def random_order(rng, stages, batches, directions):
@@ -65,31 +64,57 @@ def random_order(rng, stages, batches, directions):
 def best_of_all(question, n):
     """The least time of all combinations of ways that fit; infinity if none does.
 
-    They are tried in the order of the work of the worker that has most, less than which none takes, until the best
-    found takes no more.
+    Left out are combinations that certainly do not fit: what saved forwards, inputs and halves take is too much beside
+    what a worker owns (`test_no_ways_hold_less_than_is_said` proves that sum); and those that ask for what no program
+    has, a forward away for too short. The rest is tried in the order of the work of the worker that has most, less than
+    which none takes, until the best found takes no more.
     """
-    shape, least = n.shape[1:], np.inf
+    tries, shape, least = _Tries(question, 0.0), n.shape[1:], np.inf
+    orders = tries._worker_orders(n)
+    room = tries._capacities(n, orders)[1]
     every = np.array([*itertools.product(Way, repeat=n[0].size)], np.int8).reshape(-1, *shape)
-    forward, times = np.array(question.cost["F"]), sum(map(np.array, question.cost.values()))
-    by_stage = times * shape[1] + forward * (every == Way.REDO).sum(axis=2)
-    of_stage = question.scheme.w(np.arange(shape[0]), 0, 0)[1]
-    work = np.max([by_stage[:, of_stage == w].sum(axis=1) for w in set(of_stage.tolist())], axis=0)
+    every = [ways for ways in every if (most_held(orders, tries.kept, ways) <= room).all() and is_away(orders, ways)]
+    work = [max(worker_work(question, order, ways) for order in orders) for ways in every]
     for k in np.argsort(work, kind="stable").tolist():
         if work[k] >= least:
             break
-        with suppress(UsageError):
-            judged = judge(question, compile_order(question, n, every[k]))
-            least = min(least, judged.value if judged.fits else np.inf)
+        judged = judge(question, compile_order(question, n, every[k]))
+        least = min(least, judged.value if judged.fits else np.inf)
     return least
 
 
-def decided(question, n):
-    """The time that the search's decision gives this order, infinity if it finds none that fits; and its bound."""
-    tries = _Tries(question, 0.0)
-    best = tries.decided(n)
-    free = question._replace(limits=Limits())
-    bound = max(least_time(free), tries.least_with_ways(free))
-    return (np.inf if best is None else tries.improved(n, best, 1000).judged.value), bound
+def is_away(orders, ways):
+    """Whether each forward that is to be away is long enough from its backward: a job runs while it is away."""
+    return all(
+        way != Way.AWAY or 4 <= order.place[1, k] - order.place[0, k] + redone_between(order, ways, k)
+        for order in orders
+        for k, way in enumerate(ways[order.forwards].tolist())
+    )
+
+
+def redone_between(order, ways, k):
+    redone = order.place[1, ways[order.forwards] == Way.REDO]
+    return np.count_nonzero((order.place[0, k] < redone) & (redone < order.place[1, k]))
+
+
+def worker_work(question, order, ways):
+    cost, again = question.cost, order.stage[ways[order.forwards] == Way.REDO]
+    return sum(time[order.stage].sum() for time in cost.values()) + cost["F"][again].sum()
+
+
+def test_no_ways_hold_less_than_is_said():
+    """What `held` counts, and what workers own, is no more than the simulator's peak."""
+    rng = np.random.default_rng(1)
+    for seed in range(40):
+        question, n = small_case(seed)
+        tries, ways = _Tries(question, 0.0), rng.integers(0, 3, n.shape[1:]).astype(np.int8)
+        orders = tries._worker_orders(n)
+        with suppress(UsageError):
+            program = compile_order(question, n, ways)
+            footprint = judge(question, program).run.footprint
+            assert (most_held(orders, tries.kept, ways) <= footprint.peak - footprint.owned).all()
+            away = len(program.rows_of(Op.OFFLOAD)) == np.count_nonzero(ways == Way.AWAY)
+            assert away == is_away(orders, ways)
 
 
 @pytest.mark.parametrize("seed", [*range(0, 12), *further(*range(12, 200))])
