@@ -9,6 +9,7 @@ from examples import further
 
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.compiled_orders import compile_order, judge
+from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import _Tries
 from schedgen.planner.order_search.ways import Way, most_held
@@ -100,6 +101,15 @@ def redone_between(order, ways, k):
 def worker_work(question, order, ways):
     cost, again = question.cost, order.stage[ways[order.forwards] == Way.REDO]
     return sum(time[order.stage].sum() for time in cost.values()) + cost["F"][again].sum()
+
+
+def decided(question, n):
+    """The time that the search's decision gives this order, infinity if it finds none that fits; and its bound."""
+    tries = _Tries(question, 0.0)
+    best = tries.decided(n)
+    free = question._replace(limits=Limits())
+    bound = max(least_time(free), tries.least_with_ways(free))
+    return (np.inf if best is None else tries.improved(n, best, 1000).judged.value), bound
 
 
 def test_no_ways_hold_less_than_is_said():
