@@ -21,7 +21,7 @@ from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.grad_norm import GradNorms
-from mpirun.engine.job_graphs import Job, JobGraphs
+from mpirun.engine.job_graphs import Job, JobGraphs, check_nothing_offloaded
 from mpirun.engine.loss import MinibatchLoss, check_forwards_first, exchange_among, minibatch_ranks, score
 from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
@@ -59,6 +59,8 @@ def build_interpreter(
     digests                gets those of the values that stages begin with
     """
     header, whole = program.header, setup.model.loss_of == "minibatch"
+    if setup.graphs:
+        together(comm, lambda: check_nothing_offloaded(instructions))
     if whole:
         check_forwards_first(comm, header, instructions)
     slots = MemorySlots(comm, program, instructions, setup, () if other is None else other.slots.blocks)

@@ -35,13 +35,19 @@ from mpirun.comm.device import CudaGraph, Device
 from mpirun.comm.output import say
 from mpirun.model.rng import LayerRng
 from schedgen.ir.instructions import Instruction, Op
-from schedgen.util.errors import raised
+from schedgen.util.errors import UsageError, raised
 
 LOOKED_AT, CAPTURED = (2, 3), 4  # passes
 HOST_WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 NUMBERS = (int, float, complex, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)  # types of inputs whose values are compared
 FORWARDS = (Op.FWD, Op.RECOMPUTE)
+
+
+def check_nothing_offloaded(instructions: Sequence[Instruction]) -> None:
+    """UsageError if a job would keep what it saves in host memory: a graph keeps it at fixed addresses of the pool."""
+    if any(i.op == Op.OFFLOAD for i in instructions):
+        raise UsageError("graphs: captured jobs keep what they save at fixed addresses: compile without --offload")
 
 
 class JobGraphs:

@@ -63,6 +63,7 @@ class Bytes(NamedTuple):
     peak: int
     after: int
     defined: int  # bytes of the buffers it makes: x, g
+    freed: int = 0  # by BWD_I, of what the forward has saved
 
     @property
     def kept(self) -> int:
@@ -179,6 +180,7 @@ class Profile:
             "weight": weight,
             "saved": [max(job.kept for job in measured[Op.FWD, s]) for s in stages],
             "half": [max(job.kept for job in measured[Op.BWD_I, s]) for s in stages],
+            "freed": [max(job.freed for job in measured[Op.BWD_I, s]) for s in stages],
             "workspace": {
                 direction: [max(job.workspace for job in measured[OPS[direction], s]) for s in stages]
                 for direction in ("F", "B", "I", "W")
@@ -267,6 +269,7 @@ def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount
     machine.microbatches.forget()
     before = memory.live
     memory.reset_peak()
+    saved = [machine.context.pending_of(i).saved] if i.op == Op.BWD_I else []
     act()
     peak = memory.peak
     read, made = _buffers(machine.header.graph, i)
@@ -274,7 +277,11 @@ def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount
     for key in (*read, *made):
         buffer = machine.context.buffers.get(*key)
         buffer.value = buffer.value.clone()
-    return Bytes(before, peak, memory.live, sum(machine.context.buffers.get(*key).value.nbytes for key in made))
+    defined = sum(machine.context.buffers.get(*key).value.nbytes for key in made)
+    unfreed = memory.live
+    saved.clear()
+    after = memory.live
+    return Bytes(before, peak, after, defined, unfreed - after)
 
 
 def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[BufferKey]]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from schedgen.ir.accesses import Accesses, Slots, numbers_in_all, numbers_per_size, slots
 from schedgen.ir.effects import RECEIVERS, Buffer, Effect
+from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.util.arrays import Flags, Ints, Numbers, Small
 from schedgen.util.jit import kernel
@@ -101,9 +102,20 @@ class Lifetimes:
         return np.isin(self.program.rows.op[self.begin], RECEIVERS) & (self.begin >= 0)
 
     def amounts(self, sizes: Numbers) -> Numbers:
-        """Bytes of every life. `sizes`: by kind of buffer and size column, shape (8, columns)."""
+        """Bytes of every life. `sizes`: by kind of buffer and size column, as from `BufferSizes.by_kind`."""
         bytes: Numbers = sizes[self.buffer, self.size_column]
+        if len(sizes) > len(Buffer):
+            away = (self.buffer == Buffer.HALF) & np.isin(self.number, self._offloaded_halves())
+            bytes[away] = sizes[len(Buffer), self.size_column[away]]
         return bytes
+
+    def _offloaded_halves(self) -> Numbers:
+        """The numbers of saved forwards that go to the host between BWD_I and BWD_W."""
+        offloads, table = self.program.rows_of(Op.OFFLOAD), self.program.rows
+        first_half = self.program.job_rows(Op.BWD_I)[table.stage[offloads], table.mb[offloads]]
+        halves = offloads[(first_half >= 0) & (first_half < offloads)]
+        job: Numbers = table.stage[halves].astype(np.int64) * self.program.header.microbatches + table.mb[halves]
+        return job
 
     def timeline(self, amounts: Numbers) -> MemoryTimeline:
         """The memory timeline of every rank, where each life counts as its entry of `amounts`."""
@@ -213,7 +225,8 @@ def _follow(
         replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # overwrites version v - 1
         begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
         # May have several lives, in turn.
-        several = thing == Buffer.W or thing == Buffer.SAVED or (thing == Buffer.DW and versions > 1)
+        away = thing == Buffer.SAVED or thing == Buffer.HOST
+        several = away or thing == Buffer.W or (thing == Buffer.DW and versions > 1)
         if own and versions == 1 and (begins or does == Effect.END):
             fault = OWNED
         elif is_alive and begins:

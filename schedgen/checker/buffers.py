@@ -11,7 +11,7 @@ from schedgen.analysis.lifetimes import AGAIN, LEFT, NOTHING, OWNED, TWICE, UNDE
 from schedgen.checker.proof import Proof
 from schedgen.ir.accesses import numbers_per_size, operands
 from schedgen.ir.effects import Buffer
-from schedgen.ir.instructions import Kind, Op, buffer_name
+from schedgen.ir.instructions import Kind, buffer_name
 
 RULE_2 = {
     UNDEFINED: "is not defined on this rank before this line",
@@ -33,9 +33,6 @@ def rule_2(proof: Proof) -> None:
 def rule_7(proof: Proof) -> None:
     """Refuse any other first fault: a buffer defined twice, used after its end or never ended, or own weights freed."""
     _refuse(proof, 7, RULE_7)
-    offloads = proof.rows_of(Op.OFFLOAD)
-    used = proof.program.job_rows(Op.BWD_I)[proof.stage[offloads], proof.mb[offloads]]
-    proof.refuse_any(7, offloads[(used >= 0) & (used < offloads)], "BWD_I has used this before")
 
 
 def rule_8(proof: Proof) -> None:

@@ -31,6 +31,7 @@ class BufferSizes(NamedTuple):
     owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
     edge_activation: Numbers | None = None  # by edge, x.s.b.c of a stage with outputs per consumer; None: as x.s.b
     tied: Numbers | None = None  # by tie, the parameters that its stages share; None: not known
+    freed: Numbers | None = None  # of `saved`, what BWD_I frees and `half` leaves out; None: what is below 0 of `half`
 
     def outputs(self, header: Header) -> Numbers:
         """Bytes of x and g by stage and then by edge, shape (S + E,): see `StageGraph.size_columns`."""
@@ -41,9 +42,13 @@ class BufferSizes(NamedTuple):
         return np.concatenate([self.activation, by_edge])
 
     def by_kind(self, header: Header) -> Numbers:
-        """Bytes by kind of `Memory` (rows); columns are as in `outputs`, but units for weights and their gradients."""
+        """Bytes by kind of `Memory` (rows); columns are as in `outputs`, but units for weights and their gradients.
+
+        A last row has `half` where what is saved leaves the device after BWD_I, and with it what BWD_I has freed of it.
+        """
         x, (w, partial) = self.outputs(header), self.by_unit(header)
-        amounts = (x, x, w, w, partial, self.saved, self.half, self.saved)
+        whole = np.maximum(self.half + (0 if self.freed is None else self.freed), 0)
+        amounts = (x, x, w, w, partial, self.saved, self.half, self.saved, whole)
         sizes = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
         for row, amount in zip(sizes, amounts, strict=True):
             row[: len(amount)] = amount
@@ -82,6 +87,7 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
         workspace={direction: count(amount) for direction, amount in workspaces(machine).items()},
         owned=weight if machine.owned is None else count(machine.owned),
         edge_activation=None if by_edge is None else count(by_edge, edges),
+        freed=None if machine.freed is None else count(machine.freed),
         tied=None if machine.tied is None else count(machine.tied, len(machine.tied)),
     )
 

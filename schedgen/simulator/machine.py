@@ -44,6 +44,7 @@ class Machine(NamedTuple):
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
     tied: Floats | None = None  # bytes of the parameters that a tie's stages share, by tie; None: not known
+    freed: Amount | None = None  # bytes of `saved` that a BWD_I frees, counted in `half`; None: those below 0 of `half`
     joined: Network | None = None  # None: all ranks have links alike
 
     @property

@@ -24,8 +24,9 @@ from schedgen.util.errors import UsageError
 FEATURES = {
     "tied": {"shards", "versions"},
     "recompute": {"forward"},
+    "offload": {"forward"},
     "memory limit": {"forward"},
-    "forward": {"recompute", "memory limit", "versions"},
+    "forward": {"recompute", "offload", "memory limit", "versions"},
     "shards": {"tied", "slices", "versions"},
     "slices": {"shards", "versions"},
     "versions": {"tied", "forward", "shards", "slices"},
@@ -46,6 +47,7 @@ class Case(NamedTuple):
     fan_out: int
     prefetch: int
     recompute: list[int | tuple[int, int]]
+    offload: list[int | tuple[int, int]] | str
     tied: list[set[int]]
     w: Callable[..., Any] | None = None  # in place of weights and compute
     updates: str = "flush"
@@ -65,7 +67,7 @@ class Case(NamedTuple):
         )
 
     def options(self, **more):
-        named = ("cost", "weight_slots", "fan_out", "prefetch", "recompute")
+        named = ("cost", "weight_slots", "fan_out", "prefetch", "recompute", "offload")
         tied = [sorted(stages) for stages in self.tied]
         return Options(**({name: getattr(self, name) for name in named} | {"tied": tied} | more))
 
@@ -92,6 +94,7 @@ def cases(draw) -> Case:
     )
     edges = [(p, c) for p in range(S - 1) for c in sorted(draw(st.sets(st.integers(p + 1, S - 1), min_size=1)))]
     forks = [p for p in range(S - 1) if sum(producer == p for producer, _ in edges) > 1]
+    forwards = st.one_of(st.integers(0, S - 1), st.tuples(st.integers(0, S - 1), st.integers(0, batches - 1)))
     return Case(
         Sizes(S, batches, workers),
         np.broadcast_to(weights, shape),
@@ -103,12 +106,8 @@ def cases(draw) -> Case:
         weight_slots=draw(st.integers(1, 3)),
         fan_out=draw(st.integers(1, 3)),
         prefetch=draw(st.integers(0, 2)),
-        recompute=draw(
-            st.lists(
-                st.one_of(st.integers(0, S - 1), st.tuples(st.integers(0, S - 1), st.integers(0, batches - 1))),
-                max_size=2,
-            )
-        ),
+        recompute=draw(st.lists(forwards, max_size=2)),
+        offload=draw(st.just("all") | st.lists(forwards, min_size=1, max_size=3)),
         tied=draw(st.lists(st.sets(st.integers(0, S - 1), min_size=2), max_size=3)) if S > 1 else [],
     )
 
@@ -174,7 +173,9 @@ def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
             features.add(feature)
     case = draw(cases().filter(lambda case: case.tied or "tied" not in required))
     case = case._replace(
-        tied=case.tied if "tied" in features else [], recompute=case.recompute if "recompute" in features else []
+        tied=case.tied if "tied" in features else [],
+        recompute=case.recompute if "recompute" in features else [],
+        offload=case.offload if "offload" in features else [],
     )
     if "shards" in features:
         case = with_shards(draw, case)

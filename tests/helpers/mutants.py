@@ -155,9 +155,22 @@ def a_message_again(chance: Random, program: Program) -> Program:
     return with_rows(program, new) if new else program
 
 
+def an_offload(chance: Random, program: Program) -> Program:
+    """What a forward saves is copied to the host, freed, and brought back, in three ascending places of its list."""
+    row = some_row(chance, program)
+    i, rows = program.instruction(row), stretch(program, row)
+    if i.op not in COMPUTE:
+        return program
+    at = sorted(chance.choice(rows) for _ in range(3))
+    copies = (i._replace(op=op, kind=Kind.SAVED, operand=-1) for op in (Op.OFFLOAD, Op.FREE, Op.RELOAD))
+    return with_rows(
+        program, [(place, int(program.rows.rank[row]), each) for place, each in zip(at, copies, strict=True)]
+    )
+
+
 ROWS: tuple[Callable[[Random, Program], Program], ...] = (
     a_neighbour, a_neighbour, a_neighbour, a_place, a_swap, beside_norm, less, twice, elsewhere, together, an_operand,
-    an_operand, a_sum_of_all, a_message_again,
+    an_operand, a_sum_of_all, a_message_again, an_offload, an_offload,
 )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def lives(program, rank):
             starts = [("partial", s, i.operand, i.piece) if i.kind == Kind.DW else (i.kind, s, b, i.piece)]
         if i.op == Op.FWD:
             starts = [(Kind.X, s, b, piece) for piece in header.graph.output_consumers(s)]
-        if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in redone):
+        if i.op in (Op.RECOMPUTE, Op.RELOAD) or (i.op == Op.FWD and (s, b) not in redone):
             starts.append(("saved", s, b))
         if i.op in (Op.BWD, Op.BWD_I):
             starts = [(Kind.G, p, b, header.graph.gradient_consumer(p, s)) for p in header.graph.producers[s]]
@@ -73,7 +73,7 @@ def lives(program, rank):
         if i.op == Op.ADD:
             ends = [("partial", s, i.operand, i.piece)]
         if i.op == Op.FREE:
-            ends = [(i.kind, s, b, i.piece)]
+            ends = [("saved", s, b) if i.kind == Kind.SAVED else (i.kind, s, b, i.piece)]
         begun |= dict.fromkeys(starts, at)
         for name in ends:
             begin = begun.pop(name)

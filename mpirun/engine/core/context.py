@@ -28,6 +28,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind, Op
 
 if TYPE_CHECKING:  # the core imports no feature: here it names their types
+    from mpirun.engine.core.offload import SavedTensors
     from mpirun.engine.grad_norm import GradNorms
     from mpirun.engine.loss import MinibatchLoss
     from mpirun.engine.memory_slots import MemorySlots
@@ -55,8 +56,9 @@ def in_order(first: Act, second: Act) -> Act:
 class PendingBackward:
     """What a forward, or the first half of a backward, keeps for later jobs of the same stage and microbatch."""
 
-    __slots__ = ("half", "loss_gradient", "saved")
+    __slots__ = ("half", "loss_gradient", "saved", "tensors")
     saved: SavedForward
+    tensors: SavedTensors  # where what the forward saves is offloaded
     half: WeightHalf | None
     loss_gradient: Tensor  # last stage only: the gradient that its backward starts from
 
@@ -107,6 +109,11 @@ class Context:
         """The stages and microbatches whose FWD keeps its graph: a backward follows without a RECOMPUTE before it."""
         redone = {(i.stage, i.mb) for i in self.instructions if i.op == Op.RECOMPUTE}
         return {(i.stage, i.mb) for i in self.instructions if i.op in (Op.BWD, Op.BWD_I)} - redone
+
+    @cached_property
+    def offloaded(self) -> set[tuple[int, int]]:
+        """The stages and microbatches of which what is saved for the backward goes to host memory."""
+        return {(i.stage, i.mb) for i in self.instructions if i.op == Op.OFFLOAD}
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage has the loss."""

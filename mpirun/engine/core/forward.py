@@ -15,6 +15,7 @@ from torch import Tensor
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.core.buffers import putter
 from mpirun.engine.core.context import Context
+from mpirun.engine.core.offload import SavedTensors
 from mpirun.model.dataflow import Bundle, TensorSpec
 from schedgen.ir.instructions import Instruction, Kind, Op
 
@@ -61,7 +62,9 @@ class Forward:
         self.device, self.has_flush = context.device.torch, header.has_flush
         if self.score is not None:  # cached before a step: its memory does not count as kept by a forward
             loss_gradient(torch.float32, context.microbatches.source.count if self.has_flush else 1, self.device)
-        self.run: Callable[..., tuple[list[Tensor], dict[str, Tensor]]] = context.around(i, self.stage, self.compute)
+        self.run: Callable[..., tuple[list[Tensor], dict[str, Tensor]]] = context.around(
+            i, self.stage, self.compute_offloadable if (i.stage, i.mb) in context.offloaded else self.compute
+        )
         self.put: Callable[[list[Tensor]], object]
         if again:  # only what its backward needs
             self.put = lambda outputs: None
@@ -97,6 +100,14 @@ class Forward:
         if saved is not None:
             self.pending.saved = saved
         return outputs, metrics
+
+    def compute_offloadable(
+        self, values: list[Tensor], leaves: Sequence[Any], batch: Microbatch | None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """As `compute`; what it saves can leave the device until the backward."""
+        self.pending.tensors = SavedTensors(self.context.device, self.stage.module, values, (leaves, batch))
+        with self.pending.tensors.hooks():
+            return self.compute(values, leaves, batch)
 
     def _keep_loss(self, batch: Microbatch, loss: Tensor, metrics: dict[str, Tensor]) -> None:
         if self.records:

@@ -16,10 +16,11 @@ from mpirun.engine.core.backward import Backward, WeightBackward
 from mpirun.engine.core.context import Act, Context, in_order
 from mpirun.engine.core.forward import Forward
 from mpirun.engine.core.messages import Transfers
+from mpirun.engine.core.offload import Offloads
 from mpirun.engine.core.optimizer_step import OptimizerStep, StepResult
 from mpirun.engine.core.sums import Sums
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
-from schedgen.ir.instructions import Instruction, Op
+from schedgen.ir.instructions import Instruction, Kind, Op
 
 
 class Interpreter:
@@ -30,7 +31,7 @@ class Interpreter:
         self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
         self.transport, self.position = context.transport, context.position
         self.microbatches = context.microbatches
-        transfers, sums = Transfers(context), Sums(context)
+        transfers, sums, offloads = Transfers(context), Sums(context), Offloads(context)
         self.optimizer_step = OptimizerStep(context)
         self.table: dict[int, Callable[[int, Instruction], Act]] = {  # each takes the instruction and its row
             Op.FETCH_W: transfers.fetch_w,
@@ -45,9 +46,13 @@ class Interpreter:
             Op.ALLREDUCE: sums.allreduce,
             Op.NORM: self.optimizer_step.norm,
             Op.STEP: self.optimizer_step.step,
-            Op.FREE: transfers.free,
+            Op.FREE: lambda row, i: (offloads if i.kind == Kind.SAVED else transfers).free(row, i),
+            Op.OFFLOAD: offloads.offload,
+            Op.RELOAD: offloads.reload,
         }
         self.code = [self.table[i.op](row, i) for row, i in enumerate(context.instructions)]
+        for row, wait in offloads.waiting_acts(context.instructions):
+            self.code[row] = in_order(wait, self.code[row])
         for row, zero in context.grad_buffers.zeroing_acts(context.instructions):
             self.code[row] = in_order(zero, self.code[row])
         for row, complete in context.grad_buffers.completing_acts(context.instructions):

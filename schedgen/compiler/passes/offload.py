@@ -5,9 +5,10 @@ The copies have the time of `prefetch` jobs each, on a link that computes nothin
     FWD s.b   OFFLOAD   1 ... prefetch jobs   FREE   jobs ...   RELOAD   1 ... prefetch jobs   BWD s.b
 
 FREE waits for the copy out, and the backward for the copy back. FREE comes directly before a job, behind what the job
-before it sends. Where no job would run between FREE and RELOAD the forward keeps what it saves: this would need as much
-memory, and bandwidth besides. So the last stage of 1F1B, whose backward follows at once, offloads nothing. Ranks are
-independent of one another here, so this pass works on the projected program.
+before it sends. A split backward has a second wait, between BWD_I and BWD_W. Where no job would run between FREE and
+RELOAD the rank keeps what is saved: this would need as much memory, and bandwidth besides. So the last stage of 1F1B,
+whose backward follows at once, offloads nothing. Ranks are independent of one another here, so this pass works on the
+projected program.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import COMPUTE, Kind, Op
-from schedgen.ir.program import Program, concatenate, rows
-from schedgen.util.arrays import Flags
+from schedgen.ir.program import Program, Rows, concatenate, rows
+from schedgen.util.arrays import Flags, Numbers
 from schedgen.util.errors import UsageError
 
 
@@ -31,21 +32,25 @@ def offload(program: Program, placed: PlacedScheme) -> Program:
     if not placed.offload.any():
         return program
     jobs, ahead = program.rows_of(*COMPUTE), placed.options.prefetch
-    place = np.zeros(len(program) + 1, np.int64)  # by row: its place among all jobs
+    place = np.zeros(len(program) + 1, np.int64)  # by row: its place among all jobs; of -1, no row, as of the first
     place[jobs] = np.arange(len(jobs))
-    first, backward = (place[program.job_rows(*ops)] for ops in ((Op.FWD,), (Op.BWD, Op.BWD_I)))
-    goes = placed.offload & ~placed.redone & (backward - first >= 2 * ahead + 2)
-    if not goes.any():
+    new, rows_before, gone = list[Rows](), list[Numbers](), np.zeros_like(placed.offload)
+    for job, user in ((Op.FWD,), (Op.BWD, Op.BWD_I)), ((Op.BWD_I,), (Op.BWD_W,)):
+        first, last = (place[program.job_rows(*ops)] for ops in (job, user))
+        goes = placed.offload & ~placed.redone & (last - first >= 2 * ahead + 2)
+        gone |= goes
+        stage, mb = (column.astype(np.int32) for column in np.nonzero(goes))
+        first, last = first[goes], last[goes]
+        rank = program.rows.rank[jobs[first]]
+        new += [rows(op, rank, kind=Kind.SAVED, stage=stage, mb=mb) for op in (Op.OFFLOAD, Op.FREE, Op.RELOAD)]
+        rows_before += [jobs[first], jobs[first + ahead + 1] - 1, jobs[last - ahead] - 1]
+    if not gone.any():
         raise UsageError(
-            f"--offload: each forward's backward is at most {2 * ahead + 1} jobs later, redone or on another worker: "
+            f"--offload: what these forwards save is needed at most {2 * ahead + 1} jobs later, or they are redone: "
             "nothing would be on the host while a job runs"
         )
-    stage, mb = (column.astype(np.int32) for column in np.nonzero(goes))
-    first, backward = first[goes], backward[goes]
-    steps = ((Op.OFFLOAD, jobs[first]), (Op.FREE, jobs[first + ahead + 1] - 1), (Op.RELOAD, jobs[backward - ahead] - 1))
-    new = [rows(op, program.rows.rank[jobs[first]], kind=Kind.SAVED, stage=stage, mb=mb) for op, _ in steps]
-    header = replace(program.header, lowering={**program.header.lowering, "offload": named_forwards(goes)})
-    return Program(header, program.rows).insert(concatenate(new), np.concatenate([after for _, after in steps]))
+    header = replace(program.header, lowering={**program.header.lowering, "offload": named_forwards(gone)})
+    return Program(header, program.rows).insert(concatenate(new), after=np.concatenate(rows_before))
 
 
 def named_forwards(chosen: Flags) -> list[int | list[int]]:

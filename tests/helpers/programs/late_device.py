@@ -203,11 +203,17 @@ class Launches(TorchDispatchMode):
         if source.numel() and not (late and is_late(host, PINNED)):
             self.streams.host_waits("a copy that is not of pinned memory")
             late = False
-        if not is_late(target) and late:
-            target.view(-1).view(torch.uint8).fill_(ONES)
         run = aten.copy_.default, (target, source), {}, target
         if late:
+            # What is launched before and still reads the host's memory reads it as it is.
+            reads = vars(host.untyped_storage()).setdefault("reads", [])
+            if not is_late(target) and not reads:
+                target.view(-1).view(torch.uint8).fill_(ONES)
+            if is_late(target):
+                reads.append(target)
             self.run_late(*run)
+            if is_late(target):
+                self.streams.launch(reads.pop)
         else:
             with as_a_kernel():
                 compute(*run)

@@ -28,6 +28,8 @@ OTHERS = (
     "fsdp, one slot",
     "gpipe, prefetch 3",
     "1f1b, tied",
+    "gpipe, offload",
+    "zb-h1, offload",
     *(f"{scheme}, parts" for scheme in PARTS),
 )
 
@@ -42,6 +44,8 @@ def schedules(compiled):
     paths["fsdp, one slot"] = compiled("fsdp", **sizes, weight_slots=1)
     paths["gpipe, prefetch 3"] = compiled("gpipe", **sizes, prefetch=3)
     paths["1f1b, tied"] = compiled("1f1b", graph={"stages": 4, "tied": [[0, 3]]}, microbatches=4)
+    paths["gpipe, offload"] = compiled("gpipe", **sizes, offload="0,1.0,1.3,2", prefetch=0)
+    paths["zb-h1, offload"] = compiled("zb-h1", **{**sizes, "microbatches": 8}, offload="all")
     for scheme, shards in PARTS.items():
         paths[f"{scheme}, parts"] = compiled(scheme, **sizes, shards=shards)
     return paths

@@ -216,6 +216,8 @@ DAMAGES = [
     (6, a_tie_less_of_several, ("tied",), ("forward",)),
     (6, a_norm_less_of_several, (), ("forward", "versions")),
     (7, one_less(Op.FREE), (), ("versions",)),
+    (7, one_less(Op.FREE, kinds=(Kind.SAVED,)), ("offload",), ()),
+    (7, one_less(Op.RELOAD), ("offload",), ()),
     (8, a_limit_that_is_less, ("memory limit",), ()),
     (9, a_job_with_another_version, ("versions",), ()),
     (10, one_less(Op.ALLREDUCE, kinds=(Kind.X, Kind.G)), ("slices",), ()),

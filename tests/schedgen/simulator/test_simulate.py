@@ -29,7 +29,7 @@ def test_a_message_takes_alpha_and_beta_and_the_receiver_waits_for_it():
     program = compiled("gpipe", Sizes(2, 1))
     run = simulate(program, COST, Machine(alpha=0.5, beta=0.25, activation=2))
     assert run.end.max() == 1 + 1 + 1 + 2 + 1 + 2 + 0.5
-    assert run.idle.sum(axis=0).tolist() == [2, 5, 0, 0, 0, 3 + 2 * 0.5]  # activation, gradient; NORM at the end
+    assert run.idle.sum(axis=0).tolist() == [2, 5, 0, 0, 0, 3 + 2 * 0.5, 0]  # activation, gradient; NORM
 
 
 def test_a_link_carries_one_message_at_a_time():

@@ -1,0 +1,199 @@
+"""OFFLOAD, FREE and RELOAD of what a forward saves: its tensors leave the device for host memory, and come back.
+
+While the forward runs, autograd hands over every tensor that it saves [torch.autograd.graph.saved_tensors_hooks], and
+keeps a `SavedView` in its place: a view of a `SavedStorage`, which is one however many tensors of it are saved. What
+the rank holds anyway stays where it is: weights, buffers, inputs from other stages. The storages of a job lie one
+after the other in its slot of host memory.
+
+On a GPU each copy is launched into its direction's stream, and waits there for the kernels launched before it. Kernels
+launched after the FREE, or from the backward on, wait for the copy; the host waits for none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mpirun.comm.device import Device, Mark
+from mpirun.engine.core.context import Act, Context
+from mpirun.engine.core.stage import address
+from schedgen.ir.instructions import Instruction, Op
+
+
+class HostSlot:
+    """A slot of host memory, as large as what has been offloaded into it at the most."""
+
+    __slots__ = ("memory", "read")
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None  # shape (bytes,)
+        self.read: Mark | None = None  # after the last copy from it
+
+    def room(self, device: Device, size: int) -> Tensor:
+        """The slot's memory, which has at least so many bytes; what it held is lost."""
+        if self.memory is None or len(self.memory) < size:
+            self.memory = device.host(size)
+        return self.memory
+
+
+class SavedStorage:
+    """Memory that only the graph of one forward holds."""
+
+    __slots__ = ("__weakref__", "bytes", "seen", "size")
+
+    def __init__(self, x: Tensor) -> None:
+        self.size = x.untyped_storage().nbytes()
+        whole = x.detach().as_strided((self.size // x.itemsize,), (1,), 0)
+        # Shape (size,), on the device; None: it is on the host only.
+        self.bytes: Tensor | None = whole.view(torch.uint8)
+        self.seen: list[tuple[Tensor, int]] = []  # until the first OFFLOAD: saved tensors in it, and their versions
+
+    @property
+    def on_device(self) -> Tensor:
+        """Its bytes on the device, where they must be."""
+        assert self.bytes is not None
+        return self.bytes
+
+
+class SavedView(NamedTuple):
+    """A saved tensor as a view of its storage."""
+
+    storage: SavedStorage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The tensor; its storage must be on the device."""
+        return self.storage.on_device.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class SavedTensors:
+    """What one forward saves. The graph holds it: what the graph drops, as after BWD_I, is dropped here."""
+
+    def __init__(self, device: Device, module: nn.Module, inputs: Iterable[Tensor], data: Any) -> None:
+        """`inputs`: from other stages; `data`: a pytree of the microbatch's, which the graph alone may hold."""
+        parts = (x for x in pytree.tree_leaves(data) if isinstance(x, Tensor) and not _has_all_of_its_storage(x))
+        held = (*module.parameters(), *module.buffers(), *inputs, *parts)
+        self.device, self.stays = device, {address(x) for x in held}
+        self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()  # by address
+        self.slot = HostSlot()
+        self.places: list[tuple[SavedStorage, Tensor]] = []  # from OFFLOAD to RELOAD: storages, each with its place
+        self.copied: Mark | None = None  # after the copies of the last OFFLOAD or RELOAD
+
+    def hooks(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, autograd saves tensors here."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, x: Tensor) -> Tensor | SavedView:
+        alias = x.detach()
+        if not self._leaves(x):
+            return alias
+        storage = self.storages.setdefault(address(x), SavedStorage(x))
+        storage.seen.append((alias, alias._version))
+        return SavedView(storage, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+
+    def _leaves(self, x: Tensor) -> bool:
+        """Whether a saved tensor leaves the device: it has plain memory there, which is not the rank's anyway."""
+        if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or not self.device.has(x):
+            return False
+        size = x.untyped_storage().nbytes()
+        return bool(size) and not size % x.itemsize and address(x) not in self.stays and not (x.is_conj() or x.is_neg())
+
+    def offload(self, slot: HostSlot) -> None:
+        """Start copying all storages to the slot."""
+        self.wait()
+        storages = list(self.storages.values())
+        for storage in storages:
+            if any(x._version != version for x, version in storage.seen):
+                raise RuntimeError("a tensor that the forward has saved for its backward was changed in place later")
+            storage.seen.clear()
+        ends = [*accumulate((storage.size for storage in storages), initial=0)]
+        memory, mark, self.slot = slot.room(self.device, ends[-1]), self.device.mark(), slot
+        self.places = [(each, memory[begin:end]) for each, (begin, end) in zip(storages, pairwise(ends), strict=True)]
+        with self.device.copies(out=True):
+            for awaited in (mark, slot.read):
+                if awaited is not None:
+                    awaited.arrive()
+            for storage, place in self.places:
+                place.copy_(storage.on_device, non_blocking=True)
+            self.copied = self.device.mark()
+
+    def free(self) -> None:
+        """End the copies on the device, for kernels launched from now on."""
+        self.wait()
+        for storage, _ in self.places:
+            storage.bytes = None
+
+    def reload(self) -> None:
+        """Start copying all storages back into new memory of the device."""
+        for storage, place in self.places:
+            storage.bytes = torch.empty_like(place, device=self.device.torch)
+        mark = self.device.mark()
+        with self.device.copies(out=False):
+            if mark is not None:
+                mark.arrive()
+            for storage, place in self.places:
+                storage.on_device.copy_(place, non_blocking=True)
+            self.copied = self.slot.read = self.device.mark()
+        self.places.clear()
+
+    def wait(self) -> None:
+        """Let kernels launched from now on wait for the copies."""
+        if self.copied is not None:
+            self.copied.arrive()
+
+
+def _has_all_of_its_storage(x: Tensor) -> bool:
+    """Whether a tensor is no part of something larger, such as all data."""
+    return x.layout == torch.strided and x.untyped_storage().nbytes() == x.nbytes
+
+
+def _unpack(saved: Tensor | SavedView) -> Tensor:
+    return saved.tensor() if isinstance(saved, SavedView) else saved
+
+
+class Offloads:
+    """Prepares OFFLOAD and RELOAD, the FREE between them, and the wait of the backward after them."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        numbers = context.slots.host_slot
+        self.slots = [HostSlot() for _ in range(max(numbers.values(), default=-1) + 1)]
+
+    def offload(self, row: int, i: Instruction) -> Act:
+        """OFFLOAD: start copying what the forward has saved to its slot in host memory."""
+        pending, slot = self.context.pending_of(i), self.slots[self.context.slots.host_slot[i]]
+        return lambda: pending.tensors.offload(slot)
+
+    def free(self, row: int, i: Instruction) -> Act:
+        """FREE of what a forward has saved: it is in host memory only."""
+        pending = self.context.pending_of(i)
+        return lambda: pending.tensors.free()
+
+    def reload(self, row: int, i: Instruction) -> Act:
+        """RELOAD: start copying it back."""
+        pending = self.context.pending_of(i)
+        return lambda: pending.tensors.reload()
+
+    def waiting_acts(self, instructions: Sequence[Instruction]) -> Iterator[tuple[int, Act]]:
+        """The rows of backwards that need what a RELOAD brings back, each with the act that waits for it."""
+        away: set[tuple[int, int]] = set()
+        for row, i in enumerate(instructions):
+            if i.op == Op.RELOAD:
+                away.add((i.stage, i.mb))
+            elif i.op in (Op.BWD, Op.BWD_I, Op.BWD_W) and (i.stage, i.mb) in away:
+                away.discard((i.stage, i.mb))
+                yield row, self._wait(i)
+
+    def _wait(self, i: Instruction) -> Act:
+        pending = self.context.pending_of(i)
+        return lambda: pending.tensors.wait()
