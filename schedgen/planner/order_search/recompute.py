@@ -155,7 +155,9 @@ class _Tries:
         redo = by_stage(redo_duration(question.cost), stages)
         lengths = np.stack([by_stage(time, stages) for time in self.plain.cost.values()])
         graph = saved if self.limits.bytes is not None else 0 * saved
-        self.kept = Kept(inputs, saved, half, graph, redo, copy, lengths)
+        freed = 0 if question.machine.freed is None else by_stage(question.machine.freed, stages)
+        whole = np.maximum(half + freed, 0) if self.limits.bytes is not None else half
+        self.kept = Kept(inputs, saved, half, whole, graph, redo, copy, lengths)
         sharers = min(host.devices, self.placed.workers)
         self.shares = (0.0, *(share / sharers for share in SHARES)) if Way.AWAY in question.ways else (0.0,)
         self.work = 0.0

@@ -48,6 +48,7 @@ class Kept(NamedTuple):
     inputs: Times  # from the forward to the end of the last backward job
     saved: Times
     half: Times  # from I to the end of W
+    whole: Times  # in place of `half`, where what is saved is away between them
     graph: Times  # during the forward alone, if it is redone
     redo: Times  # the time of a RECOMPUTE
     copy: Times  # the time of a copy to the host's memory, or back
@@ -86,6 +87,12 @@ class Held(NamedTuple):
     amount: Times
     first: Numbers  # of the forward
     backward: Numbers  # of its first backward job
+    last: Numbers  # of its last
+
+    def is_away(self, at: int) -> Flags:
+        """By forward, whether it holds nothing during row `at`, if it is away."""
+        waits = (self.first, self.backward), (self.backward, self.last)
+        return np.any([(begin + PREFETCH < at) & (at < end - PREFETCH) for begin, end in waits], axis=0)
 
 
 def held(order: WorkerOrder, kept: Kept, way: Ways) -> Held:
@@ -93,21 +100,23 @@ def held(order: WorkerOrder, kept: Kept, way: Ways) -> Held:
     s, D, redone = order.stage, len(order.place), way == Way.REDO
     before = np.sort(order.place[B, redone])  # each has an R before it
     rows = order.place + np.searchsorted(before, order.place, side="right")
-    first, backward, half = rows[F], rows[B], kept.half[s] * (D == 3)
-    leaves, returns = first + PREFETCH + 1, backward - PREFETCH
-    away = (way == Way.AWAY) & (leaves < returns)
+    first, backward, last = rows[F], rows[B], rows[D - 1]
     change, alone = np.zeros((2, order.place.size + len(before) + 1))
+    half = kept.half[s] * (D == 3)
+    for begin, end in ((first, backward), (backward, last)):
+        away = (way == Way.AWAY) & (begin + PREFETCH + 1 < end - PREFETCH)
+        np.add.at(change, (begin + PREFETCH + 1)[away], -kept.saved[s[away]])
+        np.add.at(change, (end - PREFETCH)[away], kept.saved[s[away]])
+    half = np.where(away, kept.whole[s], half)  # between the halves, which come last
     for row, amount in (
         (first, kept.inputs[s]),
         (np.where(redone, backward - 1, first), kept.saved[s]),
-        (leaves[away], -kept.saved[s[away]]),
-        (returns[away], kept.saved[s[away]]),
         (backward, half),
-        (rows[D - 1] + 1, -kept.inputs[s] - kept.saved[s] - half),
+        (last + 1, -kept.inputs[s] - kept.saved[s] - half),
     ):
         np.add.at(change, row, amount)
     alone[first[redone]] = kept.graph[s[redone]]
-    return Held((np.cumsum(change) + alone)[:-1], first, backward)
+    return Held((np.cumsum(change) + alone)[:-1], first, backward, last)
 
 
 def most_held(orders: Sequence[WorkerOrder], kept: Kept, ways: Ways) -> Times:
@@ -140,19 +149,19 @@ def choose(
 def _redo(order: WorkerOrder, now: Held, at: int, kept: Kept, way: Ways) -> int | None:
     """Of the forwards that hold something during row `at`, the one whose redoing makes most room for its time."""
     there = (way != Way.REDO) & (now.first <= at) & (at < now.backward)
-    gone = (way == Way.AWAY) & (now.first + PREFETCH < at) & (at < now.backward - PREFETCH)
+    gone = (way == Way.AWAY) & now.is_away(at)
     benefit = (now.backward - at) * (kept.saved / np.maximum(kept.redo, 1e-9))[order.stage]
     return _largest(np.where(there & ~gone, benefit, -1.0))
 
 
 def _away(order: WorkerOrder, now: Held, at: int, kept: Kept, way: Ways, share: float) -> int | None:
     """Of the forwards kept during row `at` whose copies the link has time for, the one that is longest away."""
-    there = (way == Way.KEEP) & (now.first + PREFETCH < at) & (at < now.backward - PREFETCH)
+    there = (way == Way.KEEP) & now.is_away(at)
     if not share or not there.any():
         return None
     time, others, copy = order.end[order.place[B]] - order.end[order.place[F]], way == Way.AWAY, kept.copy[order.stage]
     together = (now.first[others] < now.backward[:, None]) & (now.backward[others] > now.first[:, None])
-    gain = (now.backward - at) * kept.saved[order.stage] / np.maximum(copy, 1e-9)
+    gain = (now.last - at) * kept.saved[order.stage] / np.maximum(copy, 1e-9)
     return _largest(np.where(there & (together @ copy[others] + copy <= share * time), gain, -1.0))
 
 
@@ -195,7 +204,7 @@ def ways_bound(
     holds = (kept.inputs + kept.saved) * span + np.minimum(kept.half, 0) * back * (D == 3)
     freed = {
         Way.REDO: kept.saved * (span - back - kept.redo) - kept.graph * lengths[forward],
-        Way.AWAY: kept.saved * (span - back - lengths[forward] - 2 * kept.copy),
+        Way.AWAY: kept.saved * (span - kept.length.sum(axis=0) - 2 * kept.copy),
     }
     longest = 0.0
     for w, room in enumerate(capacity.tolist()):

@@ -43,7 +43,7 @@ def test_no_fewer_forwards_make_an_order_fit(directions):
     """All subsets of up to 6 forwards that keep the same are tried."""
     rng, needed = np.random.default_rng(0), 0
     zero, one = np.zeros(1), np.ones(1)
-    kept = Kept(zero, one, zero, zero, one, one, np.ones((directions, 1)))
+    kept = Kept(zero, one, zero, zero, zero, one, one, np.ones((directions, 1)))
     for _ in range(75):
         batches = int(rng.integers(2, 7))
         worker = np.zeros((1, batches), np.int64)

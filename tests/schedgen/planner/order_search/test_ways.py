@@ -85,17 +85,13 @@ def best_of_all(question, n):
 
 
 def is_away(orders, ways):
-    """Whether each forward that is to be away is long enough from its backward: a job runs while it is away."""
-    return all(
-        way != Way.AWAY or 4 <= order.place[1, k] - order.place[0, k] + redone_between(order, ways, k)
-        for order in orders
-        for k, way in enumerate(ways[order.forwards].tolist())
-    )
-
-
-def redone_between(order, ways, k):
-    redone = order.place[1, ways[order.forwards] == Way.REDO]
-    return np.count_nonzero((order.place[0, k] < redone) & (redone < order.place[1, k]))
+    """Whether each forward that is to be away is long enough from a user of it: a job runs while it is away."""
+    for order in orders:
+        redone = order.place[1, ways[order.forwards] == Way.REDO]
+        rows = order.place + np.searchsorted(np.sort(redone), order.place, side="right")  # each has an R before it
+        if (ways[order.forwards] == Way.AWAY)[np.diff(rows, axis=0).max(axis=0) < 4].any():
+            return False
+    return True
 
 
 def worker_work(question, order, ways):
