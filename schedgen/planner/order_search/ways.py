@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from schedgen.compiler.options import Options
 from schedgen.ir.instructions import B, F
 from schedgen.simulator.lower_bounds import longest_ways
-from schedgen.util.arrays import Ints, Numbers, Times
+from schedgen.util.arrays import Flags, Ints, Numbers, Times
 
 ROOM = 1 + 1e-12  # sums of bytes are rounded
 PREFETCH = Options().prefetch  # jobs that each copy is given
