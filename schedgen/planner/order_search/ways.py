@@ -91,8 +91,11 @@ class Held(NamedTuple):
 
     def is_away(self, at: int) -> Flags:
         """By forward, whether it holds nothing during row `at`, if it is away."""
-        waits = (self.first, self.backward), (self.backward, self.last)
-        return np.any([(begin + PREFETCH < at) & (at < end - PREFETCH) for begin, end in waits], axis=0)
+        before, between = (
+            (begin + PREFETCH < at) & (at < end - PREFETCH)
+            for begin, end in ((self.first, self.backward), (self.backward, self.last))
+        )
+        return before | between
 
 
 def held(order: WorkerOrder, kept: Kept, way: Ways) -> Held:
