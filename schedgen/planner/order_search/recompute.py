@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -258,25 +258,29 @@ class _Tries:
         return best
 
     def _neighbours(self, orders: Sequence[WorkerOrder], best: _Decided) -> Iterator[Ways]:
-        """The ways with that of one forward changed, then of two on a worker, if no worker then holds too much."""
-        ways, limits = best.ways, self.limits
-        capacity = np.full(len(orders), float(limits.saved or 0))
-        if limits.bytes is not None:
-            capacity = limits.bytes - (best.judged.run.footprint.peak - most_held(orders, self.kept, ways))
+        """The ways with that of one forward changed, then of two on a worker, unless they certainly hold too much.
+
+        First those come that fit beside all else that `best` holds at its peak: others may have theirs elsewhere.
+        """
+        ways, peak = best.ways, best.judged.run.footprint.peak
+        rooms = [np.full(len(orders), float(self.limits.saved or 0))] * 2
+        if self.limits.bytes is not None:
+            others = (peak - most_held(orders, self.kept, ways), best.judged.run.footprint.owned)
+            rooms = [(self.limits.bytes - other) * ROOM for other in others]
         allowed = (Way.KEEP, *self.question.ways)
-        single = [((job, way),) for job in np.ndindex(*ways.shape) for way in allowed if ways[job] != way]
-        double = (
-            (one, other)
-            for (one,), (other,) in combinations(single, 2)
-            if one[0] != other[0] and self.worker[one[0]] == self.worker[other[0]]
-        )
-        for changes in chain(single, double):
-            changed = ways.copy()
-            for job, way in changes:
-                changed[job] = way
-            w = int(self.worker[changes[0][0]])
-            if held(orders[w], self.kept, changed[orders[w].forwards]).amount.max() <= capacity[w] * ROOM:
-                yield changed
+        single = [(int(self.worker[job]), job, way) for job in np.ndindex(*ways.shape) for way in allowed]
+        single = [change for change in single if ways[change[1]] != change[2]]
+        for number, is_first in product((1, 2), (True, False)):
+            for changes in combinations(single, number):
+                w, job, _ = changes[0]
+                if number == 2 and (changes[1][0] != w or changes[1][1] == job):
+                    continue
+                changed = ways.copy()
+                for _, job, way in changes:
+                    changed[job] = way
+                most = held(orders[w], self.kept, changed[orders[w].forwards]).amount.max()
+                if (most <= rooms[0][w]) == is_first and most <= max(room[w] for room in rooms):
+                    yield changed
 
     def _loosened(self, part: float) -> Limits:
         saved, bytes = self.limits.saved, self.limits.bytes
