@@ -1,7 +1,7 @@
 """`search_with_recompute`: an order, and the forwards that are redone or away so that it keeps to the memory limit.
 
 keep     the best order that keeps everything, by `search_order`
-loosen   the best orders under looser limits; in each, few forwards are redone or away so that it fits (`ways.choose`);
+loosen   the orders of built-in schemes, and the best under looser limits; in each, few forwards are redone or away so that it fits (`ways.choose`);
          if none can fit, each again with every W directly behind its I
 redo     the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
          forwards for which there is room are kept after all
@@ -33,12 +33,12 @@ from schedgen.ir.cost import (
 )
 from schedgen.ir.instructions import B, F
 from schedgen.planner.order_search.budget import BUDGET, JUDGED_JOBS, MOST_JUDGED
-from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, judge, numbers_of
+from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, compile_own, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs, problem_of
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places, serial_order
 from schedgen.planner.order_search.question import OBJECTIVES, FoundOrder, Limits, NoOrder, Question, Ties, reached
-from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.search_order import same_placement, search_order
 from schedgen.planner.order_search.ways import (
     ROOM,
     Kept,
@@ -182,6 +182,10 @@ class _Tries:
 
     def orders(self, budget: int) -> Iterator[Numbers]:
         """Numbers of every job, (D, S, B), that grow along each worker: one array for each order to try."""
+        for scheme in same_placement(self.plain, self.placed):
+            with suppress(UsageError):  # such as one that needs another number of microbatches
+                if not scheme.split or self.placed.scheme.split:
+                    yield numbers_of(compile_own(self.plain._replace(scheme=scheme)), len(self.placed.compute))
         share = max(1, budget // (2 * len(LOOSER)))
         loosened: list[Numbers] = []
         for part in LOOSER:
@@ -210,6 +214,7 @@ class _Tries:
         """Ways that make an order fit; more if the simulator finds bytes above the limit."""
         redo, orders = Way.REDO in self.question.ways, self._worker_orders(n)
         kept = np.zeros(self.worker.shape, np.int8)
+        yield from (np.full_like(kept, way) for way in self.question.ways)
         for share, capacity in product(self.shares if redo else self.shares[1:], self._capacities(n, orders)):
             for _ in range(1 if self.limits.bytes is None else TIGHTER):
                 ways = choose(orders, self.kept, capacity, kept, share, redo)
