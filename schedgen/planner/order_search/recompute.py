@@ -1,8 +1,8 @@
 """`search_with_recompute`: an order, and the forwards that are redone or away so that it keeps to the memory limit.
 
 keep     the best order that keeps everything, by `search_order`
-loosen   the orders of built-in schemes, and the best under looser limits; in each, few forwards are redone or away so that it fits (`ways.choose`);
-         if none can fit, each again with every W directly behind its I
+loosen   the orders of built-in schemes, and the best orders under looser limits; in each, few forwards are redone or
+         away so that it fits (`ways.choose`); if none can fit, each again with every W directly behind its I
 redo     the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
          forwards for which there is room are kept after all
 improve  in the best of them forwards go another way, one by one and in pairs, while that ends sooner
