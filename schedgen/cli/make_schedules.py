@@ -286,7 +286,7 @@ def run_search(options: SearchOptions) -> int:
     with _slow_schemes_noted():
         best = search(
             scheme, sizes, cost, machine, memory_limit=options.memory_limit, memory=options.memory, tied=tied,
-            objective=options.objective, recompute=options.recompute, budget=options.budget,
+            objective=options.objective, recompute=options.recompute, offload=options.offload, budget=options.budget,
         )  # fmt: skip
         seconds = time.perf_counter() - begin
     if options.output:

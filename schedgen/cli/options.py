@@ -224,6 +224,8 @@ class StatsOptions(Form, InputFile):
     profile: str | None = option("--profile P", "JSON with durations and bytes", group="costs", file=READ)
     graph: str | None = option("--graph FILE", LAYERS_GRAPH, file=READ, needs="profile")
     measured: str | None = option("--measured TRACE", "an mpirun --trace file, in seconds", group="costs", file=READ)
+    memory: bool = switch("--memory", "what each rank holds at its peak, and what lowers the highest, at what cost")
+    machine: str | None = option("--machine FILE", "with --memory: JSON of hosts and links", file=READ, needs="memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +324,7 @@ class SearchOptions(Form, CostOptions, LoopOptions):
         default="latency", choices=OBJECTIVES,
     )  # fmt: skip
     recompute: bool = switch("--recompute", "redo forwards where that lets an order within the memory end sooner")
+    offload: bool = switch("--offload", "have what forwards save in host memory where that lets one end sooner")
     budget: int = option("--budget N", "the work: millions of job start times computed", count, BUDGET)
     output: str | None = option("-o --output FILE", SCHEDULE, file=WRITTEN)
 

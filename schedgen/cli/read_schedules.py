@@ -36,9 +36,11 @@ from schedgen.report.draw.colours import TRANSFER_COLOURS
 from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
+from schedgen.report.memory_advice import advice_as_json, advice_as_text, memory_advice
 from schedgen.report.stats_table import named_numbers, stats_table
 from schedgen.report.torch_csv import as_torch_csv
 from schedgen.simulator.machine import Machine
+from schedgen.simulator.network import read_network
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.stats import simulation_numbers, stats
 from schedgen.simulator.timeline import Timeline
@@ -71,9 +73,12 @@ def run_seal(options: SealOptions) -> int:
 
 
 def run_stats(options: StatsOptions) -> int:
-    """Print a schedule's numbers, or the seconds of a run."""
+    """Print a schedule's numbers, its memory with advice, or the seconds of a run."""
     program = checked(options.file)
     cost, machine = _read_profile(options, program) or (options.cost, None)
+    if options.memory:
+        _print_advice(options, program, cost or program.header.cost, machine or Machine())
+        return 0
     if options.measured:
         numbers = run_numbers(program, _read_trace(options.measured, program))
         shown = {key: value for key, value in numbers.items() if key != "profile"}
@@ -82,6 +87,17 @@ def run_stats(options: StatsOptions) -> int:
     numbers = stats(program, cost, machine)
     print(json.dumps(numbers, indent=1) if options.json else stats_table(numbers))
     return 0
+
+
+def _print_advice(options: StatsOptions, program: Program, cost: Mapping[str, Amount], machine: Machine) -> None:
+    """Print what ranks hold and what lowers it."""
+    if options.measured:
+        raise UsageError("--measured has no bytes: leave it out beside --memory")
+    if options.profile is None:
+        note("without --profile every buffer counts as one byte")
+    machine = machine.on(read_network(options.machine)) if options.machine else machine
+    advice = memory_advice(program, cost, machine, profiled=options.profile is not None)
+    print(json.dumps(advice_as_json(advice), indent=1) if options.json else "\n".join(advice_as_text(advice)))
 
 
 class _Execution(NamedTuple):

@@ -17,6 +17,7 @@ from schedgen.compiler.sum_trees import ALLREDUCE, TWO_LEVEL
 from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.planner.layer_profile import Layers
+from schedgen.planner.order_search.ways import Way
 from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, balanced, smallest, stage_costs
 from schedgen.schemes import load
@@ -48,7 +49,7 @@ class Candidate(NamedTuple):
     name: str
     replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
     interleave: bool  # whether the replicas of a stage, not the stages of a replica, are neighbours
-    recompute: bool  # of all stages, or none
+    way: Way  # of all forwards
     scheme: Scheme
     sizes: Sizes  # of all replicas
     costs: Sequence[StageCosts]
@@ -65,7 +66,7 @@ def with_layers(scheme: Scheme, costs: StageCosts) -> Scheme:
 def candidates(
     layers: Layers, workers: int, bandwidth: float, microbatches: int, memory: float = math.inf
 ) -> Iterator[Candidate]:
-    """Every candidate on all workers, with and without recomputation.
+    """Every candidate on all workers, with each way of its forwards; to the host only if its link is known.
 
     With a limit of `memory` bytes a worker, layers are also gathered so that the largest stage needs few bytes.
     """
@@ -75,6 +76,7 @@ def candidates(
         for ways, costs in zip(by_stages, smallest(layers, bandwidth, len(by_stages)), strict=False):
             if all(costs.layer_counts != other.layer_counts for other in ways):
                 ways.append(costs)
+    allowed = [way for way in Way if way != Way.AWAY or layers.machine.network.host.is_known]
     tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
     has_hosts = Links(layers.machine.network, workers).is_uneven
     for name, sizes, replicas in _pipelines(workers, microbatches, has_hosts, *tried):
@@ -84,16 +86,16 @@ def candidates(
             except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
                 continue
             alone = sizes._replace(replicas=None)  # else a search would also begin with other schemes' orders
-            ways, has_owners = by_stages[sizes.stages - 1], replicas > 1 or name == "chimera"
-            sums = TWO_LEVEL if has_hosts and has_owners and not any(way.tied for way in ways) else ALLREDUCE
-            for recompute in (False, True):
-                yield Candidate(name, replicas, interleave, recompute, scheme, alone, ways, sums)
+            gathered, has_owners = by_stages[sizes.stages - 1], replicas > 1 or name == "chimera"
+            sums = TWO_LEVEL if has_hosts and has_owners and not any(each.tied for each in gathered) else ALLREDUCE
+            for way in allowed:
+                yield Candidate(name, replicas, interleave, way, scheme, alone, gathered, sums)
     best = partition(prefixes(layers), workers, bandwidth)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)
         costs = stage_costs(layers, best.ends, bandwidth)
-        for recompute in (False, True):
-            yield Candidate("1f1b-rr", best.replicas, False, recompute, load("1f1b-rr", sizes), sizes, [costs])
+        for way in allowed:
+            yield Candidate("1f1b-rr", best.replicas, False, way, load("1f1b-rr", sizes), sizes, [costs])
 
 
 def _pipelines(
@@ -153,7 +155,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     if candidate.scheme.unsplit_backward is not None and has_both(costs.times):
         times |= shortest_halves(costs.times, S)
     lengths = np.array([*without_redo(times).values()])
-    recompute = redo_duration(times) if candidate.recompute else np.zeros(S)
+    recompute = redo_duration(times) if candidate.way == Way.REDO else np.zeros(S)
     owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)
     weight, saved, step = (by_stage(amount, S) for amount in (machine.weight, machine.saved, machine.step))
     message, on_link = machine.message_times(costs.passed_on), machine.beta * costs.passed_on
@@ -179,7 +181,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
                 crosses = compute[d, a] != compute[d, b]
                 sends += on_link[s - 1] * np.bincount(compute[d, a][crosses], minlength=workers)
                 receives += on_link[s - 1] * np.bincount(compute[d, b][crosses], minlength=workers)
-    kept = np.concatenate([[0.0], costs.passed_on]) + (0 if candidate.recompute else saved)
+    kept = np.concatenate([[0.0], costs.passed_on]) + (saved if candidate.way == Way.KEEP else 0)
     norm = Links(machine.network, workers).sum_of(range(workers)).exchange
     latency = window_bound(compute, lengths, recompute, message, workers) + norm + steps.max()
     seconds = float(max(latency, sends.max(), receives.max()))

@@ -14,6 +14,8 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
@@ -23,13 +25,14 @@ from schedgen.ir.cost import has_both, shortest_halves, without_redo
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
-from schedgen.planner.candidates import Candidate, candidate_bound, candidates, with_layers
+from schedgen.planner.candidates import Candidate, CandidateBound, candidate_bound, candidates, with_layers
 from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.ways import Way
 from schedgen.planner.partition import on_links, partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.schemes import load
@@ -50,6 +53,7 @@ class PlannedSchedule(NamedTuple):
     replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
     interleave: bool  # whether the replicas of a stage are neighbours
     recomputed: int  # forwards that are redone
+    offloaded: int  # forwards that are away in the memory of the host
     layers: tuple[int, ...]  # of each stage
     step_time: float  # seconds
     peak_bytes: int  # of the worker that needs most
@@ -120,22 +124,8 @@ def plan(
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
-    every: _Front = []  # the Pareto front of all, whether they fit or not: of those that fit, it has the front, too
-    simulated = 0
     with compiled_always():
-        for bound, candidate in over(bounded, "search", len(bounded)):
-            if bound.least > memory or _beaten(bound.seconds, bound.bytes, every):
-                continue
-            simulated += 1
-            for entry in _simulated(candidate):
-                every = _with(entry, every)
-        for other in (entry.candidate._replace(sums=ALLREDUCE) for entry in every if entry.schedule.sums != ALLREDUCE):
-            for entry in _simulated(other):
-                every = _with(entry, every)
-        starts = every
-        for start in over(starts, "move cuts", len(starts)):
-            for moved in _moved(start, layers, bandwidth, memory):
-                every = _with(moved, every)
+        every, simulated = _front_of_all(bounded, layers, bandwidth, memory)
         front: _Front = [entry for entry in every if entry.schedule.peak_bytes <= memory]
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
@@ -143,14 +133,55 @@ def plan(
             for found in _searched(placed, fastest, memory, budget):
                 front = _with(found, front)
     if not front:
+        if math.isfinite(memory):  # what was ruled out because it does not fit may be what needs least
+            with compiled_always():
+                every, _ = _front_of_all(bounded, layers, bandwidth, math.inf)
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
         batches = number_of(microbatches, "microbatch")
-        raise UsageError(f"{what} fits {number_of(workers, 'worker')}{limit} with {batches}")
+        raise UsageError(f"{what} fits {number_of(workers, 'worker')}{limit} with {batches}{_least_memory(every)}")
     front = sorted(front, key=lambda entry: entry.schedule.step_time)
     first = front[0]
     program = first.program or _compiled(first.candidate, first.costs, first.ordered_by)
     return Plan([entry.schedule for entry in front], program, len(bounded), simulated)
+
+
+def _front_of_all(
+    bounded: Sequence[tuple[CandidateBound, Candidate]], layers: Layers, bandwidth: float, memory: float
+) -> tuple[_Front, int]:
+    """The Pareto front of the candidates, whether they fit or not: of those that fit, it has the front, too; and how
+    many candidates were simulated. Left out are those that no cuts make fit.
+    """
+    every: _Front = []
+    simulated = 0
+    for bound, candidate in over(bounded, "search", len(bounded)):
+        if bound.least > memory or _beaten(bound.seconds, bound.bytes, every):
+            continue
+        simulated += 1
+        for entry in _simulated(candidate):
+            every = _with(entry, every)
+    for other in (entry.candidate._replace(sums=ALLREDUCE) for entry in every if entry.schedule.sums != ALLREDUCE):
+        for entry in _simulated(other):
+            every = _with(entry, every)
+    starts = every
+    for start in over(starts, "move cuts", len(starts)):
+        for moved in _moved(start, layers, bandwidth, memory):
+            every = _with(moved, every)
+    return every, simulated
+
+
+def _least_memory(every: _Front) -> str:
+    """A clause with the fewest bytes that one of these schedules needs, and the schedule; empty if there is none."""
+    if not every:
+        return ""
+    least = min((entry.schedule for entry in every), key=lambda schedule: (schedule.peak_bytes, schedule.step_time))
+    replicas = ",".join(map(str, np.atleast_1d(least.replicas)))
+    words = [number_of(least.stages, "stage"), *[f"replicas {replicas}"] * (replicas != "1")]
+    words += ["all forwards redone"] * (least.recomputed > 0) + ["forwards offloaded"] * (least.offloaded > 0)
+    return (
+        f"; the least that would is {least.peak_bytes} bytes, by {least.scheme} with {', '.join(words)}, "
+        f"in {least.step_time:.4g} s a step"
+    )
 
 
 def pipedream(layers: Layers, workers: int, bandwidth: float, microbatches: int, memory: float = math.inf) -> Program:
@@ -201,9 +232,9 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
     """The candidate's program, executed with these costs."""
     run = simulate(program, costs.with_halves, costs.machine)
     seconds, bytes = float(run.end.max()), int(run.footprint.peak.max())
-    redone, name, stages = len(program.rows_of(Op.RECOMPUTE)), candidate.name, candidate.sizes.stages
-    where = candidate.replicas, candidate.interleave
-    return PlannedSchedule(name, stages, *where, redone, costs.layer_counts, seconds, bytes, sums=candidate.sums)
+    ways = len(program.rows_of(Op.RECOMPUTE)), len(program.rows_of(Op.OFFLOAD))
+    where = candidate.sizes.stages, candidate.replicas, candidate.interleave
+    return PlannedSchedule(candidate.name, *where, *ways, costs.layer_counts, seconds, bytes, sums=candidate.sums)
 
 
 def _moved(start: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
@@ -240,7 +271,7 @@ def _placed_candidates(
     distinct: dict[tuple[bool, tuple[int, ...], bytes], _PlacedCandidate] = {}
     for candidate in candidates:
         sizes, scheme = candidate.sizes, candidate.scheme
-        if candidate.recompute:
+        if candidate.way != Way.KEEP:
             continue
         _, compute, *_ = place_jobs(scheme, sizes.stages, sizes.microbatches, 2)
         for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
@@ -260,9 +291,10 @@ def _searched_program(placed: _PlacedCandidate, memory: float, budget: int, redo
 
     memory  bytes a worker
     budget  as for `search_order`
-    redo    whether the search also decides which forwards are redone
+    redo    whether the search also decides which forwards are redone or offloaded
     """
-    question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None))
+    ways = (Way.REDO, Way.AWAY) if placed.question.machine.network.host.is_known else (Way.REDO,)
+    question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None), ways=ways)
     try:
         found = (search_with_recompute if redo else search_order)(question, budget)
     except UsageError:
@@ -304,7 +336,7 @@ def _programs(candidate: Candidate, ordered_by: StageCosts) -> Callable[[StageCo
 def _compiled(candidate: Candidate, costs: StageCosts, ordered_by: StageCosts) -> Program:
     """The candidate with the layers of `costs`, ordered by the costs `ordered_by`."""
     ratios = cost_ratios(ordered_by.durations(candidate.scheme.split))
-    recompute = range(candidate.sizes.stages) if candidate.recompute else ()
-    hosts = costs.machine.network.hosts
-    options = Options(cost=ratios, recompute=recompute, tied=costs.tied, sums=candidate.sums, hosts=hosts)
+    stages, hosts = range(candidate.sizes.stages), costs.machine.network.hosts
+    redone, away = (stages if candidate.way == way else () for way in (Way.REDO, Way.AWAY))
+    options = Options(cost=ratios, recompute=redone, offload=away, tied=costs.tied, sums=candidate.sums, hosts=hosts)
     return compile(with_layers(candidate.scheme, costs), candidate.sizes, options)

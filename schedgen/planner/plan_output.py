@@ -14,7 +14,7 @@ from schedgen.planner.order_search.question import FoundOrder
 from schedgen.planner.partition import Partition, replicated_seconds
 from schedgen.planner.plan import Plan
 from schedgen.util.errors import clip, number_of
-from schedgen.util.text_table import aligned
+from schedgen.util.text_table import aligned, short_bytes
 
 
 def partition_as_json(layers: Layers, workers: int, bandwidth: float, partition: Partition) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def partition_as_text(numbers: dict[str, Any]) -> Iterator[str]:
     """The numbers of `partition_as_json` as lines: one for each stage, then those of the whole pipeline."""
     rows = [("stage", "layers", "replicas", "compute s", "weights", "in flight", "memory", "time s", "transfer s")]
     for number, stage in enumerate(numbers["stages"]):
-        weight, memory = (_bytes(stage[key]) for key in ("weight", "memory"))
+        weight, memory = (short_bytes(stage[key]) for key in ("weight", "memory"))
         compute, time, transfer = (f"{stage[key]:.4g}" for key in ("compute", "time", "transfer"))
         replicas, in_flight = str(stage["replicas"]), str(stage["in_flight"])
         rows.append(
@@ -85,7 +85,8 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def plan_as_text(plan: Plan) -> Iterator[str]:
     """The lines of a plan: one for each schedule of the front, then the counts."""
-    rows = [("scheme", "stages", "replicas", "redone", "order", "step s", "memory")]
+    ways = ("redone", "offloaded") if any(schedule.offloaded for schedule in plan.front) else ("redone",)
+    rows = [("scheme", "stages", "replicas", *ways, "order", "step s", "memory")]
     for schedule in plan.front:
         replicas = (
             str(schedule.replicas)
@@ -93,10 +94,9 @@ def plan_as_text(plan: Plan) -> Iterator[str]:
             else clip("-".join(map(str, schedule.replicas)))
         ) + ", interleaved" * schedule.interleave
         replicas += f", {schedule.sums} sums" * (schedule.sums != ALLREDUCE)
-        time, memory = f"{schedule.step_time:.4g}", _bytes(schedule.peak_bytes)
-        rows.append(
-            (schedule.scheme, str(schedule.stages), replicas, str(schedule.recomputed), schedule.order, time, memory)
-        )
+        time, memory = f"{schedule.step_time:.4g}", short_bytes(schedule.peak_bytes)
+        counts = [str(schedule.recomputed), str(schedule.offloaded)][: len(ways)]
+        rows.append((schedule.scheme, str(schedule.stages), replicas, *counts, schedule.order, time, memory))
     yield from aligned(rows, 1)
     layers = "-".join(map(str, plan.front[0].layers))
     yield ""
@@ -109,25 +109,19 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
     `seconds`: how long the search took.
     """
     gap = found.value / found.bound - 1
-    recomputed = int((found.program.rows.op == Op.RECOMPUTE).sum())
+    recomputed, offloaded = (len(found.program.rows_of(op)) for op in (Op.RECOMPUTE, Op.OFFLOAD))
     if as_json:
         numbers = {
             "value": found.value, "bound": found.bound, "gap": gap, "optimal": found.optimal, "source": found.source,
-            "recomputed": recomputed, "work": round(found.work, 1), "seconds": round(seconds, 1),
+            "recomputed": recomputed, "offloaded": offloaded,
+            "work": round(found.work, 1), "seconds": round(seconds, 1),
         }  # fmt: skip
         return json.dumps(numbers, indent=1)
     proved = "optimal" if found.optimal else f"no order takes less than {found.bound:.6g}: gap {gap:.1%}"
-    redone = f"; {recomputed} forwards are redone" * (recomputed > 0)
-    return f"{objective} {found.value:.6g} by {found.source}{redone}; {proved}. {seconds:.0f} s"
+    ways = f"; {recomputed} forwards are redone" * (recomputed > 0) + f"; {offloaded} are offloaded" * (offloaded > 0)
+    return f"{objective} {found.value:.6g} by {found.source}{ways}; {proved}. {seconds:.0f} s"
 
 
 def _name_range(names: Sequence[str]) -> str:
     first, last = clip(names[0]), clip(names[-1])
     return first if len(names) == 1 else f"{first} to {last} ({len(names)})"
-
-
-def _bytes(count: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} B"

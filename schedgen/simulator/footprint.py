@@ -10,11 +10,12 @@ Beside these a rank has `host` bytes in the memory of its host.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis import analyse
+from schedgen.analysis import Lifetimes, analyse
 from schedgen.ir.cost import DIRECTION
 from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
@@ -23,7 +24,7 @@ from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE
 from schedgen.simulator.buffer_sizes import NUMBER, BufferSizes
 from schedgen.simulator.memory_plan import host_plan, memory_plan
-from schedgen.util.arrays import Numbers
+from schedgen.util.arrays import Flags, Numbers
 
 BOOKKEEPING = 16  # what an owner holds besides whole copies of the weights is bookkeeping if below 1/16 of them
 
@@ -52,60 +53,88 @@ def footprint(program: Program, sizes: BufferSizes) -> Footprint:
 
 def _computed(program: Program, sizes: BufferSizes) -> Numbers:
     """By rank: the most bytes at once of what jobs compute, with their workspaces."""
+    most = np.zeros(program.header.workers, np.int64)
+    np.maximum.at(most, program.rows.rank, computed_bytes(program, sizes).sum(axis=0))
+    return most
+
+
+def is_computed(lifetimes: Lifetimes) -> Flags:
+    """By life: whether it is of what a rank computes, weights and their gradients left out."""
+    return ~lifetimes.is_received & ~np.isin(lifetimes.buffer, (Buffer.W, Buffer.DW, Buffer.HOST))
+
+
+def computed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
+    """By row, shape (2, rows): bytes of computed buffers that are alive, and what the job takes only while it runs."""
     lifetimes, table = analyse(program).lifetimes, program.rows
-    computed = ~lifetimes.is_received & ~np.isin(lifetimes.buffer, (Buffer.W, Buffer.DW, Buffer.HOST))
     workspace = np.zeros((len(Op), program.header.stages), np.int64)
     for op, direction in DIRECTION.items():
         workspace[op] = sizes.workspace.get(direction, 0)
     workspace[Op.RECOMPUTE] += sizes.activation  # its output, thrown away
-    amounts = lifetimes.amounts(sizes.by_kind(program.header)) * computed
+    amounts = lifetimes.amounts(sizes.by_kind(program.header)) * is_computed(lifetimes)
     stage = np.where(table.kind == Kind.T, 0, table.stage)  # t.k has the number of a tie
-    during = lifetimes.timeline(amounts).during + workspace[table.op, stage]
+    alone = workspace[table.op, stage]
     if not program.header.is_forward:  # a forward that keeps nothing still has its graph while it runs
         drops = table.op == Op.FWD
         drops[lifetimes.begin[lifetimes.buffer == Buffer.SAVED]] = False
-        during += np.where(drops, sizes.saved[stage], 0)
-    most = np.zeros(program.header.workers, np.int64)
-    np.maximum.at(most, table.rank, during)
-    return most
+        alone += np.where(drops, sizes.saved[stage], 0)
+    return np.stack([lifetimes.timeline(amounts).during, alone])
+
+
+class OwnedPart(NamedTuple):
+    """A part of what ranks hold throughout."""
+
+    kind: str
+    stage: int  # -1: it is of no single stage
+    ranks: Sequence[int]  # each holds it as often as it is listed
+    bytes: int
 
 
 def _owned(header: Header, sizes: BufferSizes) -> Numbers:
-    owned, shards = np.zeros(header.workers, np.int64), header.weight_shards
+    owned = np.zeros(header.workers, np.int64)
+    for part in owned_parts(header, sizes):
+        np.add.at(owned, list(part.ranks), part.bytes)
+    return owned
+
+
+def owned_parts(header: Header, sizes: BufferSizes) -> Iterator[OwnedPart]:
+    """The parts of `Footprint.owned`."""
+    shards = header.weight_shards
     weight, _ = sizes.by_unit(shards)
     for size, (stage, part) in zip(weight.tolist(), shards.units, strict=True):
         ranks = shards.holders(stage, part)
         if header.is_forward:
-            owned[list(ranks)] += size
+            yield OwnedPart("weights", stage, ranks, size)
             continue
         weights = int(sizes.owned[stage])
         if part >= 0:
             weights = _share(weights, int(sizes.weight[stage]), size)
-        owned[list(ranks)] += weights + size + _received_slices(size, 1 if header.sums_by_messages else len(ranks))
+        yield OwnedPart("weights and optimizer state", stage, ranks, weights)
+        yield OwnedPart("gradients", stage, ranks, size)
+        yield OwnedPart(
+            "room for sums", stage, ranks, _received_slices(size, 1 if header.sums_by_messages else len(ranks))
+        )
     for stage in range(header.stages):
         if not header.graph.consumers[stage] and not header.is_forward:  # losses are kept until NORM
-            owned += min(int(sizes.activation[stage]), NUMBER) * np.bincount(
-                header.compute[F, stage], minlength=header.workers
-            )
+            losses = min(int(sizes.activation[stage]), NUMBER)
+            yield OwnedPart("losses", stage, header.compute[F, stage].tolist(), losses)
     for rank, ranks, size in _summed_parts(header, sizes.outputs(header)):
-        owned[rank] += size + _received_slices(size, len(ranks))
-    return owned + _tied_sums(header, sizes)
+        yield OwnedPart("room for sums", -1, [rank], size + _received_slices(size, len(ranks)))
+    yield from _tied_sums(header, sizes)
 
 
-def _tied_sums(header: Header, sizes: BufferSizes) -> Numbers:
-    """By rank: the bytes of the sums over tied stages, if it is known how much these share.
+def _tied_sums(header: Header, sizes: BufferSizes) -> Iterator[OwnedPart]:
+    """The bytes of the sums over tied stages, if it is known how much these share.
 
     A stage counts once, by its first owner: that packs its gradient into a row. Every owner has the total, and receives
     one slice of all rows that others packed.
     """
-    owned = np.zeros(header.workers, np.int64)
     known = [] if sizes.tied is None else sizes.tied.tolist()
     for tie, (stages, size) in enumerate(zip(header.tied, known, strict=False)):  # a search orders jobs without ties
         ranks = header.sharers(tie)
         for rank in ranks:
             packed = sum(header.owners[stage][0] == rank for stage in stages)
-            owned[rank] += (packed + 1) * size + (len(stages) - packed) * _slice(size, len(ranks))
-    return owned
+            bytes = (packed + 1) * size + (len(stages) - packed) * _slice(size, len(ranks))
+            yield OwnedPart("room for sums", -1, [rank], bytes)
 
 
 def _summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ...], int]]:

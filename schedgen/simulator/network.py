@@ -61,6 +61,11 @@ class HostLink(NamedTuple):
     devices: int = 1  # that share a link, and the memory behind it, in the order of ranks
     memory: float = math.inf  # bytes for the devices of a link, together
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is said what the link carries."""
+        return self.alpha > 0 or self.beta > 0
+
 
 class Network(NamedTuple):
     """Levels, the innermost first, and the devices."""

@@ -13,5 +13,6 @@ heuristic_orders.py   all of these, within a budget of work
 cp_sat.py             OR-Tools' CP-SAT: proofs for small problems
 compiled_orders.py    orders as schedules: compiled, read back, judged by the simulator
 search_order.py       the whole search: begin, find, prove; the simulator has the last word
-recompute.py          orders that redo forwards to keep to the memory; `search`, all of this as one call
+ways.py               of an order's forwards, which are kept, redone or away so that it keeps to the memory; a bound
+recompute.py          orders and the ways of their forwards; `search`, all of this as one call
 """

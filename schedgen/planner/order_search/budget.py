@@ -17,3 +17,5 @@ RULE_JOBS = 4  # a rule takes this many times as long as `run_order` for each jo
 RULES = (100, 6000)  # that are tried, at least and at the most
 FEWEST_MOVES = 1000  # of one annealing
 LEAST_MOVES = 20_000  # with fewer moves in all annealing finds nothing: the work is left to rules
+JUDGED_JOBS = 600  # compiling and simulating an order takes this many times as long as `run_order` for each job
+MOST_JUDGED = 2000  # changes of the ways of an order's forwards that are judged

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedgen.analysis import analyse
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.cost import REDO, by_stage
@@ -14,9 +15,10 @@ from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.placed_problem import as_placement
 from schedgen.planner.order_search.question import Question
+from schedgen.planner.order_search.ways import Way, Ways
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.simulator.simulate import Simulation, simulate
-from schedgen.util.arrays import Flags, Numbers
+from schedgen.util.arrays import Numbers
 
 MOST = 5e11  # costs below it can be in a file, and so can I + W
 
@@ -39,19 +41,20 @@ def compile_own(question: Question) -> Program:
     return _with_limit(compile(question.scheme, question.sizes, options), question)
 
 
-def compile_order(question: Question, n: Numbers, redone: Flags | None = None) -> Program:
+def compile_order(question: Question, n: Numbers, ways: Ways | None = None) -> Program:
     """The schedule of a found order of a scheme's jobs.
 
-    n       a number of every job, (D, S, B), that grows along each worker
-    redone  (S, B): forwards that are redone; None: there are none
+    n     a number of every job, (D, S, B), that grows along each worker
+    ways  (S, B): what becomes of what each forward saves; None: all is kept
     """
     scheme = as_placement(question.scheme, len(n) == 3)._replace(
         n=lambda s, b, d: n[d, s, b],
         order=f"search {question.limits.objective}",
         mode="strict",
     )
-    pairs = () if redone is None else [(s, b) for s, b in np.argwhere(redone).tolist()]
-    options = Options(cost=order_costs(question), recompute=pairs, tied=question.tied)
+    ways = np.zeros(n.shape[1:], np.int8) if ways is None else ways
+    redone, away = ([(s, b) for s, b in np.argwhere(ways == way).tolist()] for way in (Way.REDO, Way.AWAY))
+    options = Options(cost=order_costs(question), recompute=redone, offload=away, tied=question.tied)
     return _with_limit(compile(scheme, question.sizes, options), question)
 
 
@@ -80,13 +83,14 @@ class Judgement(NamedTuple):
 
     run: Simulation
     value: float  # of the objective
-    fits: bool  # it keeps to a limit in bytes
+    fits: bool  # it keeps to the limits
 
 
 def judge(question: Question, program: Program) -> Judgement:
-    """Simulate a schedule of the question's jobs, and compare its memory with a limit in bytes."""
+    """Simulate a schedule of the question's jobs, and compare its memory with the limits."""
     run, limits = simulate(program, question.cost, question.machine), question.limits
     fits = limits.bytes is None or bool(run.footprint.peak.max() <= limits.bytes)
+    fits = fits and (limits.saved is None or bool(analyse(program).memory.saved.max() <= limits.saved))
     return Judgement(run, measured(run, limits.objective == "window"), fits)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from schedgen.ir.cost import Amount
 from schedgen.ir.program import Program
+from schedgen.planner.order_search.ways import Way
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.util.errors import UsageError
@@ -32,6 +33,7 @@ class Question(NamedTuple):
     machine: Machine = Machine()
     limits: Limits = Limits()
     tied: Ties = ()  # stages that share parameters, which the schedule then sums
+    ways: tuple[Way, ...] = (Way.REDO,)  # that forwards which are not kept may go, where forwards may be redone at all
 
 
 class NoOrder(UsageError):

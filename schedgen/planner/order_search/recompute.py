@@ -1,24 +1,21 @@
-"""`search_with_recompute`: an order, and the forwards that are redone so that it keeps to the memory limit.
+"""`search_with_recompute`: an order, and the forwards that are redone or away so that it keeps to the memory limit.
 
-keep    the best order that redoes nothing, by `search_order`
-loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`redone`); if none can
-        fit, each again with every W directly behind its I
-redo    the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
-        forwards for which there is room are kept after all
+keep     the best order that keeps everything, by `search_order`
+loosen   the orders of built-in schemes, and the best orders under looser limits; in each, few forwards are redone or
+         away so that it fits (`ways.choose`); if none can fit, each again with every W directly behind its I
+redo     the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
+         forwards for which there is room are kept after all
+improve  in the best of them forwards go another way, one by one and in pairs, while that ends sooner
 
-The simulator has the last word, and the result is never worse than the order that redoes nothing.
-
-A forward that is redone keeps only its inputs until its backward begins and, while it runs, its graph; RECOMPUTE then
-restores what the backward reads. If all forwards keep the same amount, the fewest are redone by choosing, whenever too
-much is held, the one whose backward comes last: the others' intervals, from forward to backward, are a maximum
-k-colourable subgraph of an interval graph, if a worker saves k.
+The simulator has the last word, and the result is never worse than the order that keeps everything.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -35,14 +32,25 @@ from schedgen.ir.cost import (
     without_redo,
 )
 from schedgen.ir.instructions import B, F
-from schedgen.ir.program import Program
-from schedgen.planner.order_search.budget import BUDGET
-from schedgen.planner.order_search.compiled_orders import compile_order, judge, numbers_of
+from schedgen.planner.order_search.budget import BUDGET, JUDGED_JOBS, MOST_JUDGED
+from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, compile_own, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs, problem_of
-from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places
+from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places, serial_order
 from schedgen.planner.order_search.question import OBJECTIVES, FoundOrder, Limits, NoOrder, Question, Ties, reached
-from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.search_order import same_placement, search_order
+from schedgen.planner.order_search.ways import (
+    ROOM,
+    Kept,
+    Way,
+    Ways,
+    WorkerOrder,
+    choose,
+    held,
+    most_held,
+    ways_bound,
+    worker_orders,
+)
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
@@ -50,22 +58,24 @@ from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
-ROOM = 1 + 1e-12  # sums of bytes are rounded
 LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, as multiples of the real one
+SHARES = (0.5, 0.9, 1.2, 10.0)  # of the time of jobs that copies to the host's memory may take, each tried
 TIGHTER = 4  # times that a limit in bytes is tightened, if a schedule holds more besides saved forwards
 
 
 def search(
     scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None, *,
     memory_limit: int | None = None, memory: float | None = None, objective: str = "latency", tied: Ties = (),
-    recompute: bool = False, budget: int = BUDGET,
+    recompute: bool = False, offload: bool = False, budget: int = BUDGET,
 ) -> FoundOrder:  # fmt: skip
     """The order of a scheme's jobs that ends first: its `program` and, in the unit of the costs, `value` and `bound`.
 
     cost          by direction, for all stages or by stage; default: F=1, B=2 or, if backwards are split, all 1
     memory_limit  saved forwards that a worker may hold; or `memory`: bytes that it may need; default: the device's
     objective     what is minimized: latency, or window, the longest from a worker's first job to the end of its last
-    tied          stages that share parameters; `recompute`: whether forwards may be redone to keep to the memory
+    tied          stages that share parameters
+    recompute     whether forwards may be redone to keep to the memory
+    offload       whether what they save may be away in the memory of the host, whose link the machine's network has
     budget        the work, in millions of job start times
 
     UsageError if no order keeps to the memory, or for what the search cannot handle.
@@ -80,14 +90,17 @@ def search(
     least = machine.network.least_memory(scheme.workers or sizes.workers or 1)
     if memory_limit is None and min(least, memory or math.inf) < math.inf:
         memory = min(least, memory or math.inf)
-    question = Question(scheme, sizes, cost, machine, Limits(objective, memory_limit, memory), tied)
-    best = (search_with_recompute if recompute else search_order)(question, budget)
+    if offload and not machine.network.host.is_known:
+        raise UsageError("--offload needs the link to the memory of the host: give a machine file that has it")
+    ways = tuple(way for way, allowed in ((Way.REDO, recompute), (Way.AWAY, offload)) if allowed)
+    question = Question(scheme, sizes, cost, machine, Limits(objective, memory_limit, memory), tied, ways)
+    best = (search_with_recompute if ways else search_order)(question, budget)
     check_compiled(best.program)
     return best
 
 
 def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrder:
-    """The best order within the limits and the forwards it redoes; UsageError if none keeps to them.
+    """The best order within the limits and the ways of its forwards; UsageError if none keeps to them.
 
     With costs of all of F, B, I and W, backwards are as in the scheme if forwards are redone. R is the time of a
     RECOMPUTE. `budget`: as for `search_order`, and as much again for orders that redo forwards.
@@ -104,18 +117,27 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
         free = free._replace(cost=shortest_halves(kept.cost, kept.sizes.stages))
     work, least = 0 if best is None else best.work, least_time(free)
     tries = _Tries(question, least)
+    least = tries.bound = max(least, tries.least_with_ways(free))
     if best is not None and reached(best.value, least):
         return best
-    for n in tries.orders(budget):
-        for program in tries.fitting(n):
-            judged = judge(question, program)
-            if judged.fits and (best is None or judged.value < best.value):
-                best = FoundOrder(program, judged.value)
+    decided = [(n, found) for n in tries.orders(budget) if (found := tries.decided(n)) is not None]
+    if decided:
+        n, first = min(decided, key=lambda each: each[1].judged.value)
+        judged = tries.improved(n, first, budget).judged
+        if best is None or judged.value < best.value:
+            best = FoundOrder(judged.run.program, judged.value)
     if best is None:
         raise UsageError(
             "the search found no order within the memory limit, even with forwards redone: raise the limit or --budget"
         )
     return best._replace(bound=min(least, best.value), work=work + tries.work)
+
+
+class _Decided(NamedTuple):
+    """The ways of an order's forwards, with which it keeps to the limits, and the simulator's results."""
+
+    ways: Ways
+    judged: Judgement
 
 
 class _Tries:
@@ -127,14 +149,43 @@ class _Tries:
         self.placed = placed_jobs(question)
         self.worker = self.placed.compute[F].astype(np.int64)
         inputs, saved, half = kept_by_stage(self.placed, question)
-        redo = by_stage(redo_duration(question.cost), question.sizes.stages)
-        self.kept = Kept(inputs, saved, half, redo, saved if self.limits.bytes is not None else 0 * saved)
+        stages, host = question.sizes.stages, question.machine.network.host
+        self.link = host.beta * by_stage(question.machine.saved, stages)
+        copy = np.where(self.link > 0, host.alpha, 0.0) + self.link
+        redo = by_stage(redo_duration(question.cost), stages)
+        lengths = np.stack([by_stage(time, stages) for time in self.plain.cost.values()])
+        graph = saved if self.limits.bytes is not None else 0 * saved
+        freed = 0 if question.machine.freed is None else by_stage(question.machine.freed, stages)
+        whole = np.maximum(half + freed, 0) if self.limits.bytes is not None else half
+        self.kept = Kept(inputs, saved, half, whole, graph, redo, copy, lengths)
+        sharers = min(host.devices, self.placed.workers)
+        self.shares = (0.0, *(share / sharers for share in SHARES)) if Way.AWAY in question.ways else (0.0,)
         self.work = 0.0
+        self.last: tuple[tuple[bytes, bytes], Judgement | None] = (b"", b""), None
         self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held besides saved forwards
-        self.most: list[Flags] = []  # by order so far, the forwards that it redoes
+        self.most: list[Flags] = []  # by order so far, the forwards that it does not keep
+
+    def least_with_ways(self, free: Question) -> float:
+        """`ways_bound`, by the costs of `free`, for the limits of the question."""
+        placed, stages = placed_jobs(free), free.sizes.stages
+        lengths = np.stack([by_stage(time, stages) for time in free.cost.values()])
+        if self.limits.bytes is None:
+            capacity = np.full(placed.workers, float(self.limits.saved or 0))
+        else:
+            problem = problem_of(self.placed, self.plain)
+            serial = places(problem, serial_order(problem)).reshape(self.placed.compute.shape)
+            capacity = self.limits.bytes - judge(self.plain, compile_order(self.plain, serial)).run.footprint.owned
+        return ways_bound(
+            placed.job_graph.pred, placed.compute, self.kept._replace(length=lengths), self.link, capacity,
+            self.question.ways, self.limits.objective == "window",
+        )  # fmt: skip
 
     def orders(self, budget: int) -> Iterator[Numbers]:
         """Numbers of every job, (D, S, B), that grow along each worker: one array for each order to try."""
+        for scheme in same_placement(self.plain, self.placed):
+            with suppress(UsageError):  # such as one that needs another number of microbatches
+                if not scheme.split or self.placed.scheme.split:
+                    yield numbers_of(compile_own(self.plain._replace(scheme=scheme)), len(self.placed.compute))
         share = max(1, budget // (2 * len(LOOSER)))
         loosened: list[Numbers] = []
         for part in LOOSER:
@@ -159,23 +210,82 @@ class _Tries:
             for order in orders:
                 yield places(problem, order).reshape(self.placed.compute.shape)
 
-    def fitting(self, n: Numbers) -> Iterator[Program]:
-        """Schedules of an order that redo enough for the limit; more if the simulator finds bytes above the limit."""
-        capacity = self._capacity(n)
-        for _ in range(1 if self.limits.bytes is None else TIGHTER):
-            flags = redone(n, self.worker, self.kept, capacity)
-            if flags is None:
-                return
-            flags = without_needless(flags, n, self.worker, self.kept, capacity)
-            self.most.append(flags)
-            program = compile_order(self.question, n, redone=flags)
-            yield program
-            if self.limits.bytes is None:
-                return
-            over = self._peak(program) - self.limits.bytes
-            if over.max() <= 0:
-                return
-            capacity = capacity - np.maximum(over, 0)
+    def fitting(self, n: Numbers) -> Iterator[Ways]:
+        """Ways that make an order fit; more if the simulator finds bytes above the limit."""
+        redo, orders = Way.REDO in self.question.ways, self._worker_orders(n)
+        kept = np.zeros(self.worker.shape, np.int8)
+        yield from (np.full_like(kept, way) for way in self.question.ways)
+        for share, capacity in product(self.shares if redo else self.shares[1:], self._capacities(n, orders)):
+            for _ in range(1 if self.limits.bytes is None else TIGHTER):
+                ways = choose(orders, self.kept, capacity, kept, share, redo)
+                if ways is None:
+                    break
+                self.most.append(ways != Way.KEEP)
+                yield ways
+                judged = self.judged(n, ways)
+                if judged is None or judged.fits or self.limits.bytes is None:
+                    break
+                capacity = capacity - np.maximum(judged.run.footprint.peak - self.limits.bytes, 0)
+
+    def judged(self, n: Numbers, ways: Ways) -> Judgement | None:
+        """The simulator's results for an order and its ways; None if it does not compile."""
+        key = n.tobytes(), ways.tobytes()
+        if self.last[0] != key:
+            judgement = None
+            with suppress(UsageError):  # as where nothing would be away while a job runs
+                judgement = judge(self.question, compile_order(self.question, n, ways))
+            self.last = key, judgement
+        return self.last[1]
+
+    def decided(self, n: Numbers) -> _Decided | None:
+        """The best of `fitting`; None if an order keeps to the limits with none of them."""
+        tried = [(ways, self.judged(n, ways)) for ways in self.fitting(n)]
+        fits = [_Decided(ways, judged) for ways, judged in tried if judged is not None and judged.fits]
+        return min(fits, key=lambda each: each.judged.value, default=None)
+
+    def improved(self, n: Numbers, best: _Decided, budget: int) -> _Decided:
+        """The order with other ways of one forward, or of two of a worker, while it ends sooner.
+
+        An order is judged only if its forwards hold no more than they may beside the rest of what `best` holds.
+        """
+        left = min(MOST_JUDGED, 10**6 * budget // (JUDGED_JOBS * n.size))
+        orders, better = self._worker_orders(n), True
+        while better and left > 0 and not reached(best.judged.value, self.bound):
+            better = False
+            for ways in self._neighbours(orders, best):
+                left -= 1
+                self.work += JUDGED_JOBS * n.size / 10**6
+                judged = self.judged(n, ways)
+                if judged is not None and judged.fits and judged.value < best.judged.value * (1 - 1e-9):
+                    best, better = _Decided(ways, judged), True
+                if better or left <= 0:
+                    break
+        return best
+
+    def _neighbours(self, orders: Sequence[WorkerOrder], best: _Decided) -> Iterator[Ways]:
+        """The ways with that of one forward changed, then of two on a worker, unless they certainly hold too much.
+
+        First those come that fit beside all else that `best` holds at its peak: others may have theirs elsewhere.
+        """
+        ways, peak = best.ways, best.judged.run.footprint.peak
+        rooms = [np.full(len(orders), float(self.limits.saved or 0))] * 2
+        if self.limits.bytes is not None:
+            others = (peak - most_held(orders, self.kept, ways), best.judged.run.footprint.owned)
+            rooms = [(self.limits.bytes - other) * ROOM for other in others]
+        allowed = (Way.KEEP, *self.question.ways)
+        single = [(int(self.worker[job]), job, way) for job in np.ndindex(*ways.shape) for way in allowed]
+        single = [change for change in single if ways[change[1]] != change[2]]
+        for number, is_first in product((1, 2), (True, False)):
+            for changes in combinations(single, number):
+                w, job, _ = changes[0]
+                if number == 2 and (changes[1][0] != w or changes[1][1] == job):
+                    continue
+                changed = ways.copy()
+                for _, job, way in changes:
+                    changed[job] = way
+                most = held(orders[w], self.kept, changed[orders[w].forwards]).amount.max()
+                if (most <= rooms[0][w]) == is_first and most <= max(room[w] for room in rooms):
+                    yield changed
 
     def _loosened(self, part: float) -> Limits:
         saved, bytes = self.limits.saved, self.limits.bytes
@@ -185,18 +295,17 @@ class _Tries:
             saved=None if saved is None else int(np.ceil(part * saved)), bytes=None if bytes is None else part * bytes
         )
 
-    def _capacity(self, n: Numbers) -> Times:
-        """By worker, the limit minus the memory that this order holds besides saved forwards."""
-        workers = self.placed.workers
-        if self.limits.bytes is None:
-            return np.full(workers, float(self.limits.saved or 0))
-        nothing = np.zeros(self.worker.shape, bool)
-        peak = self._peak(compile_order(self.question, n, redone=nothing))
-        self.others = peak - most_held_with_redone(n, self.worker, self.kept, nothing, workers)
-        return self.limits.bytes - self.others
+    def _worker_orders(self, n: Numbers) -> list[WorkerOrder]:
+        return worker_orders(n, self.worker, self.kept.length, self.placed.workers)
 
-    def _peak(self, program: Program) -> Numbers:
-        return simulate(program, self.question.cost, self.question.machine).footprint.peak
+    def _capacities(self, n: Numbers, orders: Sequence[WorkerOrder]) -> list[Times]:
+        """By worker, the limit minus the memory that this order holds besides saved forwards; and, as other ways may
+        have their peaks where less else is held, minus what workers own."""
+        if self.limits.bytes is None:
+            return [np.full(len(orders), float(self.limits.saved or 0))]
+        footprint = simulate(compile_order(self.question, n), self.question.cost, self.question.machine).footprint
+        self.others = footprint.peak - most_held(orders, self.kept, np.zeros(self.worker.shape, np.int8))
+        return [self.limits.bytes - self.others, (self.limits.bytes - footprint.owned).astype(float)]
 
     def _with_redone(self, stages: Flags) -> OrderProblem:
         """The problem with the forwards of some stages redone; what whole backwards hold while they run is left out."""
@@ -208,66 +317,3 @@ class _Tries:
         length = problem.length.reshape(directions, S, batches).copy()
         length[B] += (self.kept.redo * stages)[:, None]
         return problem._replace(takes=takes, length=length.ravel(), capacity=problem.capacity - self.others)
-
-
-class Kept(NamedTuple):
-    """What jobs hold, by stage: bytes, or 1 saved forward and nothing else."""
-
-    inputs: Times  # from the forward to the end of the last backward job, redone or not
-    saved: Times  # the same if the forward is not redone, else from RECOMPUTE on
-    half: Times  # from I to the end of W
-    redo: Times  # the time of a RECOMPUTE
-    graph: Times  # during the forward alone, if it is redone
-
-
-def redone(place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flags | None:
-    """(S, B): the forwards to redo; None if a worker holds too much even if all those that help are redone.
-
-    place     a number of every job, (D, S, B), that grows along each worker
-    worker    by stage and microbatch
-    capacity  by worker
-    """
-    flags = np.zeros(worker.shape, bool)
-    for w in range(len(capacity)):
-        while True:
-            jobs, peaks = _peaks(place, worker, w, kept, flags)
-            over = np.flatnonzero(peaks > capacity[w] * ROOM)
-            if not len(over):
-                break
-            at = place[tuple(jobs[:, over[0]])]
-            held = (worker == w) & ~flags & (place[F] <= at) & (place[B] > at)
-            if not held.any():
-                return None
-            benefit = (place[B] - at) * (kept.saved / np.maximum(kept.redo, 1e-9))[:, None]
-            flags[np.unravel_index(np.argmax(np.where(held, benefit, -1.0)), flags.shape)] = True
-    return flags
-
-
-def without_needless(flags: Flags, place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flags:
-    """The flags, except of forwards that can be kept after all, tried from the most expensive to redo."""
-    flags = flags.copy()
-    order = sorted(np.argwhere(flags).tolist(), key=lambda job: (-kept.redo[job[0]], -place[F, job[0], job[1]]))
-    for s, b in order:
-        flags[s, b] = False
-        w = int(worker[s, b])
-        flags[s, b] = (_peaks(place, worker, w, kept, flags)[1] > capacity[w] * ROOM).any()
-    return flags
-
-
-def most_held_with_redone(place: Numbers, worker: Numbers, kept: Kept, flags: Flags, workers: int) -> Times:
-    """By worker, the most that its jobs hold at once."""
-    return np.array([_peaks(place, worker, w, kept, flags)[1].max(initial=0.0) for w in range(workers)])
-
-
-def _peaks(place: Numbers, worker: Numbers, w: int, kept: Kept, flags: Flags) -> tuple[Numbers, Times]:
-    """The jobs (3, n) of a worker in order, as direction, stage, microbatch; and what is held during each."""
-    jobs = np.argwhere(np.broadcast_to(worker == w, place.shape)).T
-    jobs = jobs[:, np.argsort(place[tuple(jobs)], kind="stable")]
-    d, s, b = jobs
-    again = flags[s, b]
-    last = d == len(place) - 1
-    half = kept.half[s] if len(place) == 3 else np.zeros(len(s))
-    takes = np.select([d == F, d == B], [kept.inputs[s] + kept.saved[s] * ~again, half + kept.saved[s] * again], 0.0)
-    gives = np.where(last, kept.inputs[s] + kept.saved[s] + half, 0.0)
-    alone = kept.graph[s] * (again & (d == F))
-    return jobs, np.cumsum(takes) - np.concatenate([[0.0], np.cumsum(gives)[:-1]]) + alone

@@ -77,7 +77,7 @@ def _search(question: Question, cost: Mapping[str, Amount], budget: float) -> Fo
         )
     problem = problem_of(placed, ordered)
     rounds = _Rounds(question, problem)
-    for built_in in _same_placement(question, placed):
+    for built_in in same_placement(question, placed):
         rounds.add_scheme(built_in)
     if limits.saved is not None:
         rounds.add_orders(steady_orders(problem, placed, limits.saved, int(STEADY_SHARE * budget * 10**6)))
@@ -100,7 +100,7 @@ def _search(question: Question, cost: Mapping[str, Amount], budget: float) -> Fo
     return FoundOrder(best.run.program, best.value, min(bound, best.value), rounds.work / 10**6, best.source)
 
 
-def _same_placement(question: Question, placed: PlacedScheme) -> Iterator[Scheme]:
+def same_placement(question: Question, placed: PlacedScheme) -> Iterator[Scheme]:
     """The question's scheme itself, and each built-in one with its placement, for its model and with a flush."""
     searched, sizes = question.scheme, question.sizes
     layers = {name: value for name, value in searched.parameters.items() if name == "layers"}

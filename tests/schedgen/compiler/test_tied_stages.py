@@ -113,7 +113,10 @@ def test_a_sum_freed_before_its_tie_is_refused():
     program = compiled("zb-v", [[0, 7]])
     rows = program.rows
     free = np.flatnonzero((rows.op == Op.FREE) & (rows.kind == Kind.DW) & (rows.stage == 7))
-    assert refused(moved(program, int(free[0]), int(ties(program)[0])), 7) == "dw.7 is never freed after this, its last use"
+    assert (
+        refused(moved(program, int(free[0]), int(ties(program)[0])), 7)
+        == "dw.7 is never freed after this, its last use"
+    )
 
 
 def test_ties_entered_in_different_orders_are_refused():

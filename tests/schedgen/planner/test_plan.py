@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import topology
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import stats
+from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"
@@ -390,3 +392,18 @@ def test_between_hosts_gradients_are_summed_inside_them_first():
     costs = stage_costs(layers, tuple(itertools.accumulate(first.front[0].layers)), 1e9)
     slower = simulate(whole, costs.with_halves, costs.machine.on(network)).end.max()
     assert first.front[0].step_time < 0.8 * slower
+
+
+def test_where_nothing_fits_it_says_the_least_memory_that_would():
+    layers = model(4)
+    with pytest.raises(UsageError, match="no schedule fits 2 workers and 1e\\+07 bytes") as refusal:
+        plan(layers, 2, 4, 1e7, bandwidth=1e9)
+    words = re.search(r"the least that would is (\d+) bytes, by (\S+) with (\d+) stages", str(refusal.value))
+    least, scheme, stages = int(words[1]), words[2], int(words[3])
+    found = plan(layers, 2, 4, least, bandwidth=1e9)
+    assert [(each.peak_bytes, each.scheme, each.stages) for each in found.front] == [(least, scheme, stages)]
+    assert ("all forwards redone" in str(refusal.value)) == (found.front[0].recomputed > 0)
+    with pytest.raises(UsageError, match=f"the least that would is {least} bytes"):
+        plan(layers, 2, 4, least - 1, bandwidth=1e9)
+    everything = plan(layers, 2, 4, bandwidth=1e9)
+    assert least <= min(each.peak_bytes for each in everything.front)

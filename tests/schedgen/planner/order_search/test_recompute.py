@@ -11,14 +11,9 @@ from schedgen.checker import check
 from schedgen.ir.file import write
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.question import Limits, Question
-from schedgen.planner.order_search.recompute import (
-    Kept,
-    most_held_with_redone,
-    redone,
-    search_with_recompute,
-    without_needless,
-)
+from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.ways import Kept, choose, most_held, worker_orders
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
@@ -48,23 +43,23 @@ def test_no_fewer_forwards_make_an_order_fit(directions):
     """All subsets of up to 6 forwards that keep the same are tried."""
     rng, needed = np.random.default_rng(0), 0
     zero, one = np.zeros(1), np.ones(1)
-    kept = Kept(zero, one, zero, one, zero)
+    kept = Kept(zero, one, zero, zero, zero, one, one, np.ones((directions, 1)))
     for _ in range(75):
         batches = int(rng.integers(2, 7))
-        place, worker = random_place(rng, directions, batches), np.zeros((1, batches), np.int64)
+        worker = np.zeros((1, batches), np.int64)
+        orders = worker_orders(random_place(rng, directions, batches), worker, kept.length, 1)
         for limit in (1.0, 2.0, 3.0):
             fitting = [
                 sum(subset)
-                for subset in itertools.product((False, True), repeat=batches)
-                if most_held_with_redone(place, worker, kept, np.array([subset]), 1)[0] <= limit
+                for subset in itertools.product((0, 1), repeat=batches)
+                if most_held(orders, kept, np.array([subset]))[0] <= limit
             ]
-            flags = redone(place, worker, kept, np.array([limit]))
-            assert (flags is None) == (not fitting)
-            if flags is not None:
-                fewer = without_needless(flags, place, worker, kept, np.array([limit]))
-                assert most_held_with_redone(place, worker, kept, fewer, 1)[0] <= limit
-                assert fewer.sum() == min(fitting)
-                needed += fewer.any()
+            ways = choose(orders, kept, np.array([limit]), 0 * worker)
+            assert (ways is None) == (not fitting)
+            if ways is not None:
+                assert most_held(orders, kept, ways)[0] <= limit
+                assert (ways > 0).sum() == min(fitting)
+                needed += ways.any()
     assert needed > 50
 
 
