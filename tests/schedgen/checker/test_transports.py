@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from examples import ASKED
+from examples import examples
 from in_order import CARRIERS, assigned, outcomes, shuffled
 from processes import ROOT
 
@@ -22,7 +22,7 @@ from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import RefusedFile
 
-LISTS = ASKED or 30  # random lists
+LISTS = examples(120, as_asked=True)  # random lists
 IN_ORDER = [f"in-order:{name}{batch}" for name in NAMES for batch in ("", "+batch")]
 LIST = ROOT / "tests" / "data" / "torch-172668.csv"
 
