@@ -17,7 +17,7 @@ from schedgen.compiler.passes.free import free
 from schedgen.compiler.passes.gradient_reduction import optimizer_step
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
-from schedgen.ir.instructions import COMPUTE, Kind, Op
+from schedgen.ir.instructions import LETTER, Kind, Op
 from schedgen.ir.program import Program, rows
 from schedgen.schemes.torch_list import BUFFER_STAGE, GRADIENTS, OTHER_STAGE, Action, TorchList, scheme_of
 from schedgen.util.arrays import Flags, Numbers
@@ -34,7 +34,7 @@ def torch_program(torch_list: TorchList, options: Options = Options()) -> Progra
     scheme, sizes = scheme_of(torch_list)
     if not torch_list.has_messages:
         program = compile(scheme, sizes, options)
-        return _with_cells(program, program.is_one_of(*COMPUTE), torch_list.cell[torch_list.type <= Action.W])
+        return _with_cells(program, program.is_one_of(*LETTER), torch_list.cell[torch_list.type <= Action.W])
     placed = refine(place(scheme, sizes, options))
     taken = np.flatnonzero(torch_list.type < Action.UNSHARD)
     rank, cell, type, stage, mb = (column[taken] for column in torch_list[2:7])
@@ -43,7 +43,7 @@ def torch_program(torch_list: TorchList, options: Options = Options()) -> Progra
     other_end = np.where(is_message, placed.compute[0, (stage + OTHER_STAGE[type]) % sizes.stages, 0], -1)
     new = rows(_OPS[type], rank, kind=kind, stage=stage + BUFFER_STAGE[type], mb=mb, operand=other_end)
     program = optimizer_step(Program(header_of(placed), new), placed).project()
-    program = _with_cells(program, program.is_one_of(*COMPUTE, Op.SEND, Op.RECV, Op.FREE), cell)
+    program = _with_cells(program, program.is_one_of(*LETTER, Op.SEND, Op.RECV, Op.FREE), cell)
     return free(program, sends_end_late=True)
 
 

@@ -194,6 +194,13 @@ def test_a_pairs_forward_is_sent_after_both(run, tmp_path):
     assert run("compile", path, "-o", tmp_path / "x.json").code == 0
 
 
+def test_jobs_alone_may_be_anywhere(run, tmp_path):
+    path = tmp_path / "apart.csv"
+    path.write_text("0F0,0F1\n0B0,0B1\n")  # the second rank redoes the forwards
+    said = run("check", path)
+    assert (said.code, "2 workers" in said.out, "has jobs alone" in said.err) == (0, True, True)
+
+
 def test_a_rank_may_have_nothing_to_do(run, refused, tmp_path):
     path = tmp_path / "idle.csv"
     path.write_text("0F0,0B0\n\n1F0,1B0\n")
