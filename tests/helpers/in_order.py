@@ -125,7 +125,7 @@ class Outcome(NamedTuple):
     swapped: frozenset[tuple[str, ...]]  # the buffers of the SEND and the receive that met though they differ
 
 
-def outcomes(program: Program, carrier: Carrier | None, batch: bool = False, most: int = 200_000) -> set[Outcome]:
+def outcomes(program: Program, carrier: Carrier | None, batch: bool = False, most: int = 20_000) -> set[Outcome]:
     """How all executions end; `carrier` None: MPI with tags, where a rank waits at each SEND until it is received.
 
     OverflowError if there are more than `most` states.
