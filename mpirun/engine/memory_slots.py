@@ -61,8 +61,7 @@ class MemorySlots:
         planned = memory_plan(program, self.bytes)
         sizes = planned.sizes[comm.rank].tolist()
         self.number = {i: slot for i, slot in zip(instructions, planned.slot.tolist(), strict=True) if slot >= 0}
-        host = host_plan(program).slot.tolist()
-        self.host_slot = {i: slot for i, slot in zip(instructions, host, strict=True) if slot >= 0}  # by OFFLOAD
+        self.host_slot = host_plan(program).slot.tolist()  # by row: of an OFFLOAD
         self.fetched = {i.stage: self.number[i] for i in instructions if i.op == Op.FETCH_W}
         # The other instructions with a slot each begin a dw that the rank does not own.
         begun = [i for i in self.number if i.op not in (Op.RECV, Op.FETCH_W, Op.STEP)]

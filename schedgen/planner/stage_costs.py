@@ -158,6 +158,7 @@ def stage_costs(layers: Layers, ends: Sequence[int], bandwidth: float) -> StageC
             weight=total(layers.weight),
             saved=total(saved) + np.maximum(outputs - leaving, 0),
             half=total(half),
+            freed=None if machine.freed is None else total(by_stage(machine.freed, count)),
             workspace=workspace,
             owned=total(layers.owned),
             step=total(step),

@@ -75,6 +75,12 @@ class Case(NamedTuple):
         return compile(self.scheme(), self.sizes, self.options(**more))
 
 
+def forwards(stages: int, microbatches: int) -> st.SearchStrategy[int | tuple[int, int]]:
+    """A stage, or a stage and a microbatch."""
+    stage = st.integers(0, stages - 1)
+    return st.one_of(stage, st.tuples(stage, st.integers(0, microbatches - 1)))
+
+
 @st.composite
 def cases(draw) -> Case:
     """Any placement (also another worker for the backward), any owners, any n, any DAG that ends in one loss."""
@@ -94,7 +100,6 @@ def cases(draw) -> Case:
     )
     edges = [(p, c) for p in range(S - 1) for c in sorted(draw(st.sets(st.integers(p + 1, S - 1), min_size=1)))]
     forks = [p for p in range(S - 1) if sum(producer == p for producer, _ in edges) > 1]
-    forwards = st.one_of(st.integers(0, S - 1), st.tuples(st.integers(0, S - 1), st.integers(0, batches - 1)))
     return Case(
         Sizes(S, batches, workers),
         np.broadcast_to(weights, shape),
@@ -106,8 +111,8 @@ def cases(draw) -> Case:
         weight_slots=draw(st.integers(1, 3)),
         fan_out=draw(st.integers(1, 3)),
         prefetch=draw(st.integers(0, 2)),
-        recompute=draw(st.lists(forwards, max_size=2)),
-        offload=draw(st.just("all") | st.lists(forwards, min_size=1, max_size=3)),
+        recompute=draw(st.lists(forwards(S, batches), max_size=2)),
+        offload=[],
         tied=draw(st.lists(st.sets(st.integers(0, S - 1), min_size=2), max_size=3)) if S > 1 else [],
     )
 
@@ -172,10 +177,11 @@ def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
         if feature not in without and not features & FEATURES[feature] and draw(st.booleans()):
             features.add(feature)
     case = draw(cases().filter(lambda case: case.tied or "tied" not in required))
+    named = forwards(case.sizes.stages, case.sizes.microbatches)
     case = case._replace(
         tied=case.tied if "tied" in features else [],
         recompute=case.recompute if "recompute" in features else [],
-        offload=case.offload if "offload" in features else [],
+        offload=draw(st.just("all") | st.lists(named, min_size=1, max_size=3)) if "offload" in features else [],
     )
     if "shards" in features:
         case = with_shards(draw, case)
@@ -186,12 +192,15 @@ def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
         scheme, sizes, options = with_slices(draw, case)
     limit = draw(st.integers(1, 6)) if "memory limit" in features else None
     options = replace(options, memory_limit=limit, forward="forward" in features)
-    try:
-        program = compile(scheme, sizes, options)
-        check_compiled(program)
-    except UsageError as error:
-        event(f"not compiled: {str(error)[:40]}")
-        assume(False)
+    program = None
+    for tried in (options, *[replace(options, offload=())] * ("offload" not in required)):  # often there is no room
+        try:
+            program = program or compile(scheme, sizes, tried)
+            check_compiled(program)
+        except UsageError as error:
+            event(f"not compiled: {str(error)[:40]}")
+            program = None
+    assume(program)
     for feature in sorted(features):
         event(feature)
     return program

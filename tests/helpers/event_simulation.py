@@ -9,8 +9,10 @@ import numpy as np
 
 from schedgen.analysis import analyse
 from schedgen.ir.cost import DIRECTION, by_stage, durations, redo_duration
+from schedgen.ir.effects import COPIES
 from schedgen.ir.instructions import Kind, Op
 from schedgen.simulator.buffer_sizes import buffer_sizes, message_bytes, summed_bytes
+from schedgen.simulator.simulate import MESSAGES
 
 
 def level_of(network, a, b):
@@ -53,11 +55,11 @@ class Sum:
 
 
 def simulate(program, cost, machine):
-    """(start of every row, arrival of every SEND)."""
+    """(start of every row, arrival of every message and copy)."""
     header, table, network = program.header, program.rows, machine.network
     waits, lifetimes, messages = analyse(program).waits, analyse(program).lifetimes, analyse(program).messages
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
-    sends = program.rows_of(Op.SEND)
+    sends = program.rows_of(*MESSAGES)
     bytes = dict(zip(sends.tolist(), message_bytes(program, sizes, sends).tolist(), strict=True))
     partner = dict(zip(messages.sends.tolist(), messages.receives.tolist(), strict=True))
     sender = {receive: send for send, receive in partner.items()}
@@ -129,7 +131,7 @@ def simulate(program, cost, machine):
         times, op = [clock[rank]], table.op[row]
         used = waits.sends[waits.first[program.bounds[rank]] : waits.first[row + 1]]
         times += [arrival.get(int(send), math.inf) for send in used]
-        before = lifetimes.send_before[row] if op != Op.SEND else -1
+        before = lifetimes.send_before[row] if op not in MESSAGES else -1
         while before >= 0:
             times.append(arrival.get(int(before), math.inf))
             before = lifetimes.send_before[before]
@@ -156,6 +158,11 @@ def simulate(program, cost, machine):
         if ready(row, rank) > now:
             return False
         start[row], clock[rank], at[rank] = now, now + duration(row, rank), row + 1
+        if table.op[row] in COPIES:
+            host, size = network.host, bytes[row]
+            links = {("host", table.op[row], rank // host.devices): host.beta * size} if host.beta * size else {}
+            waiting.append(Message(links, host.alpha if size else 0.0, row=row))
+            offer()
         send = row if row in partner else sender.get(row)
         if send is not None:
             done = [start_of < at[r] for start_of, r in ((send, table.rank[send]), (partner[send], table.to[send]))]

@@ -166,12 +166,11 @@ class Offloads:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        numbers = context.slots.host_slot
-        self.slots = [HostSlot() for _ in range(max(numbers.values(), default=-1) + 1)]
+        self.slots = [HostSlot() for _ in range(max(context.slots.host_slot, default=-1) + 1)]
 
     def offload(self, row: int, i: Instruction) -> Act:
         """OFFLOAD: start copying what the forward has saved to its slot in host memory."""
-        pending, slot = self.context.pending_of(i), self.slots[self.context.slots.host_slot[i]]
+        pending, slot = self.context.pending_of(i), self.slots[self.context.slots.host_slot[row]]
         return lambda: pending.tensors.offload(slot)
 
     def free(self, row: int, i: Instruction) -> Act:

@@ -13,8 +13,8 @@ from schedgen.ir.instructions import Op
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import Level, Network, topology
-from schedgen.simulator.simulate import simulate
+from schedgen.simulator.network import HostLink, Level, Network, topology
+from schedgen.simulator.simulate import MESSAGES, simulate
 from tests.helpers.drawn_programs import programs
 from tests.helpers.event_simulation import simulate as simulate_again
 
@@ -30,14 +30,15 @@ def networks(draw, workers):
         card = draw(st.sampled_from([0.0, 0.125, 0.5])) if k else 0.0
         levels.append(Level(f"level {k}", devices, alpha, draw(st.sampled_from([0.0, 0.25, 0.5])), card))
     speed = draw(st.one_of(st.just(1.0), st.tuples(*[st.sampled_from([0.5, 1.0])] * workers)))
-    return Network(tuple(levels), speed)
+    host = HostLink(*(draw(st.sampled_from([0.0, 0.25, 2.0])) for _ in range(2)), draw(st.integers(1, 3)))
+    return Network(tuple(levels), speed, host=host)
 
 
 @given(st.data())
 def test_a_second_simulation_agrees(data):
     """Of random programs on random networks: every start and every arrival."""
     program = data.draw(programs())
-    machine = Machine(activation=data.draw(st.sampled_from([1, 60])), weight=120, step=0.5)
+    machine = Machine(activation=data.draw(st.sampled_from([1, 60])), weight=120, saved=3, step=0.5)
     machine = machine.on(data.draw(networks(program.header.workers)))
     if machine.is_free:
         return
@@ -47,7 +48,7 @@ def test_a_second_simulation_agrees(data):
     ends, same = used.start + used.length, np.diff(used.link) == 0
     assert (used.start[1:][same] >= ends[:-1][same] - 1e-9).all()  # one at a time on each link
     assert run.start.tolist() == start.tolist()
-    assert run.arrival[program.rows_of(Op.SEND)].tolist() == arrival.tolist()
+    assert run.arrival[program.rows_of(*MESSAGES)].tolist() == arrival.tolist()
 
 
 def made(name, sizes, **options):

@@ -1,0 +1,150 @@
+"""`--offload`: where copies stand in a list, what they save, and what they cost on the link to the host."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from schedgen.analysis import analyse
+from schedgen.checker import check
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
+from schedgen.ir.effects import Buffer
+from schedgen.ir.instructions import COMPUTE, Kind, Op
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.memory_plan import host_plan
+from schedgen.simulator.network import HostLink, Level, Network, network_of
+from schedgen.simulator.simulate import simulate
+from schedgen.simulator.timeline import CAUSES, OFFLOAD_CAUSE
+from schedgen.util.errors import RefusedFile, UsageError
+
+SAVED = Machine(activation=0, weight=0, saved=10)
+
+
+def compiled(name, sizes, **options):
+    program = compile(load(name, sizes), sizes, Options(**options))
+    check(program)
+    return program
+
+
+def on_host(beta=0.0, **host):
+    """A machine whose messages take no time, and copies beta a byte."""
+    return SAVED.on(Network((Level("network", 0, 0.0, 0.0),), host=HostLink(beta=beta, **host)))
+
+
+def letters(program, rank):
+    """Jobs, and copies, of a rank."""
+    named = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W", Op.OFFLOAD: "out", Op.RELOAD: "in"}
+    return " ".join(
+        f"{'free' if i.op == Op.FREE else named[i.op]}{i.mb}"
+        for i in program.instructions(rank)
+        if i.op in named or i.kind == Kind.SAVED
+    )
+
+
+def test_copies_have_the_time_of_so_many_jobs_as_prefetch_says():
+    lists = [letters(compiled("gpipe", Sizes(1, 4), offload=[(0, 0)], prefetch=ahead), 0) for ahead in range(2)]
+    assert lists == [
+        "F0 out0 free0 F1 F2 F3 in0 B0 B1 B2 B3",
+        "F0 out0 F1 free0 F2 in0 F3 B0 B1 B2 B3",
+    ]
+
+
+def test_a_split_backward_has_a_second_wait():
+    program = compiled("zb-v", Sizes(8, 16), offload="all")
+    offloads = program.rows_of(Op.OFFLOAD)
+    halves = program.job_rows(Op.BWD_I)[program.rows.stage[offloads], program.rows.mb[offloads]] < offloads
+    assert halves.any() and not halves.all()
+    plain = compiled("zb-v", Sizes(8, 16))
+    assert analyse(program).memory.saved.max() <= 4 < analyse(plain).memory.saved.max() == 8
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("1f1b", Sizes(8, 32)), ("interleaved-1f1b", Sizes(16, 32, 8))])
+def test_what_is_offloaded_takes_memory_of_the_host_instead(name, sizes):
+    plain, half = (compiled(name, sizes, offload=o) for o in ((), range(sizes.stages // 2)))
+    before, after = (analyse(program).memory.saved.max() for program in (plain, half))
+    assert after <= before / 2
+    footprint = simulate(half, None, SAVED).footprint
+    peaks = np.zeros(8, np.int64)
+    lives = analyse(half).lifetimes
+    for stage in range(sizes.stages):  # slots serve a stage
+        of_stage = (lives.buffer == Buffer.HOST) & (lives.size_column == stage)
+        during = lives.timeline(10 * of_stage.astype(np.int64)).during
+        most = np.zeros(8, np.int64)
+        np.maximum.at(most, half.rows.rank, during)
+        peaks += most
+    assert footprint.host.tolist() == peaks.tolist()
+    slot = host_plan(half).slot
+    assert (slot >= 0).tolist() == (half.rows.op == Op.OFFLOAD).tolist()
+
+
+def test_the_header_names_what_went():
+    program = compiled("1f1b", Sizes(4, 8), offload="all", recompute=[1])
+    assert program.header.lowering["offload"] == [0]  # 1 is redone, 2 and 3 follow too soon
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offload": [4]}, "--offload 4: there is no such stage"),
+        ({"offload": "except-last"}, "offload 'except-last' is not 'all', stages"),
+        ({"offload": [(0, 1)], "recompute": "all"}, "--offload 0.1: --recompute redoes this forward"),
+        ({"offload": [3]}, "nothing would be on the host while a job runs"),
+        ({"offload": "all", "forward": True}, "--offload does not go with --forward"),
+    ],
+)
+def test_offload_refuses(options, words):
+    with pytest.raises(UsageError, match=words):
+        compiled("1f1b", Sizes(4, 8), **options)
+
+
+def test_a_link_that_carries_a_job_s_bytes_within_a_forward_costs_nothing_and_a_slower_one_is_waited_for():
+    plain, program = (compiled("1f1b", Sizes(8, 32), offload=o) for o in ((), "all"))
+    latency = simulate(plain, None, on_host()).latency
+    assert simulate(program, None, on_host(beta=0.1)).latency == latency  # 10 bytes in 1, as long as a forward
+    slow = simulate(program, None, on_host(beta=0.2))
+    assert slow.latency > latency and slow.idle[:, CAUSES.index("offload")].sum() > 0
+    waiting = program.rows.op[slow.cause == OFFLOAD_CAUSE]
+    assert set(waiting.tolist()) <= {Op.FREE, *COMPUTE}
+    shared = simulate(program, None, on_host(beta=0.1, devices=4))
+    assert shared.latency > latency
+
+
+def test_copies_on_a_link_by_hand():
+    """gpipe on one worker, F = 1, B = 2, copies take 3: out from 1 to 4 and 4 to 7; in from 8 to 11, from 10 to 14."""
+    program = compiled("gpipe", Sizes(1, 3), offload=[(0, 0)], prefetch=0)
+    run = simulate(program, {"F": 1, "B": 2}, on_host(beta=0.3))
+    # F0 1; its copy leaves by 4, FREE waits; F1, F2 end at 6; back by 9, B0 waits; then 6 for the backwards.
+    assert run.latency == 4 + 2 + 3 + 3 * 2
+    use = run.link_use()
+    assert use.names == ["host memory 0 out", "host memory 0 in"]
+    assert (use.start.tolist(), use.length.tolist()) == ([1, 6], [3, 3])
+    assert run.idle[0, OFFLOAD_CAUSE] == 3 + 3
+
+
+def test_a_host_that_has_too_little_memory_is_refused():
+    program = compiled("1f1b", Sizes(4, 8), offload="all")
+    simulate(program, None, on_host(devices=2, memory=50))
+    with pytest.raises(UsageError, match=r"ranks 0 to 1 offload \d+ bytes to their host, which has 20"):
+        simulate(program, None, on_host(devices=2, memory=20))
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ({"gamma": 1}, "machine: host should be an object with some of alpha, beta, devices, memory"),
+        ({"devices": 0}, "host: devices should be a number from 1"),
+        ({"beta": -1}, "host: beta should be a number of at least 0"),
+        ({"memory": 0}, "host: memory should be a number above 0"),
+    ],
+)
+def test_a_machine_file_with_another_host_is_refused(host, words):
+    values = {"levels": [{"name": "network", "alpha": 0, "beta": 0}]}
+    link = {"alpha": 1e-5, "beta": 4e-11, "devices": 4, "memory": 5e11}
+    assert network_of(json.loads(json.dumps({**values, "host": link})), "machine").host == HostLink(**link)
+    with pytest.raises(RefusedFile, match=words):
+        network_of({**values, "host": host}, "machine")
