@@ -141,7 +141,7 @@ class _Decided(NamedTuple):
 
 
 class _Tries:
-    """Orders that redo forwards, for one placement, costs and limits."""
+    """Orders and the ways of their forwards, for one placement, costs and limits."""
 
     def __init__(self, question: Question, bound: float) -> None:
         self.question, self.limits, self.bound = question, question.limits, bound
@@ -244,10 +244,7 @@ class _Tries:
         return min(fits, key=lambda each: each.judged.value, default=None)
 
     def improved(self, n: Numbers, best: _Decided, budget: int) -> _Decided:
-        """The order with other ways of one forward, or of two of a worker, while it ends sooner.
-
-        An order is judged only if its forwards hold no more than they may beside the rest of what `best` holds.
-        """
+        """The order with other ways of one forward, or of two of a worker, while it ends sooner."""
         left = min(MOST_JUDGED, 10**6 * budget // (JUDGED_JOBS * n.size))
         orders, better = self._worker_orders(n), True
         while better and left > 0 and not reached(best.judged.value, self.bound):
