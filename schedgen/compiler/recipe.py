@@ -24,6 +24,7 @@ from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import UsageError
+from schedgen.util.option_fields import count
 
 
 class Recipe(NamedTuple):
@@ -127,12 +128,13 @@ def _guesses(header: Header, times: Mapping[str, Amount] | None) -> Iterator[Rec
 
 
 def sizes_of(header: Header) -> Sizes:
-    """The sizes that a scheme was compiled for, with those that are its own."""
+    """The sizes that a scheme was compiled for, with those that are its own; UsageError if they are none."""
     given: dict[str, Any] = {name: header.scheme.get(name) for name in Sizes._fields}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     shards = given["shards"]
     given["shards"] = (shards,) if isinstance(shards, int) else shards
-    return Sizes(**given)._replace(stages=header.model_stages // header.scheme.get("substages", 1))
+    substages = count.check("substages", header.scheme.get("substages", 1))
+    return Sizes(**given)._replace(stages=header.model_stages // substages)
 
 
 def model_options(header: Header) -> Options:

@@ -25,7 +25,7 @@ from schedgen.util.errors import UsageError, clip
 from schedgen.util.progress import over
 from schedgen.util.text_table import aligned, short_bytes
 
-MOST_COMPILED = 12
+MOST_COMPILED = 12  # with the schedule itself
 LEAN_SCHEMES = ("v-min", "v-half", "1f1b", "zb-h1", "fsdp")  # tried in place of another
 
 
@@ -128,7 +128,6 @@ def _own_changes(
 def _other_schemes(program: Program) -> _Tries:
     """Lean schemes for the same model on the same ranks."""
     header = program.header
-    sizes = sizes_of(header)._replace(groups=None, chunks=None, group=None)
     for name in LEAN_SCHEMES:
         if name == header.scheme["name"]:
             continue
@@ -136,6 +135,7 @@ def _other_schemes(program: Program) -> _Tries:
             yield name, "weights have versions, which another scheme has not"
             continue
         try:
+            sizes = sizes_of(header)._replace(groups=None, chunks=None, group=None)
             split = load(name, sizes, header.tensor_parallel.degree).split
         except UsageError as error:
             yield name, str(error)

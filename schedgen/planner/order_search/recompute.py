@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedgen.analysis import analyse
 from schedgen.checker import check_compiled
 from schedgen.ir.cost import (
     Amount,
@@ -60,6 +61,7 @@ from schedgen.util.jit import compiled_always
 
 LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, as multiples of the real one
 SHARES = (0.5, 0.9, 1.2, 10.0)  # of the time of jobs that copies to the host's memory may take, each tried
+STARTS = 4  # ways of the best order that are improved
 TIGHTER = 4  # times that a limit in bytes is tightened, if a schedule holds more besides saved forwards
 
 
@@ -120,11 +122,10 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
     least = tries.bound = max(least, tries.least_with_ways(free))
     if best is not None and reached(best.value, least):
         return best
-    decided = [(n, found) for n in tries.orders(budget) if (found := tries.decided(n)) is not None]
+    decided = [(n, starts) for n in tries.orders(budget) if (starts := tries.decided(n))]
     if decided:
-        n, first = min(decided, key=lambda each: each[1].judged.value)
-        judged = tries.improved(n, first, budget).judged
-        if best is None or judged.value < best.value:
+        judged = tries.improved(*min(decided, key=lambda each: tries.rank(each[1][0])), budget).judged
+        if judged.fits and (best is None or judged.value < best.value):
             best = FoundOrder(judged.run.program, judged.value)
     if best is None:
         raise UsageError(
@@ -134,14 +135,14 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
 
 
 class _Decided(NamedTuple):
-    """The ways of an order's forwards, with which it keeps to the limits, and the simulator's results."""
+    """The ways of an order's forwards, and the simulator's results."""
 
     ways: Ways
     judged: Judgement
 
 
 class _Tries:
-    """Orders that redo forwards, for one placement, costs and limits."""
+    """Orders and the ways of their forwards, for one placement, costs and limits."""
 
     def __init__(self, question: Question, bound: float) -> None:
         self.question, self.limits, self.bound = question, question.limits, bound
@@ -237,29 +238,36 @@ class _Tries:
             self.last = key, judgement
         return self.last[1]
 
-    def decided(self, n: Numbers) -> _Decided | None:
-        """The best of `fitting`; None if an order keeps to the limits with none of them."""
-        tried = [(ways, self.judged(n, ways)) for ways in self.fitting(n)]
-        fits = [_Decided(ways, judged) for ways, judged in tried if judged is not None and judged.fits]
-        return min(fits, key=lambda each: each.judged.value, default=None)
+    def rank(self, each: _Decided) -> tuple[float, float]:
+        """By how much it exceeds the limits, and its time: the less the better."""
+        run, limits = each.judged.run, self.limits
+        if limits.bytes is None:
+            over = float(analyse(run.program).memory.saved.max() - (limits.saved or 0))
+        else:
+            over = run.footprint.peak.max() - limits.bytes
+        return max(0.0, over), each.judged.value
 
-    def improved(self, n: Numbers, best: _Decided, budget: int) -> _Decided:
-        """The order with other ways of one forward, or of two of a worker, while it ends sooner.
+    def decided(self, n: Numbers) -> list[_Decided]:
+        """The best ways of an order, few, the best first; with none of them it may keep to the limits."""
+        tried = {ways.tobytes(): _Decided(ways, judged) for ways in self.fitting(n) if (judged := self.judged(n, ways))}
+        return sorted(tried.values(), key=self.rank)[:STARTS]
 
-        An order is judged only if its forwards hold no more than they may beside the rest of what `best` holds.
-        """
-        left = min(MOST_JUDGED, 10**6 * budget // (JUDGED_JOBS * n.size))
-        orders, better = self._worker_orders(n), True
-        while better and left > 0 and not reached(best.judged.value, self.bound):
-            better = False
-            for ways in self._neighbours(orders, best):
-                left -= 1
-                self.work += JUDGED_JOBS * n.size / 10**6
-                judged = self.judged(n, ways)
-                if judged is not None and judged.fits and judged.value < best.judged.value * (1 - 1e-9):
-                    best, better = _Decided(ways, judged), True
-                if better or left <= 0:
-                    break
+    def improved(self, n: Numbers, starts: Sequence[_Decided], budget: int) -> _Decided:
+        """The best that is found from these starts, with other ways of one forward, or two, while it gets better."""
+        orders, best = self._worker_orders(n), starts[0]
+        for start in starts:
+            left, now, better = min(MOST_JUDGED, 10**6 * budget // (len(starts) * JUDGED_JOBS * n.size)), start, True
+            while better and left > 0 and not (best.judged.fits and reached(best.judged.value, self.bound)):
+                better = False
+                for ways in self._neighbours(orders, now):
+                    left -= 1
+                    self.work += JUDGED_JOBS * n.size / 10**6
+                    judged = self.judged(n, ways)
+                    if judged is not None and self.rank(_Decided(ways, judged)) < _less(self.rank(now)):
+                        now, better = _Decided(ways, judged), True
+                    if better or left <= 0:
+                        break
+            best = min(best, now, key=self.rank)
         return best
 
     def _neighbours(self, orders: Sequence[WorkerOrder], best: _Decided) -> Iterator[Ways]:
@@ -277,14 +285,15 @@ class _Tries:
         single = [change for change in single if ways[change[1]] != change[2]]
         for number, is_first in product((1, 2), (True, False)):
             for changes in combinations(single, number):
-                w, job, _ = changes[0]
-                if number == 2 and (changes[1][0] != w or changes[1][1] == job):
-                    continue
                 changed = ways.copy()
                 for _, job, way in changes:
                     changed[job] = way
-                most = held(orders[w], self.kept, changed[orders[w].forwards]).amount.max()
-                if (most <= rooms[0][w]) == is_first and most <= max(room[w] for room in rooms):
+                if number == 2 and changes[0][1] == changes[1][1]:
+                    continue
+                on = sorted({w for w, _, _ in changes})
+                most = [held(orders[w], self.kept, changed[orders[w].forwards]).amount.max() for w in on]
+                fits, may = ((most <= room[on]).all() for room in (rooms[0], np.maximum(*rooms)))
+                if may and fits == is_first:
                     yield changed
 
     def _loosened(self, part: float) -> Limits:
@@ -317,3 +326,8 @@ class _Tries:
         length = problem.length.reshape(directions, S, batches).copy()
         length[B] += (self.kept.redo * stages)[:, None]
         return problem._replace(takes=takes, length=length.ravel(), capacity=problem.capacity - self.others)
+
+
+def _less(rank: tuple[float, float]) -> tuple[float, float]:
+    """A little less than a rank: what is better is not only rounded differently."""
+    return rank[0], rank[1] * (1 - 1e-9)

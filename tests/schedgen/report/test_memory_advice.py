@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,6 +125,14 @@ def test_what_cannot_be_compiled_again_is_said_and_other_schemes_are_tried(sourc
     ((named, reason),) = [(key, words) for key, words in advice.not_tried.items() if key.startswith("--")]
     assert why in reason and "--recompute" in named and "--offload" in named
     assert {"zb-h1", "fsdp"} <= {change.change for change in advice.changes}
+
+
+@pytest.mark.parametrize("substages", [0, "two"])
+def test_a_header_with_no_sizes_of_a_scheme_is_a_reason(substages):
+    program = compile(load("1f1b", SIZES), SIZES)
+    header = replace(program.header, scheme={**program.header.scheme, "substages": substages})
+    advice = memory_advice(replace(program, header=header), {"F": 1, "B": 2}, Machine())
+    assert not advice.changes and all("substages" in reason for reason in advice.not_tried.values())
 
 
 def test_greedy_that_was_ordered_by_a_profile_is_compiled_again(run, tmp_path):

@@ -103,10 +103,10 @@ def worker_work(question, order, ways):
 def decided(question, n):
     """The time that the search's decision gives this order, infinity if it finds none that fits; and its bound."""
     tries = _Tries(question, 0.0)
-    best = tries.decided(n)
+    best = tries.improved(n, tries.decided(n), 1000).judged
     free = question._replace(limits=Limits())
     bound = max(least_time(free), tries.least_with_ways(free))
-    return (np.inf if best is None else tries.improved(n, best, 1000).judged.value), bound
+    return (best.value if best.fits else np.inf), bound
 
 
 def test_no_ways_hold_less_than_is_said():
