@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 690,
     "mpirun/examples": 530,
-    "tests": 33_250,
+    "tests": 33_345,
     "tests/jobs": 1_030,
 }
 WORDS = 14_800
