@@ -32,6 +32,7 @@ BYTES = {
     # The gradients that arrive at each norm and matrix, less what follows the last matrix (gelu's input, the loss) and
     # is no longer needed. The first stage has no gradient to send and keeps the one it received.
     "half": [X, 3 * 2 * X - X, 3 * 2 * X - X, 2 * 2 * X + 64 * 256 * 4 - (LOSS - 4)],
+    "freed": [0, X, X, LOSS - 4],  # what is no longer needed
     "owned": [3 * weight + 4 * tensors for weight, tensors in zip(WEIGHT, TENSORS, strict=True)],
 }
 

@@ -95,7 +95,7 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
     [
         ("[]", "a machine should be an object with a list of levels"),
         ({"levels": []}, "a machine should be an object with a list of levels"),
-        ({"levels": [HOST], "hosts": 2}, "a machine has levels, speed, memory, but no 'hosts'"),
+        ({"levels": [HOST], "hosts": 2}, "a machine has levels, speed, memory, host, but no 'hosts'"),
         ({"levels": [{**HOST, "latency": 1}]}, "level 0: has name, devices, alpha, beta, card, but no 'latency'"),
         ({"levels": [{**HOST, "beta": -1}]}, "level 0: beta should be a time of at least 0"),
         ({"levels": [{**HOST, "alpha": [[1, 2]]}]}, "level 0: alpha should be a time of at least 0, or a list of"),

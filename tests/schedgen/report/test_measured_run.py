@@ -11,7 +11,18 @@ from schedgen.checker import checked
 from schedgen.ir.instructions import Op
 from schedgen.report.measured_run import read_trace, run_numbers
 
-CAUSES = {"activation", "gradient", "weight", "weight_gradient", "send", "reduction", "overhead", "begin", "end"}
+CAUSES = {
+    "activation",
+    "gradient",
+    "weight",
+    "weight_gradient",
+    "send",
+    "reduction",
+    "offload",
+    "overhead",
+    "begin",
+    "end",
+}
 
 
 @pytest.fixture
