@@ -275,7 +275,8 @@ WRONG = {
     lists(("2RECV_F0,0F1,0SEND_F1,", "0F1,0SEND_F1,2RECV_F0,"), ("1SEND_F0,1RECV_F1", "1RECV_F1,1SEND_F0")): "",
     lists(("2RECV_F0,0F1,0SEND_F1,", "0F1,0SEND_F1,2RECV_F0,")): (
         'rank 0, cell 6: {"op": "SEND", "buf": "x.0.1", "to": 1}: waits forever, in a cycle with '
-        'rank 1, cell 5: {"op": "SEND", "buf": "x.1.0", "to": 0} '
+        'rank 1, cell 5: {"op": "SEND", "buf": "x.1.0", "to": 0}; behind them wait '
+        '{"op": "RECV", "buf": "x.1.0", "from": 1}, {"op": "RECV", "buf": "x.0.1", "from": 0} '
         "(rule 4: no deadlock, even if every SEND blocks until it is matched)"
     ),
 }
