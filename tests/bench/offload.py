@@ -62,7 +62,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--offload", choices=("all", "none"), default="all")
     parser.add_argument("--profile")
+    parser.add_argument("--quick", action="store_true", help="a small model: whether it runs at all")
     given, comm = parser.parse_args(), MPI.COMM_WORLD
+    if given.quick:
+        given.width, given.rows = 16, 32
     Device.host = in_file  # type: ignore[method-assign]
     width, per_stage = given.width, given.layers // comm.size
     torch.manual_seed(0)

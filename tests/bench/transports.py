@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import permutations
 
@@ -80,25 +82,27 @@ def verdicts(lists: list[list[str]], name: str) -> dict[str, str]:
     return found
 
 
-def table() -> None:
-    """Print a line for every class and way to place RECVs: how many of its lists hang or swap, and the smallest."""
+def table(sizes: Sequence[tuple[int, int]]) -> None:
+    """Print a line for every class and way to place RECVs: how many of its lists hang or swap, and the smallest.
+
+    `sizes`: pairs of ranks and microbatches.
+    """
     for name in CLASSES:
         for how in ("as lowered", "defer_pp_recv", "deferred"):
             counts = {communicators: Counter() for communicators in NAMES}
             first: dict[str, str] = {}
-            for ranks in RANKS:
-                for microbatches in MICROBATCHES:
-                    size = f"{ranks}x{microbatches}"
-                    try:
-                        found = verdicts(cells(name, ranks, microbatches, how), size)
-                    except (ValueError, AssertionError, UsageError, RefusedFile) as error:
-                        counts["one"]["no list"] += 1
-                        first.setdefault("no list", f"{size}: {str(error)[:90]}")
-                        continue
-                    for communicators, verdict in found.items():
-                        counts[communicators][verdict.split()[0]] += 1
-                        if verdict != "ok":
-                            first.setdefault(f"{communicators} {verdict.split()[0]}", f"{size} {verdict}")
+            for ranks, microbatches in sizes:
+                size = f"{ranks}x{microbatches}"
+                try:
+                    found = verdicts(cells(name, ranks, microbatches, how), size)
+                except (ValueError, AssertionError, UsageError, RefusedFile) as error:
+                    counts["one"]["no list"] += 1
+                    first.setdefault("no list", f"{size}: {str(error)[:90]}")
+                    continue
+                for communicators, verdict in found.items():
+                    counts[communicators][verdict.split()[0]] += 1
+                    if verdict != "ok":
+                        first.setdefault(f"{communicators} {verdict.split()[0]}", f"{size} {verdict}")
             print(f"{name:<22} {how:<14}", *(f"{key}: {dict(each)};" for key, each in counts.items()))
             print(" " * 37, first, flush=True)
 
@@ -140,9 +144,11 @@ def main() -> None:
     """Print the table, or what gloo does."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gloo", metavar="CLASS", choices=CLASSES)
-    name = parser.parse_args().gloo
+    parser.add_argument("--quick", action="store_true", help="one size: whether it runs at all")
+    given = parser.parse_args()
+    name = given.gloo
     if not name:
-        return table()
+        return table([(2, 4)] if given.quick else [*itertools.product(RANKS, MICROBATCHES)])
     print("model:", verdicts(cells(name, 4, 10, "deferred"), name)["edge"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(on_gloo, (name, 4, 10, f"{folder}/meet"), 4)
