@@ -24,7 +24,7 @@ from schedgen.cli.options import (
     SearchOptions,
     SizeOptions,
 )
-from schedgen.cli.read_lists import list_in, note_left_out
+from schedgen.cli.read_lists import note_left_out
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
 from schedgen.compiler.options import Options
@@ -48,10 +48,9 @@ from schedgen.report.compare import compare, comparison_as_json, comparison_as_t
 from schedgen.schemes import describe, load
 from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.schemes.torch_list import TorchList, scheme_of
+from schedgen.schemes.torch_list import TorchList, list_in, scheme_of
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import parse_profile
-from schedgen.simulator.network import read_network, topology
 from schedgen.util.arrays import Ints
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
@@ -117,9 +116,8 @@ def _hosts(options: CompileOptions) -> Callable[[int], Ints] | None:
     """From a number of workers to their hosts; None: the options do not say it."""
     if (options.machine or options.topology) and options.sums != TWO_LEVEL:
         raise UsageError("--machine and --topology tell compile the hosts for --sums two-level: leave them out")
-    if options.machine is not None:
-        return read_network(options.machine).hosts
-    return None if options.topology is None else topology(*options.topology, [0], [0]).hosts
+    network = options.joined([0], [0])
+    return None if network is None else network.hosts
 
 
 def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:

@@ -15,7 +15,7 @@ from schedgen.planner.order_search.budget import BUDGET
 from schedgen.planner.order_search.question import OBJECTIVES
 from schedgen.schemes import SCHEMES
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import Network, read_network, topology
+from schedgen.simulator.network import Alpha, Network, read_network, topology
 from schedgen.util.errors import UsageError
 from schedgen.util.option_fields import (
     READ,
@@ -92,6 +92,12 @@ class HostOptions:
         "--topology HxD", "H hosts of D devices, short for a machine file", by, without="machine"
     )
 
+    def joined(self, alphas: Sequence[Alpha], betas: Sequence[float]) -> Network | None:
+        """The network of the machine file, or of the topology with these alphas and betas; None: neither is given."""
+        if self.machine is not None:
+            return read_network(self.machine)
+        return None if self.topology is None else topology(*self.topology, alphas, betas)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions(HostOptions):
@@ -110,12 +116,8 @@ class MachineOptions(HostOptions):
         bandwidth = self.bandwidth or ()
         if len(bandwidth) > (2 if self.topology and self.topology[0] > 1 else 1):
             raise UsageError("--bandwidth: give one number or, with a --topology of several hosts, inside,between")
-        if self.machine is not None:
-            return read_network(self.machine)
-        if self.topology is None:
-            return None
         alphas = measured.levels[0].alpha, measured.levels[-1].alpha
-        return topology(*self.topology, alphas, [1 / each for each in bandwidth])
+        return self.joined(alphas, [1 / each for each in bandwidth])
 
 
 @dataclass(frozen=True, kw_only=True)

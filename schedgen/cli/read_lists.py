@@ -6,9 +6,8 @@ from schedgen import checker
 from schedgen.checker import Prove
 from schedgen.compiler.torch_program import torch_program
 from schedgen.ir.program import Program
-from schedgen.schemes.torch_list import TorchList, read_torch_list
+from schedgen.schemes.torch_list import TorchList, list_in
 from schedgen.util.errors import RefusedFile, UsageError, note
-from schedgen.util.files import read_text
 
 
 def checked(name: str, prove: Prove = checker.check) -> Program:
@@ -28,11 +27,6 @@ def checked(name: str, prove: Prove = checker.check) -> Program:
         note(f"{name} has jobs alone: its messages are those that schedgen compile gives it")
     note_left_out(torch_list)
     return program
-
-
-def list_in(name: str) -> TorchList:
-    """torch's list in file `name`. Raises RefusedFile."""
-    return read_torch_list(read_text(name), name)
 
 
 def note_left_out(torch_list: TorchList) -> None:

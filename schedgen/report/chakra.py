@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from schedgen.analysis import analyse
-from schedgen.ir.effects import COPIES, RECEIVERS, SENDERS, Effect
+from schedgen.ir.effects import COPIES, RECEIVERS, SENDERS, Effect, ops_that
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, EXCHANGED, Instruction, Op
 from schedgen.ir.program import Program
@@ -63,6 +63,7 @@ _WIDE = ("comm_size", "comm_type", "tensor_size")  # attributes of 64 bits
 
 _WRITES = (Effect.DEFINE, Effect.RECEIVE)  # these need no earlier value
 _UPDATES = (Effect.ADD, Effect.CHANGE)
+_GIVE, _TAKE = ops_that(Effect.SEND), ops_that(Effect.RECEIVE)
 
 
 def jobs_rounded_to_zero(run: Simulation, unit: float = 1.0) -> int:
@@ -138,12 +139,12 @@ def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[
         if i.op == Op.NORM:
             data.update(reductions)
         yield sorted(data.union(blocking)), sorted(set(blocking) - data)
-        if i.op in (*SENDERS, Op.OFFLOAD):
+        if i.op in _GIVE:
             sent.setdefault(does[0][1], []).append(place)
             blocking += data & received  # it relays a received buffer, and waits for it
         elif i.op == Op.ALLREDUCE and i.kind not in EXCHANGED:
             reductions.append(place)
-        elif i.op in (*RECEIVERS, Op.RELOAD):
+        elif i.op in _TAKE:
             received.add(place)
         else:
             blocking = [place]

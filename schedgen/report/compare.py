@@ -25,10 +25,9 @@ from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.schemes.torch_list import read_torch_list, scheme_of
+from schedgen.schemes.torch_list import list_in, scheme_of
 from schedgen.simulator.stats import most_weights, stats
 from schedgen.util.errors import UsageError, one_line
-from schedgen.util.files import read_text
 from schedgen.util.progress import over
 from schedgen.util.text_table import aligned
 
@@ -124,7 +123,7 @@ def compare(
 def _loaded(name: str, sizes: Sizes) -> Scheme:
     """The scheme of this name or in this file; UsageError if it has other sizes, or its stages are no chain."""
     if name.endswith(".csv"):
-        scheme, own = scheme_of(read_torch_list(read_text(name), name))
+        scheme, own = scheme_of(list_in(name))
         if own != sizes:
             its = f"--stages {own.stages} --microbatches {own.microbatches} --workers {own.workers}"
             raise UsageError(f"{name} has its own sizes: compare it with {its}")

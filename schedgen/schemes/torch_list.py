@@ -23,6 +23,7 @@ from schedgen.ir.line_codec import forms_and_numbers
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.arrays import Flags, Numbers
 from schedgen.util.errors import RefusedFile, clip, listed, number_of
+from schedgen.util.files import read_text
 
 
 class Action(IntEnum):
@@ -87,8 +88,7 @@ class TorchList(NamedTuple):
     @property
     def left_out(self) -> str:
         """What a schedule leaves out of the list, and why, in words; empty: nothing."""
-        counts = {action.name: len(self.rows_of(action)) for action in _SHARDING}
-        named = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        named = ", ".join(f"{n} {each.name}" for each in _SHARDING if (n := len(self.rows_of(each))))
         return named and f"{self.name}: {named} are left out: torch's own data parallelism is no part of a schedule"
 
     def text(self, row: int) -> str:
@@ -141,6 +141,11 @@ def scheme_of(torch_list: TorchList) -> tuple[Scheme, Sizes]:
         directions == 3, (lambda s, b: unsplit[s, b]) if directions == 3 else None, lambda s, b: delayed[s, b],
     )  # fmt: skip
     return scheme, Sizes(S, batches, torch_list.ranks)
+
+
+def list_in(name: str) -> TorchList:
+    """torch's list in file `name`. Raises RefusedFile."""
+    return read_torch_list(read_text(name), name)
 
 
 def read_torch_list(text: str, name: str) -> TorchList:

@@ -101,6 +101,8 @@ def _slots_of(program: Program, claims: _Claims) -> tuple[Ints, Numbers]:
     slot_of_claim, below = np.full((2, len(claims.pool)), -1, np.int32)
     top, rank_of = np.full((2, int(claims.pool.max(initial=-1)) + 1), -1, np.int32)
     counts = np.zeros(program.header.workers, np.int64)
+    if not len(claims.pool):  # as of the host, where nothing is offloaded
+        return slot_of_claim, counts
     _assign_slots.sized(len(program))(
         program.bounds, _by_row(claims.begin, len(program)), _by_row(claims.end, len(program)), claims.pool,
         slot_of_claim, below, top, rank_of, counts,

@@ -89,7 +89,7 @@ class Network(NamedTuple):
     def is_free(self) -> bool:
         """Whether messages and copies take no time, and wait for no receive or link."""
         times = [time for each in self.levels for time in (each.beta, each.card, *(alpha for _, alpha in each.alphas))]
-        return not any((self.host.alpha, self.host.beta, *times))
+        return not (self.host.is_known or any(times))
 
     @property
     def devices(self) -> int | None:

@@ -160,9 +160,10 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     execute.sized(4 * len(program))(listed, waiting, lasts, paths, sums, machine.is_free, 0, run)
     np.maximum(run.arrival, 0.0, out=run.arrival)
     arrival, parts = np.split(run.arrival, [len(program)])
-    if len(copies):
-        _check_host(footprint(program, sizes).host, machine.network.host)
-    return Simulation(program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts)
+    simulation = Simulation(program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts)
+    if len(copies) and machine.network.host.memory < np.inf:
+        _check_host(simulation.footprint.host, machine.network.host)
+    return simulation
 
 
 def _check_host(needed: Numbers, host: HostLink) -> None:

@@ -33,6 +33,14 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 GPT, MLP = "models_for_tests:gpt_tiny", "mpirun.examples.mlp:tiny"
 # 2S - 1 - s is a backward's place on the way of a microbatch: the oldest microbatch first.
+TWO_OWNERS = """
+    def w(s, b, d):
+        return b % 2, b % 4
+"""
+AN_OWNER_WITHOUT_JOBS = """
+    def w(s, b, d):
+        return b % 3, b % 2
+"""
 DEPTH_FIRST = """
     def n(s, b, d, *, stages):
         return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)

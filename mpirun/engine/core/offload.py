@@ -97,7 +97,9 @@ class SavedTensors:
         alias = x.detach()
         if not self._leaves(x):
             return alias
-        storage = self.storages.setdefault(address(x), SavedStorage(x))
+        storage = self.storages.get(place := address(x))
+        if storage is None:
+            storage = self.storages[place] = SavedStorage(x)
         storage.seen.append((alias, alias._version))
         return SavedView(storage, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 

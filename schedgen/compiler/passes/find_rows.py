@@ -78,18 +78,18 @@ class NextRow:
 
     def __init__(self, program: Program, *ops: Op) -> None:
         self.length, chosen = len(program) + 1, program.rows_of(*ops)
-        self.keys = np.sort(program.rows.rank[chosen].astype(np.int64) * self.length + chosen)
+        self.keys = np.append(np.sort(program.rows.rank[chosen].astype(np.int64) * self.length + chosen), -1)
 
     def __call__(self, row: Numbers, rank: AnyInts) -> Numbers:
         """The next such row; the program's last row if there is none."""
-        place = np.searchsorted(self.keys, rank.astype(np.int64) * self.length + row, side="right")
-        following = np.append(self.keys, -1)[place]
+        place = np.searchsorted(self.keys[:-1], rank.astype(np.int64) * self.length + row, side="right")
+        following = self.keys[place]
         return np.where(following // self.length == rank, following % self.length, self.length - 2)
 
     def before(self, row: Numbers, rank: AnyInts) -> Numbers:
         """The last such row before a row; -1 if there is none."""
-        place = np.searchsorted(self.keys, rank.astype(np.int64) * self.length + row)
-        found = np.append(self.keys, -1)[place - 1]
+        place = np.searchsorted(self.keys[:-1], rank.astype(np.int64) * self.length + row)
+        found = self.keys[place - 1]
         return np.where(found // self.length == rank, found % self.length, -1)
 
 

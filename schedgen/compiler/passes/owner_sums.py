@@ -14,6 +14,7 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program, rows
 from schedgen.util.arrays import Ints, Numbers
+from schedgen.util.sort import stable_order
 
 
 def owner_sums(program: Program, placed: PlacedScheme) -> Program:
@@ -56,7 +57,7 @@ def _messages(trees: Numbers, complete: Numbers, ranks: Ints, next_compute: Next
     above = np.where(trees < 0, -1, trees + owners * np.arange(parts)[:, None]).ravel()  # nodes: owners of each part
     ready = np.tile(complete, parts)  # by node, the row after which its sum is complete; -1: nothing is added to it
     height, by_depth = _heights(above)
-    at_height = np.split(np.argsort(height, kind="stable"), np.cumsum(np.bincount(height))[:-1])
+    at_height = np.split(stable_order(height), np.cumsum(np.bincount(height))[:-1])
     messages = []
 
     def send(step: int, source: Numbers, to: Numbers) -> None:
@@ -79,7 +80,7 @@ def _heights(above: Numbers) -> tuple[Numbers, list[Numbers]]:
     depth, up = (above >= 0).astype(np.int64), np.where(above < 0, np.arange(len(above)), above)
     while (depth[up] > 0).any():
         depth, up = depth + depth[up], up[up]
-    by_depth = np.split(np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth))[:-1])
+    by_depth = np.split(stable_order(depth), np.cumsum(np.bincount(depth))[:-1])
     height = np.zeros(len(above), np.int64)
     for nodes in by_depth[:0:-1]:
         np.maximum.at(height, above[nodes], height[nodes] + 1)

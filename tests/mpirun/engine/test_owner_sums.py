@@ -7,19 +7,11 @@ from collections import defaultdict
 
 import pytest
 from examples import further
-from run_results import DEPTH_FIRST
+from run_results import AN_OWNER_WITHOUT_JOBS, DEPTH_FIRST, TWO_OWNERS
 
 from schedgen.compiler.sum_trees import SUMS
 
 MODEL = "models_for_graphs:mlp_of_four"
-TWO_OWNERS = """
-    def w(s, b, d):
-        return b % 2, b % 4
-"""
-AN_OWNER_WITHOUT_JOBS = """
-    def w(s, b, d):
-        return b % 3, b % 2
-"""
 SCHEMES = {
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {"replicas": 2, "stages": 4}),

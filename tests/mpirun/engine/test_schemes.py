@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from examples import further
 from golden_cases import ALIKE
-from run_results import DEPTH_FIRST, GPT, MLP, differences
+from run_results import AN_OWNER_WITHOUT_JOBS, DEPTH_FIRST, GPT, MLP, TWO_OWNERS, differences
 from torch_schedules import dump
 
 from schedgen.cli.main import main as schedgen
@@ -54,10 +54,6 @@ TOWERS = """
     def n(s, b, d, *, microbatches):
         return d * microbatches + b
 """
-TWO_OWNERS = """
-    def w(s, b, d):
-        return b % 2, b % 4
-"""
 VEE = """
     def w(s, b, d, *, workers):
         return abs(s - workers + (s < workers)), abs(s - workers + (s < workers))
@@ -65,10 +61,6 @@ VEE = """
 AN_IDLE_WORKER = """
     def w(s, b, d):
         return b % 2, b % 3
-"""
-AN_OWNER_WITHOUT_JOBS = """
-    def w(s, b, d):
-        return b % 3, b % 2
 """
 
 # A scheme or a class of torch's, options, model, and a pattern that shows that the schedule is what the case is called.
