@@ -50,7 +50,7 @@ class BufferSizes(NamedTuple):
         """
         x, (w, _) = self.outputs(header), self.by_unit(header.weight_shards)
         dw, partial = self.by_unit(header.gradient_units)
-        state = self.state_by_unit(header.weight_shards)
+        state, _ = self.state_by_unit(header.weight_shards)
         whole = np.maximum(self.half + (0 if self.freed is None else self.freed), 0)
         amounts = (x, x, w, dw, partial, self.saved, self.half, self.saved, state, whole)
         sizes = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
@@ -65,18 +65,19 @@ class BufferSizes(NamedTuple):
             return weight, self.partial
         return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), units.counts)
 
-    def state_by_unit(self, units: WeightShards) -> Numbers:
-        """Bytes of the state of every unit's optimizer: what an owner holds besides the weights.
+    def state_by_unit(self, units: WeightShards) -> tuple[Numbers, Numbers]:
+        """What an owner holds of every unit besides its weights: bytes of the optimizer's state, and of bookkeeping.
 
-        A shard has its share of whole copies of the weights. A remainder below 1/16 of the weights is bookkeeping, a
-        few bytes a parameter, and all parameters may be in this shard.
+        A shard has its share of whole copies of the weights. A remainder below 1/16 of the weights is bookkeeping, such
+        as counts of steps: a few bytes a parameter, and all parameters may be in this shard.
         """
         size, weight, owned = units.sizes(self.weight), self.weight[units.stage_of], self.owned[units.stage_of]
         copies = np.maximum(weight, 1)
         remainder = np.minimum(owned % copies, weight - owned % copies)
+        few = np.where(BOOKKEEPING * remainder < weight, remainder, 0)
         is_divided = np.repeat(units.counts > 1, units.counts)
-        shares = -(-owned * size // copies) + np.where(BOOKKEEPING * remainder < weight, remainder, 0)
-        return np.maximum(np.where(is_divided, shares, owned) - size, 0)
+        whole = np.where(is_divided, -(-owned * size // copies) + few, owned)
+        return np.maximum(whole - few - size, 0), np.minimum(few, np.maximum(whole - size, 0))
 
 
 def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:

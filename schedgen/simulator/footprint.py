@@ -46,7 +46,7 @@ def footprint(program: Program, sizes: BufferSizes) -> Footprint:
     slots = [slot_sizes.sum() for slot_sizes in memory_plan(program, sizes).sizes]
     host = np.array([sizes.saved[stages].sum() for stages in host_plan(program).stages], np.int64)
     if program.header.offloads_optimizer:
-        host += program.header.is_owner @ sizes.state_by_unit(program.header.weight_shards)
+        host += program.header.is_owner @ sizes.state_by_unit(program.header.weight_shards)[0]
     return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), _computed(program, sizes), host)
 
 
@@ -99,16 +99,16 @@ def owned_parts(header: Header, sizes: BufferSizes) -> Iterator[OwnedPart]:
     """The parts of `Footprint.owned`."""
     shards = header.weight_shards
     weight, _ = sizes.by_unit(shards)
-    states = sizes.state_by_unit(shards).tolist()
-    for size, state, (stage, part) in zip(weight.tolist(), states, shards.units, strict=True):
+    columns = np.stack([weight, *sizes.state_by_unit(shards)], axis=1).tolist()
+    for (size, state, few), (stage, part) in zip(columns, shards.units, strict=True):
         ranks = shards.holders(stage, part)
         if header.is_forward:
             yield OwnedPart("weights", stage, ranks, size)
             continue
         if header.offloads_optimizer:
-            yield OwnedPart("weights", stage, ranks, size)
+            yield OwnedPart("weights", stage, ranks, size + few)
         else:
-            yield OwnedPart("weights and optimizer state", stage, ranks, size + state)
+            yield OwnedPart("weights and optimizer state", stage, ranks, size + state + few)
         yield OwnedPart("gradients", stage, ranks, size)
         yield OwnedPart(
             "room for sums", stage, ranks, _received_slices(size, 1 if header.sums_by_messages else len(ranks))

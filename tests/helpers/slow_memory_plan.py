@@ -122,13 +122,13 @@ def size(life, bytes, header):
 
 
 def owned_for(bytes, header, stage, piece):
-    """The bytes of a unit's weights and of the state of its optimizer."""
+    """The bytes of a unit's weights and of the state of its optimizer; and of these, of its counts of steps."""
+    weight, owned = int(bytes.weight[stage]), int(bytes.owned[stage])
+    few = min(owned % weight, -owned % weight)
+    few = few if 16 * few < weight else 0
     if piece < 0:
-        return int(bytes.owned[stage])
-    weight = bytes.weight[stage]
-    few = min(bytes.owned[stage] % weight, -bytes.owned[stage] % weight)
-    share = -(-bytes.owned[stage] * part_of(weight, header, stage, piece) // weight)
-    return int(share + (few if 16 * few < weight else 0))
+        return owned, min(few, owned - weight)
+    return -(-owned * part_of(weight, header, stage, piece) // weight) + few, few
 
 
 def at_once(found, measure=lambda life: 1):
@@ -155,7 +155,8 @@ def peak(program, rank, found, planned, bytes):
         owners = header.weight_shards.holders(stage, k)
         if rank in owners:
             mine = part_of(bytes.weight[stage], header, stage, k)
-            owned += mine + (mine if header.offloads_optimizer else owned_for(bytes, header, stage, k))
+            whole, few = owned_for(bytes, header, stage, k)
+            owned += mine + (mine + few if header.offloads_optimizer else whole)
         if rank in owners and k < 0:  # what the other owners send of their gradients
             part = -(-bytes.weight[stage] // (len(owners) * LINE)) * LINE * (not header.sums_by_messages)
             owned += (len(owners) - 1) * part
