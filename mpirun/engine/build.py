@@ -67,7 +67,9 @@ def build_interpreter(
     if other is None:
         stages, of_values = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
         owned = {index: stage for index, stage in stages.items() if stage.owned}
-        optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned, setup.seed))
+        optimizer = together(
+            comm, lambda: Optimizer(setup.recipe, setup.model, owned, setup.seed, header.offloads_optimizer)
+        )
         if digests is not None:
             digests.update(of_values)
     else:

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpirun.comm.device import CudaGraph, Device
 from mpirun.comm.output import say
 from mpirun.model.rng import LayerRng
-from schedgen.ir.instructions import Instruction, Op
+from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.util.errors import UsageError, raised
 
 LOOKED_AT, CAPTURED = (2, 3), 4  # passes
@@ -46,7 +46,7 @@ FORWARDS = (Op.FWD, Op.RECOMPUTE)
 
 def check_nothing_offloaded(instructions: Sequence[Instruction]) -> None:
     """UsageError if a job would keep what it saves in host memory: a graph keeps it at fixed addresses of the pool."""
-    if any(i.op == Op.OFFLOAD for i in instructions):
+    if any(i.op == Op.OFFLOAD and i.kind == Kind.SAVED for i in instructions):
         raise UsageError("graphs: captured jobs keep what they save at fixed addresses: compile without --offload")
 
 

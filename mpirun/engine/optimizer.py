@@ -12,6 +12,7 @@ from mpirun.engine.core.grad_buffers import GradBuffer
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit, pieces
 from mpirun.engine.grad_norm import clip_factor
+from mpirun.engine.optimizer_on_host import StateOnHost
 from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer
 from mpirun.model.contract import Model
 from mpirun.model.meta_values import like_parameter
@@ -21,10 +22,13 @@ from schedgen.util.errors import UsageError, clip
 class Optimizer:
     """The torch optimizers of every unit that a rank owns: a stage, or a shard of its weights."""
 
-    def __init__(self, recipe: Recipe, model: Model, stages: Mapping[int, LocalStage], seed: int = 0) -> None:
+    def __init__(
+        self, recipe: Recipe, model: Model, stages: Mapping[int, LocalStage], seed: int = 0, on_host: bool = False
+    ) -> None:
         """`stages`: those of which the rank owns all weights or some shards. UsageError if the recipe fails.
 
-        `seed`: of the run.
+        seed     of the run
+        on_host  whether the state lives in the memory of the host
         """
         self.recipe, self.stages = recipe, stages
         # Parameters, or pieces of them, that only the optimizers hold: a STEP points them to a version's weights.
@@ -49,6 +53,9 @@ class Optimizer:
                 stage.outside_norm |= {n for n in stage.names if model.entry_name(stage.index, n) in made.left_out}
                 if made.optimizers:
                     self.by_unit[unit] = made
+        self.on_host = {
+            unit: StateOnHost(stages[unit[0]].device, made) for unit, made in self.by_unit.items() if on_host
+        }
         # The stage, or version of it, that a unit's parameters point to now; the views of its weights and gradients.
         self.points_to: dict[Unit, tuple[LocalStage, list[Tensor], list[Tensor]]] = {}
         self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
@@ -75,6 +82,8 @@ class Optimizer:
         """The optimizer's state for each parameter of a unit, or piece of one, by torch's names (exp_avg, ...)."""
         if unit not in self.by_unit:
             return []
+        if unit in self.on_host:
+            self.stages[unit[0]].device.finish()
         by_parameter = {x: kept for each in self.by_unit[unit].optimizers for x, kept in each.state.items()}
         return [
             {key: value for key, value in by_parameter.get(parameter, {}).items() if value is not None}
@@ -105,6 +114,9 @@ class Optimizer:
                     value = values.get(key)
                     if key != "step" and isinstance(value, Tensor) and isinstance(cast, Tensor):
                         loaded[key] = value.to(cast.device)
+        if unit in self.on_host:
+            self.on_host[unit].offload()
+            self.on_host[unit].free()
 
     def take_assigned(self) -> None:
         """Copy what another Engine has assigned to `data` of a module's parameters into the weights.

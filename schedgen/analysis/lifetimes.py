@@ -20,7 +20,7 @@ import numpy as np
 
 from schedgen.ir.accesses import Accesses, Slots, numbers_in_all, numbers_per_size, slots
 from schedgen.ir.effects import RECEIVERS, Buffer, Effect
-from schedgen.ir.instructions import Op
+from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.util.arrays import Flags, Ints, Numbers, Small
 from schedgen.util.jit import kernel
@@ -50,6 +50,7 @@ class Memory(NamedTuple):
     saved: Numbers
     half: Numbers
     host: Numbers  # in the memory of the host
+    optimizer: Numbers  # state on the device, where it lives in the memory of the host
 
 
 class MemoryTimeline(NamedTuple):
@@ -113,6 +114,7 @@ class Lifetimes:
     def _offloaded_halves(self) -> Numbers:
         """The numbers of saved forwards that go to the host between BWD_I and BWD_W."""
         offloads, table = self.program.rows_of(Op.OFFLOAD), self.program.rows
+        offloads = offloads[table.kind[offloads] == Kind.SAVED]
         first_half = self.program.job_rows(Op.BWD_I)[table.stage[offloads], table.mb[offloads]]
         halves = offloads[(first_half >= 0) & (first_half < offloads)]
         job: Numbers = table.stage[halves].astype(np.int64) * self.program.header.microbatches + table.mb[halves]
@@ -145,7 +147,7 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     header, number = program.header, accesses.number
     owner, versions = header.is_owner, header.weight_versions.count
     numbers = numbers_in_all(header)
-    for rare in (Buffer.HALF, Buffer.HOST):
+    for rare in (Buffer.HALF, Buffer.HOST, Buffer.OPT):
         numbers[rare] *= (accesses.buffer == rare).any()
     # Only few of the possible partials exist: they are renumbered.
     partial = np.flatnonzero(accesses.buffer == Buffer.PARTIAL)

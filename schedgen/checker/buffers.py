@@ -62,6 +62,8 @@ def _name(proof: Proof, fault: Fault) -> str:
             return f"what the forward of stage {stage}, microbatch {mb} saves"
         case Buffer.HOST:
             return f"{buffer_name(Kind.SAVED, stage, mb)} in the memory of the host"
+        case Buffer.OPT:
+            return f"{buffer_name(Kind.OPT, stage, piece=piece)} on the device"
         case Buffer.HALF:
             return f"what BWD_I of stage {stage}, microbatch {mb} keeps for BWD_W"
         case Buffer.PARTIAL:

@@ -9,7 +9,8 @@ what these share, once for every tie.
 With messages among owners, a life of dw.s that begins with a partial and gets nothing more is a copy: its value is that
 of the life it came from. Every other life is a sum, a value of its own. Each sum but one is added, by itself or by one
 of its copies, to exactly one other sum; so all ways lead to that one, and every gradient is in it once. All owners
-step with it or with a copy of it, so that their gradients are equal to the bit.
+step with it or with a copy of it, so that their gradients are equal to the bit. The state of an optimizer that lives
+in the memory of the host goes back there once, after the STEP.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from schedgen.checker.proof import Proof, Touches
 from schedgen.ir.effects import Buffer, Effect
-from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.instructions import Kind, Op, buffer_name
 from schedgen.util.arrays import Ints, Numbers
 
 
@@ -69,6 +70,7 @@ def rule_5(proof: Proof) -> None:
     ):
         for rank, unit in np.argwhere(missing)[:1].tolist():
             proof.refuse_rank(5, rank, words.format(stage_of[unit] if header.parts else _said(proof, unit)))
+    _state_goes_back(proof, last_step)
     _counted_once(proof, lives, (parts, part_of), (sends, sent), sums, steps)
     last_of_sum = np.maximum(last_part, last_sum)
     norm = norms(proof, last_of_sum, last_step)
@@ -148,6 +150,27 @@ def _counted_once(
     lost[used] = lost[total[total < count]] = False
     for k in np.flatnonzero(lost)[:1].tolist():
         proof.refuse_rank(5, int(lives.rank[k]), f"dw.{_said(proof, int(lives.number[k]))} is never sent to an owner")
+
+
+def _state_goes_back(proof: Proof, last_step: Ints) -> None:
+    """Prove that an optimizer's state goes back to the host once, after its STEP, if that is where it lives."""
+    sends, header = proof.touches(Buffer.OPT, Effect.SEND), proof.header
+    comes = proof.touches(Buffer.OPT, Effect.RECEIVE)
+    if not header.offloads_optimizer:
+        proof.refuse_any(5, comes.rows, "the header says that the state of optimizers stays on the device")
+        return
+    step = last_step[:, header.gradient_units.first_unit[header.weight_shards.stage_of]] if header.parts else last_step
+    for touches in (comes, sends):
+        owns = header.is_owner[touches.rank, touches.number]
+        proof.refuse_any(5, touches.rows[~owns], "this rank does not own the stage")
+    again = np.ones(len(sends.rows), bool)
+    again[np.unique(sends.rank.astype(np.int64) * step.shape[1] + sends.number, return_index=True)[1]] = False
+    proof.refuse_any(5, sends.rows[again], "this state goes back twice")
+    early = sends.rows < step[sends.rank, sends.number]
+    proof.refuse_any(5, sends.rows[early], "this state has its STEP to come")
+    for rank, unit in np.argwhere(header.is_owner & (sends.last(step.shape) < 0))[:1].tolist():
+        stage, shard = header.weight_shards.units[unit]
+        proof.refuse_rank(5, rank, f"OFFLOAD of {buffer_name(Kind.OPT, stage, piece=shard)} is missing")
 
 
 def _said(proof: Proof, unit: int) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from schedgen.compiler.passes import FORWARDS, PIPELINE, WITH_VERSIONS
 from schedgen.compiler.passes.free import free
-from schedgen.compiler.passes.offload import named_forwards, offload
+from schedgen.compiler.passes.offload import named_forwards, offload, offload_optimizer
 from schedgen.compiler.place import PlacedScheme
 from schedgen.compiler.sum_trees import ALLREDUCE
 from schedgen.ir.header import Header
@@ -41,6 +41,8 @@ def lower(placed: PlacedScheme, start: Times, dump: Dump = lambda name, program:
     dump("free", program)
     program = offload(program, placed)
     dump("offload", program)
+    program = offload_optimizer(program)
+    dump("offload_optimizer", program)
     return program
 
 
@@ -90,6 +92,7 @@ def header_of(placed: PlacedScheme) -> Header:
             **({"accumulated": accumulated} if scheme.updates == TWO_BUFFERS else {}),
             **({} if options.in_order is None else {"transport": options.in_order.name}),
             **({} if options.sums == ALLREDUCE else {"sums": options.sums}),
+            **({"offload_optimizer": True} if options.offload_optimizer else {}),
         },
         graph=placed.graph,
         tied=placed.tied,

@@ -68,6 +68,9 @@ class Options:
         forwards,
         (),
     )
+    offload_optimizer: bool = switch(
+        "--offload-optimizer", "keep the state of optimizers in host memory, and bring it to the device for each STEP"
+    )
     memory_limit: int | None = option(
         "--memory-limit M", "saved forwards a worker may hold (greedy); default: no limit", count
     )
@@ -106,6 +109,8 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         raise NeedsOption(f"{what} needs --mode greedy: a strict n leaves nothing to hold back")
     if options.forward:
         _check_forward(options)
+    if options.offload_optimizer and updates != FLUSH:
+        raise UsageError(f"--offload-optimizer does not go with --updates {updates}: a weight has several STEPs")
     if options.sums != ALLREDUCE:
         _check_sums(options, max(sizes.shards or (1,)), updates)
     stages = sizes.stages * options.substages
@@ -149,6 +154,7 @@ def _check_forward(options: Options) -> None:
     for name, given, why in (
         ("--recompute", options.recompute, "there is no backward to redo a forward for"),
         ("--offload", options.offload, "there is no backward to bring anything back for"),
+        ("--offload-optimizer", options.offload_optimizer, "no optimizer steps"),
         ("--memory-limit", options.memory_limit is not None, "forwards save nothing for a backward"),
         (f"--updates {options.updates}", options.updates not in (None, FLUSH), "weights do not change"),
     ):

@@ -117,6 +117,7 @@ def _guesses(header: Header, times: Mapping[str, Amount] | None) -> Iterator[Rec
         cost=header.cost,
         recompute=of_model(lowering["recompute"]),
         offload=of_model(lowering.get("offload", [])),
+        offload_optimizer=header.offloads_optimizer,
         memory_limit=header.memory_limit,
         updates=None if header.weight_versions.updates == own.updates else header.weight_versions.updates,
         **{name: lowering[name] for name in ("weight_slots", "fan_out", "prefetch")},

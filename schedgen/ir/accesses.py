@@ -24,8 +24,8 @@ class Accesses(NamedTuple):
     """What the rows of a program do to which buffers, in the order in which they do it; one array entry per access.
 
     Buffers are numbered within their kind: x and g by stage or, after all stages, by edge, and then by microbatch; w by
-    unit and version; dw by unit of gradients; partials by such a unit and sender; saved, half and host by stage and
-    microbatch.
+    unit and version; opt by unit; dw by unit of gradients; partials by such a unit and sender; saved, half and host by
+    stage and microbatch.
     """
 
     row: Ints  # ascending
@@ -41,17 +41,17 @@ class Accesses(NamedTuple):
 def numbers_per_size(header: Header) -> Numbers:
     """By kind of buffer, how many consecutive numbers share a size: number // this is the column in arrays of sizes.
 
-    The columns are stages and then edges for x and g, units for w, dw and partials, and stages for the rest.
+    The columns are stages and then edges for x and g, units for w, opt, dw and partials, and stages for the rest.
     """
     batches = header.microbatches
-    return np.array([batches, batches, header.weight_versions.count, 1, header.workers, batches, batches, batches])
+    return np.array([batches, batches, header.weight_versions.count, 1, header.workers, batches, batches, batches, 1])
 
 
 def numbers_in_all(header: Header) -> Numbers:
     """By kind of buffer, the exclusive upper bound of its numbers."""
     graph = header.graph
     columns = np.full(len(Buffer), header.stages)
-    columns[Buffer.W] = len(header.weight_shards.units)
+    columns[[Buffer.W, Buffer.OPT]] = len(header.weight_shards.units)
     columns[[Buffer.DW, Buffer.PARTIAL]] = len(header.gradient_units.units)
     columns[Buffer.G] += len(graph.edges)
     columns[Buffer.X] += len(graph.edges) * bool(graph.per_consumer)
@@ -75,7 +75,7 @@ def slots(numbers: Numbers) -> Slots:
     begin, step = np.zeros(len(Buffer), np.int64), np.ones(len(Buffer), np.int64)
     begin[of_jobs], step[of_jobs] = np.arange(len(of_jobs)), len(of_jobs)
     count = len(of_jobs) * int(numbers[of_jobs].max(initial=0))
-    for kind in (Buffer.W, Buffer.DW, Buffer.PARTIAL):
+    for kind in (Buffer.W, Buffer.DW, Buffer.PARTIAL, Buffer.OPT):
         begin[kind] = count
         count += int(numbers[kind])
     return Slots(begin, step, count)
@@ -85,7 +85,8 @@ def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, In
     """Stage, microbatch and consumer or shard of buffers, as instructions name them; -1 where a name has none."""
     stage, mb, piece = np.full((3, len(number)), -1, np.int32)
     edges = np.array(header.graph.edges).reshape(-1, 2)
-    units = {Buffer.W: header.weight_shards, Buffer.DW: header.gradient_units, Buffer.PARTIAL: header.gradient_units}
+    units = {Buffer.W: header.weight_shards, Buffer.OPT: header.weight_shards}
+    units |= dict.fromkeys((Buffer.DW, Buffer.PARTIAL), header.gradient_units)
     for thing, count in zip(Buffer, numbers_per_size(header).tolist(), strict=True):
         at = np.flatnonzero(buffer == thing)
         column = number[at] // count
@@ -146,6 +147,7 @@ class _Names(NamedTuple):
     tied: Numbers
     owner: Flags  # (workers, units)
     redone: Flags  # (stages, microbatches): the forward saves nothing: it is redone, or has no backward on its rank
+    on_host: bool  # whether the state of optimizers lives in the memory of the host
     stays: Flags  # by row, for STEP: the version before has a FREE, so it lives on
     stages: int
     batches: int
@@ -173,6 +175,7 @@ def _names(program: Program) -> _Names:
         tied=np.array([stage for tie in header.tied for stage in tie], np.int64),
         owner=header.is_owner,
         redone=redone,
+        on_host=header.offloads_optimizer,
         stays=_freed_later(program),
         stages=header.stages,
         batches=header.microbatches,
@@ -241,10 +244,11 @@ def _expand(
                 (which == Which.BEFORE and names.versions == 1)
                 or (which == Which.IN_PLACE and names.stays[row])
                 or (which == Which.BESIDE and not names.stays[row])
+                or (which == Which.ON_HOST and not names.on_host)
             ):
                 continue
             else:
-                first = names.first_unit if thing == Buffer.W else names.first_part
+                first = names.first_unit if thing == Buffer.W or thing == Buffer.OPT else names.first_part
                 low, high = first[s], first[s + 1]
                 if which != Which.SHARDS and (which != Which.PARTS or piece[row] >= 0):
                     low += max(piece[row], 0)

@@ -24,6 +24,7 @@ class Buffer(IntEnum):
     SAVED = 5  # what a forward keeps for its backward
     HALF = 6  # what a BWD_I keeps in addition for its BWD_W
     HOST = 7  # in the memory of the host: what an OFFLOAD copies there, until its RELOAD
+    OPT = 8  # the state of an optimizer, from its RELOAD to its FREE, where it lives in the memory of the host
 
 
 class Effect(IntEnum):
@@ -52,6 +53,7 @@ class Which(IntEnum):
     IN_PLACE = 8  # the weights named, unless version v - 1 has a FREE: v overwrites it
     BESIDE = 9  # the weights named, if version v - 1 has a FREE: v gets memory of its own
     PARTS = 10  # the gradient of the weights named, in all its parts
+    ON_HOST = 11  # the state of the optimizer of the weights named, if it lives in the memory of the host
 
 
 class Does(NamedTuple):
@@ -62,9 +64,9 @@ class Does(NamedTuple):
     which: Which
 
 
-X, G, W, DW, PARTIAL, SAVED, HALF, HOST = Buffer
+X, G, W, DW, PARTIAL, SAVED, HALF, HOST, OPT = Buffer
 READ, SEND, DEFINE, RECEIVE, ADD, CHANGE, END = Effect
-NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, SHARDS, TIED, BEFORE, IN_PLACE, BESIDE, PARTS = Which
+NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, SHARDS, TIED, BEFORE, IN_PLACE, BESIDE, PARTS, ON_HOST = Which
 Form = dict[Kind, tuple[Does, ...]]  # what an opcode does, by the kind of buffer that it names
 
 
@@ -95,10 +97,16 @@ EFFECTS: dict[Op, Form] = {
     Op.ADD: {Kind.DW: (Does(ADD, DW, NAMED), Does(END, PARTIAL, NAMED))},
     Op.ALLREDUCE: _named(CHANGE, X, G) | _named(ADD, DW) | {Kind.T: (Does(ADD, DW, TIED),)},
     Op.NORM: _job(),
-    Op.STEP: _job(Does(READ, W, BEFORE), Does(CHANGE, W, IN_PLACE), Does(DEFINE, W, BESIDE), Does(READ, DW, PARTS)),
-    Op.FREE: _named(END, X, G, W, DW) | {Kind.SAVED: (Does(END, SAVED, JOB),)},
-    Op.OFFLOAD: {Kind.SAVED: (Does(SEND, SAVED, JOB), Does(DEFINE, HOST, JOB))},
-    Op.RELOAD: {Kind.SAVED: (Does(RECEIVE, SAVED, JOB), Does(END, HOST, JOB))},
+    Op.STEP: _job(
+        Does(READ, W, BEFORE),
+        Does(CHANGE, W, IN_PLACE),
+        Does(DEFINE, W, BESIDE),
+        Does(READ, DW, PARTS),
+        Does(CHANGE, OPT, ON_HOST),
+    ),
+    Op.FREE: _named(END, X, G, W, DW, OPT) | {Kind.SAVED: (Does(END, SAVED, JOB),)},
+    Op.OFFLOAD: _named(SEND, OPT) | {Kind.SAVED: (Does(SEND, SAVED, JOB), Does(DEFINE, HOST, JOB))},
+    Op.RELOAD: _named(RECEIVE, OPT) | {Kind.SAVED: (Does(RECEIVE, SAVED, JOB), Does(END, HOST, JOB))},
 }
 
 

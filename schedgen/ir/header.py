@@ -150,6 +150,11 @@ class Header:
         """Whether owners of a stage sum its gradients by SEND, RECV and ADD, and not by an ALLREDUCE."""
         return "sums" in self.lowering
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the state of optimizers lives in the memory of the host, and comes to the device for each STEP."""
+        return "offload_optimizer" in self.lowering
+
     @cached_property
     def weight_shards(self) -> WeightShards:
         """The shards that weights are divided into, and who owns each."""

@@ -47,9 +47,10 @@ class Kind(IntEnum):
     DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where weights are divided, or it is summed in parts
     T = 5  # t.k      in the dw of tie k's stages, the gradients of the shared parameters; only ALLREDUCE names it
     SAVED = 6  # saved.s.b  what the forward of stage s saves for its backward
+    OPT = 7  # opt.s    state of the optimizer of w.s; opt.s/k where weights are divided
 
 
-KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t", Kind.SAVED: "saved"}
+KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t", Kind.SAVED: "saved", Kind.OPT: "opt"}
 KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}
 
 # Operands by opcode, in the order they are written; "shard" only where the stage's weights are divided, "version" only
@@ -78,9 +79,9 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
     Op.SEND: (Kind.X, Kind.G, Kind.W, Kind.DW),
     Op.ADD: (Kind.DW,),
     Op.ALLREDUCE: (Kind.DW, Kind.T, Kind.X, Kind.G),
-    Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW, Kind.SAVED),
-    Op.OFFLOAD: (Kind.SAVED,),
-    Op.RELOAD: (Kind.SAVED,),
+    Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW, Kind.SAVED, Kind.OPT),
+    Op.OFFLOAD: (Kind.SAVED, Kind.OPT),
+    Op.RELOAD: (Kind.SAVED, Kind.OPT),
 }
 EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between slices
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
@@ -113,7 +114,7 @@ class Operands:
 
     @property
     def shard(self: _Packed[_Value]) -> _Value:
-        """For weights, their gradients and STEP: the shard k of the stage; -1 where it is not divided."""
+        """For weights, their gradients, opt and STEP: the shard k of the stage; -1 where it is not divided."""
         return self.piece
 
     @property
@@ -187,8 +188,8 @@ class Instruction(Fields, Operands):
 
 
 def buffer_name(kind: int, stage: int, mb: int = -1, piece: int = -1, version: int = -1) -> str:
-    """The name of a buffer: x.s.b, x.s.b.c, g.s.b, g.s.b.c, w.s, w.s/k, w.s@v, dw.s, dw.s/k, t.k or saved.s.b."""
-    if kind in (Kind.W, Kind.DW) and piece >= 0:
+    """The name of a buffer: x.s.b, x.s.b.c, g.s.b, g.s.b.c, w.s, w.s/k, w.s@v, dw.s, t.k, saved.s.b, opt.s ..."""
+    if kind in (Kind.W, Kind.DW, Kind.OPT) and piece >= 0:
         return f"{KIND_NAME[Kind(kind)]}.{stage}/{piece}"
     numbers = [str(number) for number in (stage, mb, piece) if number >= 0]
     return ".".join([KIND_NAME[Kind(kind)], *numbers]) + (f"@{version}" if version >= 0 else "")

@@ -166,7 +166,7 @@ def _faults(form: Numbers, table: Numbers, limits: Limits) -> list[tuple[Flags, 
     """
     stage, mb, piece, operand, _ = table.T
     op, kind, bound = _FORMS.fixed[form].T
-    is_tie, weights = kind == Kind.T, (kind == Kind.W) | (kind == Kind.DW) | (op == Op.STEP)
+    is_tie, weights = kind == Kind.T, np.isin(kind, (Kind.W, Kind.DW, Kind.OPT)) | (op == Op.STEP)
     of_weights, of_gradient = (
         np.array(by_stage or [1])[np.clip(stage, 0, max(len(by_stage) - 1, 0))]  # wrong ones are named below
         for by_stage in (limits.shards, limits.parts or limits.shards)

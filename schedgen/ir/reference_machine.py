@@ -17,12 +17,13 @@ from collections.abc import Callable
 
 from schedgen.ir.instructions import EXCHANGED, FORWARD_KINDS, FORWARD_OPS, B, F, Instruction, Kind, Op, W, buffer_name
 from schedgen.ir.program import Program
-from schedgen.ir.reference_rank import STEPPED, UNDER_WAY, WHOLE, CannotExecute, MustWait, Rank, Sum, Value
+from schedgen.ir.reference_rank import GONE, STEPPED, UNDER_WAY, WHOLE, CannotExecute, MustWait, Rank, Sum, Value
 from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 
 __all__ = ["HELD", "CannotExecute", "ReferenceMachine", "execute"]
 
-HELD = ("x", "g", "w", "dw", "partial", "saved", "half", "host")  # kinds of buffers: the beginnings of their names
+# Kinds of buffers: the beginnings of their names.
+HELD = ("x", "g", "w", "dw", "partial", "saved", "half", "host", "opt")
 
 
 class ReferenceMachine:
@@ -78,6 +79,8 @@ class ReferenceMachine:
         for rank in self.ranks:
             own = {rank.weights(*unit) for unit in rank.owned}
             waiting = set() if self.header.is_forward else own - rank.stepped
+            if self.header.offloads_optimizer and rank.moved < rank.owned:
+                raise CannotExecute(f"rank {rank.rank}: the state of an optimizer has not gone to the host")
             for names, words in ((waiting, "has not stepped"), (set(rank.held) - own, "is left")):
                 if names:
                     raise CannotExecute(f"rank {rank.rank}: {min(names)} {words}")
@@ -288,6 +291,10 @@ class ReferenceMachine:
             rank.gradients[gradient] = rank.sum(gradient)
             rank.need(rank.gradients[gradient].is_of(range(self.header.microbatches)), f"{gradient} is not complete")
         rank.stepped.add(weights)
+        if self.header.offloads_optimizer:
+            state = buffer_name(Kind.OPT, i.stage, piece=i.shard)
+            rank.need(rank.held.get(state) == WHOLE, f"{state} is not on the device")
+            rank.held[state] = STEPPED
 
     def gradient_names(self, stage: int, shard: int) -> list[str]:
         """The names of the gradient of these weights: dw.s/k for every part, if it is cut where they are not."""
@@ -315,12 +322,21 @@ class ReferenceMachine:
             rank.stepped.add(rank.weights(s, -1))
 
     def offload(self, rank: Rank, i: Instruction) -> None:
-        """OFFLOAD: the host gets a copy of what a forward saved."""
+        """OFFLOAD: the host gets a copy of what a forward saved, or the state of an optimizer after its STEP."""
+        if i.kind == Kind.OPT:
+            rank.need(rank.held.get(i.buffer) == STEPPED, f"{i.buffer} has not had its STEP")
+            rank.held[i.buffer] = GONE
+            return
         rank.read(i.buffer)
         rank.define(f"host.{i.stage}.{i.mb}", WHOLE)
 
     def reload(self, rank: Rank, i: Instruction) -> None:
-        """RELOAD: the rank gets the host's copy, which ends."""
+        """RELOAD: the rank gets the host's copy, which ends; of the state of an optimizer it owns, the host's stays."""
+        if i.kind == Kind.OPT:
+            rank.need(self.header.offloads_optimizer and (i.stage, i.shard) in rank.owned, "no such state is its own")
+            rank.need((i.stage, i.shard) not in rank.moved, "this state has had its STEP")
+            rank.define(i.buffer, WHOLE)
+            return
         rank.read(f"host.{i.stage}.{i.mb}")
         rank.define(i.buffer, WHOLE)
         rank.end(f"host.{i.stage}.{i.mb}")
@@ -332,6 +348,9 @@ class ReferenceMachine:
         rank.need(not own or i.version < rank.newest[i.stage], "the rank keeps these weights")
         if i.kind == Kind.DW and rank.versions:
             rank.need(value is STEPPED, "no STEP has used it")
+        if i.kind == Kind.OPT:
+            rank.need(value is GONE, "the host has not got it")
+            rank.moved.add((i.stage, i.shard))
         rank.end(i.buffer)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from schedgen.ir.instructions import Kind, Op, buffer_name
 from schedgen.ir.program import Program
 
-WHOLE, UNDER_WAY, STEPPED = "whole", "under way", "stepped"
+WHOLE, UNDER_WAY, STEPPED, GONE = "whole", "under way", "stepped", "gone back"
 
 
 class Sum(NamedTuple):
@@ -63,6 +63,7 @@ class Rank:
         self.newest = {stage: 0 if self.versions else -1 for stage, _ in self.owned}  # version, by stage
         self.held: dict[str, Value] = {self.weights(*unit): WHOLE for unit in self.owned}
         self.stepped: set[str] = set()  # the names of the weights that have had their last STEP
+        self.moved: set[tuple[int, int]] = set()  # the units whose optimizer's state is back on the host
         self.ties: list[int] = []  # the ties that it has summed up
         self.redone: set[tuple[int, int]] = set()  # (stage, microbatch) whose forward it has redone
         self.normed = False  # whether it has entered NORM

@@ -28,7 +28,7 @@ OPTIONAL_KEYS = ("per_consumer", "shards", "parts", "tensor")
 
 # The least value of each number of the lowering.
 _LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}
-_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated", "transport", "sums", "offload")
+_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated", "transport", "sums", "offload_optimizer", "offload")
 _LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", *_OPTIONAL_LOWERING)  # in this order
 
 _Checked = TypeVar("_Checked")
@@ -171,6 +171,8 @@ def _check_together(header: Header) -> None:
     words = "lowering: sums of weights that are tied, divided, have versions or belong to tensor slices are ALLREDUCEs"
     _need(right, "lowering", words)
     has_parts = [several or count == 1 for several, count in zip(header.several_owners, header.parts, strict=False)]
+    right = not header.offloads_optimizer or (header.has_flush and not header.is_forward)
+    _need(right, "lowering", "lowering: offload_optimizer needs one STEP for each weight, at the end")
     right = not header.parts or (header.sums_by_messages and all(has_parts))
     _need(right, "parts", "parts: only what several owners of a stage sum by messages has parts")
     if tensor:
@@ -201,6 +203,8 @@ def _lowering(value: Any, limits: Limits) -> dict[str, Any]:
         right = key not in value or _is_whole(value[key], least, LARGEST)
         _need(right, "lowering", f"lowering: {key} must be a whole number of at least {least}")
     _need(_is_printable(value.get("sums", "")), "lowering", "lowering: sums must be a printable string")
+    right = value.get("offload_optimizer", True) is True
+    _need(right, "lowering", "lowering: offload_optimizer must be true, or be left out")
     for key in {"recompute", "offload"} & {*value}:
         for forwards in value[key] if isinstance(value[key], list) else [None]:
             stage, mb = forwards if isinstance(forwards, list) and len(forwards) == 2 else (forwards, 0)

@@ -91,7 +91,7 @@ def _own_changes(
     try:
         recipe = recipe_of(program, times)
     except UsageError as error:
-        yield "--recompute, --offload, --weight-slots, --memory-limit, --shards", str(error)
+        yield "--recompute, --offload, --offload-optimizer, --weight-slots, --memory-limit, --shards", str(error)
         return
     options, header, host = recipe.options, program.header, machine.network.host
     saved = {part.stages[0] // options.tensor: part.bytes for part in parts[rank] if part.kind == SAVED}
@@ -108,6 +108,11 @@ def _own_changes(
         yield "--recompute, --offload", f"rank {rank} has no saved forwards at its peak"
     elif not host.is_known:
         yield "--offload", "no machine file says what the link to the host's memory carries"
+    if options.offload_optimizer or not host.is_known:
+        reason = "it is there already" if options.offload_optimizer else "no machine file says what its link carries"
+        yield "--offload-optimizer", reason
+    else:
+        yield "--offload-optimizer", recipe._replace(options=replace(options, offload_optimizer=True))
     if options.weight_slots > 1 and any(part.kind == "copies of weights" for part in parts[rank]):
         yield "--weight-slots 1", recipe._replace(options=replace(options, weight_slots=1))
     else:

@@ -17,6 +17,7 @@ from schedgen.simulator.machine import Machine, workspaces
 from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError
 
+BOOKKEEPING = 16  # what an owner holds besides whole copies of the weights is bookkeeping if below 1/16 of them
 NUMBER = 8  # the most bytes of a loss, which is the x of a last stage
 
 
@@ -49,8 +50,9 @@ class BufferSizes(NamedTuple):
         """
         x, (w, _) = self.outputs(header), self.by_unit(header.weight_shards)
         dw, partial = self.by_unit(header.gradient_units)
+        state, _ = self.state_by_unit(header.weight_shards)
         whole = np.maximum(self.half + (0 if self.freed is None else self.freed), 0)
-        amounts = (x, x, w, dw, partial, self.saved, self.half, self.saved, whole)
+        amounts = (x, x, w, dw, partial, self.saved, self.half, self.saved, state, whole)
         sizes = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
         for row, amount in zip(sizes, amounts, strict=True):
             row[: len(amount)] = amount
@@ -62,6 +64,20 @@ class BufferSizes(NamedTuple):
         if not units:
             return weight, self.partial
         return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), units.counts)
+
+    def state_by_unit(self, units: WeightShards) -> tuple[Numbers, Numbers]:
+        """What an owner holds of every unit besides its weights: bytes of the optimizer's state, and of bookkeeping.
+
+        A shard has its share of whole copies of the weights. A remainder below 1/16 of the weights is bookkeeping, such
+        as counts of steps: a few bytes a parameter, and all parameters may be in this shard.
+        """
+        size, weight, owned = units.sizes(self.weight), self.weight[units.stage_of], self.owned[units.stage_of]
+        copies = np.maximum(weight, 1)
+        remainder = np.minimum(owned % copies, weight - owned % copies)
+        few = np.where(BOOKKEEPING * remainder < weight, remainder, 0)
+        is_divided = np.repeat(units.counts > 1, units.counts)
+        whole = np.where(is_divided, -(-owned * size // copies) + few, owned)
+        return np.maximum(whole - few - size, 0), np.minimum(few, np.maximum(whole - size, 0))
 
 
 def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
@@ -103,8 +119,10 @@ def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Number
     column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.consumer[exchanged])
     of_job = table.kind == Kind.SAVED
     column[of_job] = table.stage[of_job]
-    x, g, w, dw, partial, saved = sizes.by_kind(header)[:6]
-    by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial, saved])  # a partial in place of a t, which is not sent
+    x, g, w, dw, partial, saved, *_, state, _ = sizes.by_kind(header)
+    by_kind: Numbers = np.stack(
+        [0 * x, x, g, w, dw, partial, saved, state]
+    )  # a partial in place of a t, which is not sent
     return by_kind[np.where(is_gradient & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
 
 

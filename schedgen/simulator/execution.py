@@ -181,7 +181,7 @@ def execute(
                 send = sends[left[r]]
                 if arrival[send] > latest[r]:
                     latest[r] = arrival[send]
-                    latest_cause[r] = OFFLOAD_CAUSE if kind[send] == Kind.SAVED else kind[send] - 1
+                    latest_cause[r] = OFFLOAD_CAUSE if kind[send] >= Kind.SAVED else kind[send] - 1
                 left[r] += 1
             if left[r] < first[row + 1]:
                 unknown = sends[left[r]]
@@ -190,7 +190,7 @@ def execute(
                     send = sent[r]
                     if arrival[send] > latest[r]:
                         latest[r] = arrival[send]
-                        latest_cause[r] = OFFLOAD_CAUSE if kind[send] == Kind.SAVED else SEND_CAUSE
+                        latest_cause[r] = OFFLOAD_CAUSE if kind[send] >= Kind.SAVED else SEND_CAUSE
                     sent[r] = send_before[send]
                 unknown = sent[r]
             if latest[r] > until:

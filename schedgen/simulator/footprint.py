@@ -26,8 +26,6 @@ from schedgen.simulator.buffer_sizes import NUMBER, BufferSizes
 from schedgen.simulator.memory_plan import host_plan, memory_plan
 from schedgen.util.arrays import Flags, Numbers
 
-BOOKKEEPING = 16  # what an owner holds besides whole copies of the weights is bookkeeping if below 1/16 of them
-
 
 class Footprint(NamedTuple):
     """The bytes a rank needs, arrays by rank; the peak is their sum."""
@@ -46,9 +44,10 @@ class Footprint(NamedTuple):
 def footprint(program: Program, sizes: BufferSizes) -> Footprint:
     """The bytes that every rank needs, for a checked, projected program or, as in `memory_plan`, some ranks' rows."""
     slots = [slot_sizes.sum() for slot_sizes in memory_plan(program, sizes).sizes]
-    host = [sizes.saved[stages].sum() for stages in host_plan(program).stages]
-    computed = _computed(program, sizes)
-    return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), computed, np.array(host, np.int64))
+    host = np.array([sizes.saved[stages].sum() for stages in host_plan(program).stages], np.int64)
+    if program.header.offloads_optimizer:
+        host += program.header.is_owner @ sizes.state_by_unit(program.header.weight_shards)[0]
+    return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), _computed(program, sizes), host)
 
 
 def _computed(program: Program, sizes: BufferSizes) -> Numbers:
@@ -100,15 +99,16 @@ def owned_parts(header: Header, sizes: BufferSizes) -> Iterator[OwnedPart]:
     """The parts of `Footprint.owned`."""
     shards = header.weight_shards
     weight, _ = sizes.by_unit(shards)
-    for size, (stage, part) in zip(weight.tolist(), shards.units, strict=True):
+    columns = np.stack([weight, *sizes.state_by_unit(shards)], axis=1).tolist()
+    for (size, state, few), (stage, part) in zip(columns, shards.units, strict=True):
         ranks = shards.holders(stage, part)
         if header.is_forward:
             yield OwnedPart("weights", stage, ranks, size)
             continue
-        weights = int(sizes.owned[stage])
-        if part >= 0:
-            weights = _share(weights, int(sizes.weight[stage]), size)
-        yield OwnedPart("weights and optimizer state", stage, ranks, weights)
+        if header.offloads_optimizer:
+            yield OwnedPart("weights", stage, ranks, size + few)
+        else:
+            yield OwnedPart("weights and optimizer state", stage, ranks, size + state + few)
         yield OwnedPart("gradients", stage, ranks, size)
         yield OwnedPart(
             "room for sums", stage, ranks, _received_slices(size, 1 if header.sums_by_messages else len(ranks))
@@ -168,14 +168,3 @@ def _received_slices(size: int, members: int) -> int:
 def _slice(size: int, members: int) -> int:
     """Bytes of the slice of `size` bytes that one member adds up."""
     return -(-size // (members * LINE)) * LINE
-
-
-def _share(owned: int, weight: int, size: int) -> int:
-    """What the owner of a part of `size` bytes holds throughout, where a stage's owner holds `owned` for `weight`.
-
-    `owned` counts whole weight copies; a remainder below 1/16 of the weights is optimizer bookkeeping, a few bytes a
-    parameter, and all parameters may be in this part.
-    """
-    copies = max(weight, 1)
-    remainder = min(owned % copies, weight - owned % copies)
-    return -(-owned * size // copies) + (remainder if BOOKKEEPING * remainder < weight else 0)

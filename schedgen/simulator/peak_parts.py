@@ -22,6 +22,7 @@ _COMPUTED = {
     Buffer.HALF: "saved by BWD_I",
     Buffer.X: "computed x",
     Buffer.G: "computed g",
+    Buffer.OPT: "optimizer state",
 }
 # What is in a slot, by the instruction that fills it; any other is the first addition to a gradient.
 _SLOTS = {
@@ -99,7 +100,9 @@ def _add_computed(program: Program, sizes: BufferSizes, add: Callable[..., None]
     there = np.flatnonzero(is_computed(lifetimes) & (lifetimes.begin <= row) & (row <= lifetimes.end))
     amounts = lifetimes.amounts(sizes.by_kind(program.header))[there]
     producers = [*range(graph.stages), *(producer for producer, _ in graph.edges)]  # by size column
-    stages = np.array(producers)[lifetimes.size_column[there]]
+    column, is_state = lifetimes.size_column[there], lifetimes.buffer[there] == Buffer.OPT
+    stages = np.array(producers)[np.where(is_state, 0, column)]
+    stages[is_state] = program.header.weight_shards.stage_of[column[is_state]]
     for rank, buffer, stage, size in zip(
         *(column.tolist() for column in (lifetimes.rank[there], lifetimes.buffer[there], stages, amounts)), strict=True
     ):

@@ -26,11 +26,12 @@ FEATURES = {
     "tied": {"shards", "versions", "sums"},
     "recompute": {"forward"},
     "offload": {"forward"},
+    "offload optimizer": {"forward", "versions"},
     "memory limit": {"forward"},
-    "forward": {"recompute", "offload", "memory limit", "versions", "sums"},
+    "forward": {"recompute", "offload", "offload optimizer", "memory limit", "versions", "sums"},
     "shards": {"tied", "slices", "versions", "sums"},
     "slices": {"shards", "versions", "sums"},
-    "versions": {"tied", "forward", "shards", "slices", "sums"},
+    "versions": {"tied", "offload optimizer", "forward", "shards", "slices", "sums"},
     "sums": {"tied", "forward", "shards", "slices", "versions"},
 }
 
@@ -207,7 +208,9 @@ def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
     if "slices" in features:
         scheme, sizes, options = with_slices(draw, case)
     limit = draw(st.integers(1, 6)) if "memory limit" in features else None
-    options = replace(options, memory_limit=limit, forward="forward" in features)
+    options = replace(
+        options, memory_limit=limit, forward="forward" in features, offload_optimizer="offload optimizer" in features
+    )
     program = None
     for tried in (options, *[replace(options, offload=())] * ("offload" not in required)):  # often there is no room
         try:

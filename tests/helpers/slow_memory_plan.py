@@ -30,7 +30,9 @@ def random_bytes(rng, stages, edges=0):
         return rng.integers(1, 4, count)
 
     workspace = {direction: some() for direction in "FBIW" if rng.integers(4)}
-    return BufferSizes(some(), 2 * some(), some(), some(), some(), workspace, some(), some(edges) if edges else None)
+    weight = 2 * some()
+    owned = weight + some() - 1
+    return BufferSizes(some(), weight, some(), some(), some(), workspace, owned, some(edges) if edges else None)
 
 
 class Life(NamedTuple):
@@ -57,7 +59,9 @@ def lives(program, rank):
             starts = [("partial", s, i.operand, i.piece) if i.kind == Kind.DW else (i.kind, s, b, i.piece)]
         if i.op == Op.FWD:
             starts = [(Kind.X, s, b, piece) for piece in header.graph.output_consumers(s)]
-        if i.op in (Op.RECOMPUTE, Op.RELOAD) or (i.op == Op.FWD and (s, b) not in redone):
+        if i.kind == Kind.OPT:
+            starts = [(Kind.OPT, s, b, i.piece)] * (i.op == Op.RELOAD)
+        elif i.op in (Op.RECOMPUTE, Op.RELOAD) or (i.op == Op.FWD and (s, b) not in redone):
             starts.append(("saved", s, b))
         if i.op in (Op.BWD, Op.BWD_I):
             starts = [(Kind.G, p, b, header.graph.gradient_consumer(p, s)) for p in header.graph.producers[s]]
@@ -78,7 +82,7 @@ def lives(program, rank):
         for name in ends:
             begin = begun.pop(name)
             foreign = name[0] == Kind.DW and rank not in header.gradient_units.holders(name[1], name[3])
-            piece = name[3] if name[0] in (Kind.W, Kind.DW, "partial") else -1
+            piece = name[3] if name[0] in (Kind.W, Kind.DW, Kind.OPT, "partial") else -1
             column = (
                 header.graph.size_columns(np.array([name[1]]), np.array([name[3]]))[0]
                 if name[0] in (Kind.X, Kind.G)
@@ -103,6 +107,10 @@ def part_of(amount, header, stage, piece):
 def size(life, bytes, header):
     if life.kind in (Kind.X, Kind.G):
         return int(bytes.outputs(header)[life.column])
+    if life.kind == Kind.OPT:
+        return owned_for(bytes, header, life.stage, life.piece) - part_of(
+            bytes.weight[life.stage], header, life.stage, life.piece
+        )
     by_kind = {
         Kind.W: bytes.weight, Kind.DW: bytes.weight,
         "partial": bytes.partial, "saved": bytes.saved, "half": bytes.half,
@@ -111,6 +119,16 @@ def size(life, bytes, header):
         rows = bytes.partial[life.stage] // bytes.weight[life.stage] if life.kind == "partial" else 1
         return rows * part_of(bytes.weight[life.stage], header, life.stage, life.piece)
     return int(by_kind[life.kind][life.stage])
+
+
+def owned_for(bytes, header, stage, piece):
+    """The bytes of a unit's weights and of the state of its optimizer; and of these, of its counts of steps."""
+    weight, owned = int(bytes.weight[stage]), int(bytes.owned[stage])
+    few = min(owned % weight, -owned % weight)
+    few = few if 16 * few < weight else 0
+    if piece < 0:
+        return owned, min(few, owned - weight)
+    return -(-owned * part_of(weight, header, stage, piece) // weight) + few, few
 
 
 def at_once(found, measure=lambda life: 1):
@@ -135,13 +153,13 @@ def peak(program, rank, found, planned, bytes):
     owned = sum(min(bytes.activation[stage], 8) for stage in forwards)
     for stage, k in header.weight_shards.units:
         owners = header.weight_shards.holders(stage, k)
-        if rank in owners and k >= 0:
-            weight, mine = bytes.weight[stage], part_of(bytes.weight[stage], header, stage, k)
-            few = min(bytes.owned[stage] % weight, -bytes.owned[stage] % weight)
-            owned += -(-bytes.owned[stage] * mine // weight) + (few if 16 * few < weight else 0) + mine
-        elif rank in owners:  # with its gradient, and what the other owners send of their gradients
+        if rank in owners:
+            mine = part_of(bytes.weight[stage], header, stage, k)
+            whole, few = owned_for(bytes, header, stage, k)
+            owned += mine + (mine + few if header.offloads_optimizer else whole)
+        if rank in owners and k < 0:  # what the other owners send of their gradients
             part = -(-bytes.weight[stage] // (len(owners) * LINE)) * LINE * (not header.sums_by_messages)
-            owned += bytes.owned[stage] + bytes.weight[stage] + (len(owners) - 1) * part
+            owned += (len(owners) - 1) * part
     sums = set()
     for i in program.instructions(rank):
         if i.op == Op.ALLREDUCE and i.kind in (Kind.X, Kind.G):

@@ -113,7 +113,7 @@ class Context:
     @cached_property
     def offloaded(self) -> set[tuple[int, int]]:
         """The stages and microbatches of which what is saved for the backward goes to host memory."""
-        return {(i.stage, i.mb) for i in self.instructions if i.op == Op.OFFLOAD}
+        return {(i.stage, i.mb) for i in self.instructions if i.op == Op.OFFLOAD and i.kind == Kind.SAVED}
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage has the loss."""

@@ -50,7 +50,11 @@ class Interpreter:
             Op.OFFLOAD: offloads.offload,
             Op.RELOAD: offloads.reload,
         }
-        self.code = [self.table[i.op](row, i) for row, i in enumerate(context.instructions)]
+        move_state = self.optimizer_step.move_state
+        self.code = [
+            move_state(row, i) if i.kind == Kind.OPT else self.table[i.op](row, i)
+            for row, i in enumerate(context.instructions)
+        ]
         for row, wait in offloads.waiting_acts(context.instructions):
             self.code[row] = in_order(wait, self.code[row])
         for row, zero in context.grad_buffers.zeroing_acts(context.instructions):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.weight_layout import Unit
-from schedgen.ir.instructions import Instruction, Kind
+from schedgen.ir.instructions import Instruction, Kind, Op
 
 
 class StepResult(NamedTuple):
@@ -122,10 +122,26 @@ class OptimizerStep:
             return self.context.versions.step(self.context, i)
         unit, context, position = (i.stage, i.shard), self.context, self.context.position
         weights, gradient = context.buffers.get(Kind.W, i.stage, piece=i.shard), context.grad_buffers.of_unit(unit)
+        state = context.optimizer.on_host.get(unit)
 
         def act() -> None:
             context.buffers.wait_sent(weights)
             if position.in_last_pass and self.finite:
+                if state is not None:
+                    state.wait()
                 context.optimizer.step(unit, gradient, position.step, self.result.grad_norm)
+
+        return act
+
+    def move_state(self, row: int, i: Instruction) -> Act:
+        """OFFLOAD, FREE and RELOAD of the state of an optimizer, which lives in the memory of the host."""
+        position, state = self.context.position, self.context.optimizer.on_host.get((i.stage, i.shard))
+        if state is None:  # a unit without parameters
+            return lambda: None
+        move = {Op.OFFLOAD: state.offload, Op.FREE: state.free, Op.RELOAD: state.reload}[Op(i.op)]
+
+        def act() -> None:
+            if position.in_last_pass:
+                move()
 
         return act

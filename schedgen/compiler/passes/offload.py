@@ -1,4 +1,6 @@
-"""OFFLOAD, FREE and RELOAD of what forwards save, so that it is in host memory until the backward.
+"""OFFLOAD, FREE and RELOAD of what forwards save, and of the state of optimizers.
+
+`offload`: what forwards save is in host memory until the backward.
 
 The copies have the time of `prefetch` jobs each, on a link that computes nothing:
 
@@ -9,6 +11,11 @@ before it sends. A split backward has a second wait, between BWD_I and BWD_W. Wh
 RELOAD the rank keeps what is saved: this would need as much memory, and bandwidth besides. So the last stage of 1F1B,
 whose backward follows at once, offloads nothing. Ranks are independent of one another here, so this pass works on the
 projected program.
+
+`offload_optimizer`: the state of optimizers lives in host memory. While one unit steps, the state of the next is on its
+way to the device, and that of the last on its way back, so a rank holds that of three units at most:
+
+    RELOAD opt.0   NORM   RELOAD opt.1   STEP 0   OFFLOAD opt.0   RELOAD opt.2   STEP 1   OFFLOAD opt.1   FREE opt.0 ...
 """
 
 from __future__ import annotations
@@ -51,6 +58,28 @@ def offload(program: Program, placed: PlacedScheme) -> Program:
         )
     header = replace(program.header, lowering={**program.header.lowering, "offload": named_forwards(gone)})
     return Program(header, program.rows).insert(concatenate(new), after=np.concatenate(rows_before))
+
+
+def offload_optimizer(program: Program) -> Program:
+    """A projected program whose STEPs each find the state of their optimizer on the device, if its header says so."""
+    if not program.header.offloads_optimizer:
+        return program
+    table, steps, norms = program.rows, program.rows_of(Op.STEP), program.rows_of(Op.NORM)  # a NORM for each rank
+    rank, count = table.rank[steps], np.bincount(table.rank[steps], minlength=program.header.workers)
+    end = np.cumsum(count)  # of each rank's steps, among all
+    place, last = np.arange(len(steps)), end[rank] - 1
+    is_first = place == last + 1 - count[rank]
+    is_free = place + 2 <= last  # before the STEP of the unit after the next, else at the end
+    after = (
+        steps,
+        np.where(is_free, steps[np.minimum(place + 2, last)] - 1, steps[last]),
+        np.where(is_first, norms[rank], steps[place - 1]) - 1,
+    )
+    new = [
+        rows(op, rank, kind=Kind.OPT, stage=table.stage[steps], piece=table.piece[steps])
+        for op in (Op.OFFLOAD, Op.FREE, Op.RELOAD)  # in this order where they meet
+    ]
+    return program.insert(concatenate(new), after=np.concatenate(after))
 
 
 def named_forwards(chosen: Flags) -> list[int | list[int]]:

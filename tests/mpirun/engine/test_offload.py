@@ -13,6 +13,8 @@ from mpirun.engine.core.offload import HostSlot, SavedTensors
 from mpirun.engine.core.stage import LocalStage, SavedForward
 from mpirun.engine.job_graphs import check_nothing_offloaded
 from mpirun.engine.memory_tracker import MemoryTracker
+from mpirun.engine.optimizer_on_host import StateOnHost
+from mpirun.engine.recipe import NamedParameter, Recipe
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.instructions import Instruction, Kind, Op
@@ -127,8 +129,8 @@ def test_a_saved_tensor_that_is_changed_later_is_refused(stage):
 CASES = {
     "1f1b": ({"offload": "0,1.1,1.3", "prefetch": 0}, "direct"),
     "zb-v": ({"offload": "all"}, "direct"),
-    "fsdp-sharded": ({"offload": "all", "prefetch": 0}, None),
-    "1f1b-tensor": ({"offload": "all"}, None),
+    "fsdp-sharded": ({"offload": "all", "prefetch": 0, "offload_optimizer": True}, "direct"),
+    "1f1b-tensor": ({"offload": "all", "offload_optimizer": True}, None),
     "pipedream": ({"offload": "all"}, None),
 }
 
@@ -151,6 +153,30 @@ def trained(inside, compiled, text):
 def test_a_run_that_offloads_is_verified_to_the_bit(trained, name):
     assert trained[name].code == 0, trained[name].out
     assert trained[name].differences == {"losses": 0, "gradients": 0, "parameters": 0}
+
+
+def test_the_state_of_an_optimizer_lives_on_the_host():
+    parameter = nn.Parameter(torch.ones(3))
+    made = Recipe(lambda named: torch.optim.Adam([named[0].parameter], lr=0.1)).make(
+        [NamedParameter("w", parameter, parameter.shape, True)], 0
+    )
+    plain = torch.optim.Adam([copy := nn.Parameter(torch.ones(3))], lr=0.1)
+    state = StateOnHost(Device(), made)
+    with MemoryTracker() as memory:
+        for step in range(3):
+            parameter.grad = copy.grad = torch.full((3,), 1.0 + step)
+            before = memory.live
+            state.reload()
+            assert memory.live - before == (2 * 3 * FLOAT if step else 0)
+            state.wait()
+            made.step(step)
+            state.offload()
+            state.free()
+            assert step == 0 or memory.live == before
+            plain.step()
+    assert torch.equal(parameter, copy)
+    kept = made.optimizers[0].state[parameter]
+    assert all(torch.equal(kept[name], value) for name, value in plain.state[copy].items())
 
 
 def test_graphs_and_offload_refuse_each_other():

@@ -191,6 +191,14 @@ def passes_its_group(program, row, begin, end):
     return same.any() and len(program.header.groups[program.rows.group[row]]) > 1
 
 
+def an_offload_before_its_step(program, data):
+    row = pick(data, having(program, Op.OFFLOAD, kinds=(Kind.OPT,)))
+    rank, stage, shard = (int(column[row]) for column in (program.rows.rank, program.rows.stage, program.rows.shard))
+    steps = having(program, Op.STEP)
+    same = (program.rows.rank == rank) & (program.rows.stage == stage) & (program.rows.shard == shard)
+    return moved(program, row, int(steps[same[steps]][0]))
+
+
 def a_limit_that_is_less(program, data):
     most = int(check(program).saved.max())
     assume(most > 1)
@@ -217,7 +225,11 @@ DAMAGES = [
     (6, a_norm_less_of_several, (), ("forward", "versions")),
     (7, one_less(Op.FREE), (), ("versions",)),
     (7, one_less(Op.FREE, kinds=(Kind.SAVED,)), ("offload",), ()),
-    (7, one_less(Op.RELOAD), ("offload",), ()),
+    (7, one_less(Op.RELOAD, kinds=(Kind.SAVED,)), ("offload",), ()),
+    (2, one_less(Op.RELOAD, kinds=(Kind.OPT,)), ("offload optimizer",), ()),
+    (5, one_less(Op.OFFLOAD, kinds=(Kind.OPT,)), ("offload optimizer",), ()),
+    (5, an_offload_before_its_step, ("offload optimizer",), ()),
+    (7, one_less(Op.FREE, kinds=(Kind.OPT,)), ("offload optimizer",), ()),
     (8, a_limit_that_is_less, ("memory limit",), ()),
     (9, a_job_with_another_version, ("versions",), ()),
     (10, one_less(Op.ALLREDUCE, kinds=(Kind.X, Kind.G)), ("slices",), ()),

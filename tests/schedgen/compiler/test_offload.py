@@ -148,3 +148,43 @@ def test_a_machine_file_with_another_host_is_refused(host, words):
     assert network_of(json.loads(json.dumps({**values, "host": link})), "machine").host == HostLink(**link)
     with pytest.raises(RefusedFile, match=words):
         network_of({**values, "host": host}, "machine")
+
+
+def test_the_state_of_three_units_at_most_is_on_the_device():
+    sizes = Sizes(4, 4, 4)._replace(shards=(4,))
+    program = compiled("fsdp", sizes, offload_optimizer=True)
+    moves = [
+        (i.op.name if isinstance(i.op, Op) else Op(i.op).name, i.stage)
+        for i in program.instructions(1)
+        if i.kind == Kind.OPT or i.op in (Op.NORM, Op.STEP)
+    ]
+    assert moves[:8] == [
+        ("RELOAD", 0), ("NORM", -1), ("RELOAD", 1), ("STEP", 0), ("OFFLOAD", 0), ("RELOAD", 2), ("STEP", 1),
+        ("OFFLOAD", 1),
+    ]  # fmt: skip
+    assert moves[-2:] == [("FREE", 2), ("FREE", 3)]
+    assert analyse(program).memory.optimizer.tolist() == [3] * 4
+
+
+def test_the_host_has_the_state_and_copies_take_their_time_on_its_link():
+    """Stages of 8 bytes with 16 of state, a byte of copies in 1: the first comes while NORM waits, the last goes."""
+    machine = on_host(1.0)._replace(weight=8, owned=24, saved=0)
+    plain, moved = (compiled("1f1b", Sizes(4, 4), offload_optimizer=chosen) for chosen in (False, True))
+    before, after = (simulate(program, None, machine) for program in (plain, moved))
+    assert (after.footprint.host - before.footprint.host).tolist() == [16] * 4
+    assert (before.footprint.owned - after.footprint.owned).tolist() == [16] * 4
+    assert before.end.max() + 16 <= after.end.max() <= before.end.max() + 32
+    two = compiled("interleaved-1f1b", Sizes(8, 4, 4), offload_optimizer=True)
+    assert simulate(two, None, machine).end.max() == simulate(two, None, SAVED).end.max() + 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("pipedream", {}, "a weight has several STEPs"),
+        ("1f1b", {"forward": True}, "no optimizer steps"),
+    ],
+)
+def test_state_that_has_no_one_step_stays(name, options, words):
+    with pytest.raises(UsageError, match=words):
+        compiled(name, Sizes(4, 4), offload_optimizer=True, **options)
