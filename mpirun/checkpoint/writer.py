@@ -139,7 +139,7 @@ def _settings(part: RankPart, optimizer: str, schedule: str) -> dict[str, Any]:
     header, setup = part.header, part.setup
     options = {
         "seed": setup.seed,
-        "microbatches": header.microbatches * setup.passes,
+        "microbatches": header.microbatches,
         **setup.recipe.settings,
         "autocast": "bf16" if setup.autocast_dtype else None,
         "weight versions": header.lowering.get("updates"),

@@ -54,11 +54,8 @@ class MapLoader(Loader):
             raise UsageError(f"the dataset, a {kind}, has no length: give it __len__") from None
         self.last_order: tuple[int, list[int]] = -1, []  # a sampler's, and its epoch
         if self.sampler is not None or self.batch_sampler is not None:
-            order = self._sampled(0)
-            if order != self._sampled(0):
-                why = "let it draw from torch's default generator, which is seeded for each epoch, or by set_epoch"
-                raise UsageError(f"the sampler gives another order when it is asked again, as after a restart: {why}")
-            self.sample_count, self.order_digest = len(order), digest_of([order])
+            self.last_order = 0, self._sampled(0)
+            self.sample_count, self.order_digest = len(self.last_order[1]), digest_of(self.last_order[1:])
         self._check_samples(self.sample_count)
 
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:

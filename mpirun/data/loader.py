@@ -132,7 +132,6 @@ class Loader(ABC):
     step: int = field(init=False, default=0)  # of this batch, in its epoch
     restored: bool = field(init=False, default=False)  # whether that is still the position of a checkpoint
     order_digest: str | None = field(init=False, default=None)  # of a sampler's first epoch; None: there is no sampler
-    compared: int = field(init=False, default=-1)  # the last epoch of which ranks have compared a sampler's order
 
     kind: ClassVar[str] = ""  # of a dataset with an order of its own, whose number of samples is not known
     name: ClassVar[str]  # of such a dataset, in sentences

@@ -75,14 +75,14 @@ def build_interpreter(
         optimizer = other.optimizer
     state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
     transport = make_transport(comm, header.groups, setup.crowded, _show_waits(state), device=setup.device)
-    position = Position(setup.passes)
+    position = Position()
     graphs = JobGraphs(setup.device, comm.rank, slots.blocks) if setup.graphs else None
 
     def seed_loss() -> None:
         setup.device.seed(derived_seed(setup.seed, position.step, LOSS))
 
     slice_sums = SliceSums()
-    count, exchange = header.microbatches, exchange_among(comm, minibatch_ranks(header))
+    exchange = exchange_among(comm, minibatch_ranks(header))
     context = Context(
         header=header, instructions=instructions, shapes=setup.shapes, dataflow=setup.dataflow, seed=setup.seed,
         device=setup.device, position=position, stages=stages, slots=slots, transport=transport,
@@ -90,7 +90,7 @@ def build_interpreter(
         grad_buffers=GradBuffers(
             header, stages, slots, comm.rank, None if other is None else other.context.grad_buffers
         ),
-        microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position, count),
+        microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position),
         score=partial(score, setup.model.loss),
         minibatch_loss=MinibatchLoss(setup.model, setup.device.torch, setup.autocast_dtype, seed_loss, exchange)
         if whole else None,

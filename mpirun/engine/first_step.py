@@ -1,17 +1,10 @@
-"""The first step: times its jobs, and records which parameters get a gradient.
-
-Later steps let MPI make progress during the long jobs that have messages in flight.
-"""
+"""The first step times its jobs: later steps let MPI make progress during the long ones with messages in flight."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-
-from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from mpirun.comm.progress_thread import MessageProgress, needs_calls
 from mpirun.comm.transport import Transport
@@ -19,8 +12,7 @@ from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.optimizer_step import StepResult
 from mpirun.engine.job_graphs import JobGraphs
-from schedgen.ir.instructions import COMPUTE, Instruction, Op
-from schedgen.util.errors import UsageError
+from schedgen.ir.instructions import COMPUTE, Instruction
 
 
 class RunInterpreter(Interpreter):
@@ -45,7 +37,6 @@ class RunInterpreter(Interpreter):
         self.optimizer, self.slots = context.optimizer, context.slots
         self.under_way, self.progress, self.graphs = under_way, progress, graphs
         self.timed = False  # whether the first step is done
-        self.reached: set[tuple[int, str]] = set()  # (stage, parameter) that got a gradient in the first step
 
     def begin_pass(self) -> None:
         """Count the passes of graphs; use words once passes neither allocate memory nor load kernels.
@@ -58,11 +49,8 @@ class RunInterpreter(Interpreter):
 
 
 def run_first(interpreter: RunInterpreter, step: int) -> StepResult:
-    """As `interpreter.run`, for the first step: note in `reached` which parameters got a gradient, and time its jobs.
-
-    In later steps, long jobs with messages in flight let MPI make progress.
-    """
-    with _time_jobs(interpreter) as seconds, _note_reached(interpreter):
+    """As `interpreter.run`, for the first step; in later steps, long jobs let MPI make progress."""
+    with _time_jobs(interpreter) as seconds:
         result = interpreter.run(step)
     interpreter.timed = True
     _let_mpi_go_on(interpreter, seconds)
@@ -90,30 +78,6 @@ def _time_jobs(interpreter: RunInterpreter) -> Iterator[dict[tuple[int, int], fl
         yield seconds
     finally:
         interpreter.code = acts
-
-
-@contextlib.contextmanager
-def _note_reached(interpreter: RunInterpreter) -> Iterator[None]:
-    stage_of, instructions = interpreter.context.stage_of, interpreter.context.instructions
-    stages = {stage_of(i) for i in instructions if i.op in (Op.BWD, Op.BWD_W)}
-    # An AccumulateGrad node lives as long as it is held here. A hook on the parameter would slow down later steps.
-    places = [((s.index, n), p) for s in stages for n, p in zip(s.names, s.parameters, strict=True)]
-    for (_, name), parameter in places:
-        if not parameter.requires_grad:
-            raise UsageError(
-                f"{name} has been frozen since the Engine was built: freeze it before, or let the function optimizer= "
-                "leave it out"
-            )
-    adders = {place: get_gradient_edge(parameter).node for place, parameter in places}
-
-    def reach(place: tuple[int, str], _: object, gradients: tuple[Tensor | None, ...]) -> None:
-        if gradients[0] is not None:  # a custom backward may return None
-            interpreter.reached.add(place)
-
-    with contextlib.ExitStack() as hooks:
-        for place, adder in adders.items():
-            hooks.callback(adder.register_hook(partial(reach, place)).remove)
-        yield
 
 
 def _let_mpi_go_on(interpreter: RunInterpreter, seconds: Mapping[tuple[int, int], float]) -> None:

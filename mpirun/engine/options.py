@@ -49,7 +49,6 @@ class SetupOptions(HostOptions):
 class RunOptions(SetupOptions):
     """What a run has besides."""
 
-    accumulate: int = option("--accumulate N", "passes through the schedule before the optimizer's step", count, 1)
     canonical: bool = switch(
         "--canonical", "add gradients in microbatch order: under every schedule the bits of one process"
     )

@@ -8,7 +8,6 @@ optimizer has is not trained.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import derived_seed, seed_generators
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import UsageError
 
 SPREAD = 2654435761  # odd, so that steps differ in the lower 32 bits of a seed: torch's CPU generator uses no more
 # Torch's classes, not their subclasses, that step pieces of a parameter as they step the whole.
@@ -72,24 +71,16 @@ class Recipe:
     elementwise: bool = False
 
     def make(self, named: Sequence[NamedParameter], seed: int = 0, shard: int = -1) -> SteppedOptimizer:
-        """The optimizers of these parameters; UsageError if two of them have one, or one has others.
+        """The optimizers of these parameters; UsageError if one has others.
 
         `seed`: the run's, for optimizers that draw numbers; `shard`: of the stage's weights; -1: they are not divided.
         """
         made = self.factory(named)
         optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
         names = {id(entry.parameter): entry.name for entry in named}
-        held = Counter(id(parameter) for group in groups_of(optimizers) for parameter in group["params"])
-        if held.keys() - names.keys():
+        held = {id(parameter) for group in groups_of(optimizers) for parameter in group["params"]}
+        if held - names.keys():
             raise UsageError("the optimizer has other parameters than it is given: take those of the NamedParameters")
-        if twice := [names[x] for x, count in held.items() if count > 1]:
-            raise UsageError(f"two of the optimizers have {clip(', '.join(twice))}")
-        rates = {str(options.get("lr")) for options in group_options(optimizers)}
-        if self.rate is not None and len(rates) > 1:
-            raise UsageError(
-                f"the optimizer's groups have the rates {clip(', '.join(sorted(rates)))}, but lr sets one for all of "
-                "them: leave lr out, and change them from step to step by scheduler="
-            )
         if not all(entry.whole for entry in named):
             self._check_pieces(named, optimizers)
         left_out = {name for x, name in names.items() if x not in held}

@@ -38,7 +38,7 @@ _ON_DEVICE = (*COMPUTE, Op.ADD, Op.STEP)
 
 
 class Pass(NamedTuple):
-    """What is recorded of one accumulation pass; a step without accumulation is one pass."""
+    """What is recorded of one step."""
 
     times: list[float]  # by row, when the instruction began; one more: when the last one ended
     waited: list[float]  # as `times`: seconds that the transport had waited until then

@@ -7,7 +7,6 @@ here tied parameters then get the value of the tie's first. `stage_copies.py` bu
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from mpirun.model.contract import Model
 from mpirun.model.meta_values import MetaStage, like
 from mpirun.model.module_tensors import (
-    check_parameters,
     given_modules,
     kept,
     own_tensors,
@@ -28,15 +26,14 @@ from mpirun.model.module_tensors import (
 )
 from mpirun.model.rng import derived_seed, seed_generators
 from mpirun.model.stage_values import NeedsValue, StageValues
-from mpirun.model.weight_names import lack
-from schedgen.util.errors import MpirunWarning, UsageError, raised, raised_at
+from schedgen.util.errors import UsageError, raised, raised_at
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
     """The module of a stage, its weights seeded by the names of its layers, or else by the stage's index.
 
     Tied parameters have the value of the tie's first; if the stage has a parameter twice, both become one. UsageError
-    if the model's function fails, a tie names no parameter, a parameter has a hook, or weights do not fit.
+    if the model's function fails, a tie names no parameter, or weights do not fit.
 
     values  False: trained parameters need none, since another rank has them
     mapped  trained parameters may lie in memory that is mapped from a file: the caller copies them
@@ -70,8 +67,6 @@ class StageBuilder:
         for tie in model.tied:
             if any(place == stage for place, _ in tie) and not model.ties_slices(tie):  # slices of one stage are equal
                 self._apply_tie(module, tie)
-        if self.values and self.values.missing and not hasattr(model.weights, "names"):  # else check_weights has warned
-            warnings.warn(lack(self.values.missing, f"weights of stage {stage}"), MpirunWarning, stacklevel=3)
         return module
 
     def untied(self) -> nn.Module:
@@ -93,7 +88,6 @@ class StageBuilder:
                 module = make if isinstance(make, nn.Module) else make()
             if not isinstance(module, nn.Module):
                 raise UsageError(f"it should be an nn.Module, not {type(module).__name__}")
-            check_parameters(module, type(module).__name__)
             if self.values is not None:
                 self.values.give(module, make, prefix)
         except (Exception, SystemExit) as error:

@@ -14,7 +14,7 @@ def check_weights(model: Model) -> None:
     """Warn of entries of `Model.weights` that no stage uses, and of tensors that it lacks.
 
     For rank 0 alone: each is an MpirunWarning. UsageError if no entry belongs to the model. Weights without `names` are
-    not compared here: what a stage lacks is reported when the stage is built.
+    not compared.
     """
     if model.weights is None or (names := getattr(model.weights, "names", None)) is None:
         return

@@ -39,12 +39,6 @@ def seed_generators(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def generator_states(device: torch.device) -> list[list[int]]:
-    """The states of torch's CPU generator and of a GPU's: they differ as soon as something has drawn."""
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return [state.tolist() for state in states]
-
-
 class GeneratorsKept:
     """On exit, restore torch's generators of the CPU and of the current GPU, whatever drew from them or seeded them.
 

@@ -24,7 +24,6 @@ class StageValues:
         """`mapped`: as for `build_stage`."""
         self.model, self.stage, self.needs_value, self.mapped = model, stage, needs_value, mapped
         self.loaded: set[str] = set()  # names of the values that `weights` gave
-        self.missing: list[str] = []  # names that `weights` lacks
 
     def give(self, module: nn.Module, make: object, prefix: str) -> None:
         """Give a layer the values that `weights` has for it, and values to tensors on the meta device that need some.
@@ -65,8 +64,6 @@ class StageValues:
             if present:
                 values[name] = self._fitted(present[0], weights[present[0]], tensors[name], dims.get(name))
                 self.loaded.add(f"{prefix}{name}")
-            else:
-                self.missing.append(candidates[0])
         return values
 
     def _fitted(self, name: str, value: Tensor, tensor: Tensor, dim: SlicedDim | None) -> Tensor:

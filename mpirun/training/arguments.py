@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import refusing
 from mpirun.comm.fail_together import Stop, first_difference
-from mpirun.data.dataset_loaders import FunctionLoader, MapLoader
+from mpirun.data.dataset_loaders import FunctionLoader
 from mpirun.data.loader import Batch, Loader
-from mpirun.data.values import digest_of
 from mpirun.engine.recipe import Factory, Recipe, is_plain
 from mpirun.training.schedule_and_model import is_scheme
 from schedgen.util.errors import UsageError, clip
@@ -98,15 +97,6 @@ def check_batches(loader: object, batches: int | None) -> None:
     tensors = isinstance(loader, tuple) and any(isinstance(x, Tensor) for x in loader)
     if tensors or isinstance(loader, Mapping | Batch):
         raise UsageError("this is one batch: give a list of batches, or what loader(...) returns")
-
-
-def check_same_order(comm: MPI.Intracomm, loader: Loader | None, epoch: int) -> None:
-    """Stop if ranks have different orders of an epoch from a sampler. Collective."""
-    if isinstance(loader, MapLoader) and loader.order_digest is not None and loader.compared != epoch:
-        loader.compared = epoch
-        if (difference := first_difference(comm, {epoch: digest_of([loader.order(epoch)])})) is not None:
-            where = "ranks {1} and {2} have got different orders of epoch {0} from the sampler".format(*difference)
-            raise Stop(f"{where}: it should give all ranks' samples, of which each takes its own, on every rank")
 
 
 def options_to_compare(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _weighted(microbatch: Microbatch, divisor: float) -> Microbatch:
     return microbatch._replace(loss_divisor=divisor, padding=padding)
 
 
-def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, passes: int) -> list[int]:
+def read_by(rank_list: Sequence[Instruction], header: Header, model: Model) -> list[int]:
     """The microbatches of a step that a rank reads, in the order of its list; `model`: with tensor slices.
 
     Inputs are read by stages with an `Input`, targets by the last stage.
@@ -133,12 +133,12 @@ def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, pass
         else not header.graph.producers[stage]
         for stage in range(header.stages)
     ]
-    numbers = dict.fromkeys(
+    numbers = (
         i.mb
         for i in rank_list
         if i.op in (Op.FWD, Op.RECOMPUTE) and (reads_input[i.stage] or not header.graph.consumers[i.stage])
     )
-    return [number * header.microbatches + mb for number in range(passes) for mb in numbers]
+    return list(dict.fromkeys(numbers))
 
 
 def whole_batch(data: Any, count: int, pair: Pair, size: int | None = None, uneven: bool = False) -> Batch:

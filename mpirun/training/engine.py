@@ -41,7 +41,6 @@ from mpirun.training.arguments import (
     Optimizers,
     check_batches,
     check_same_options,
-    check_same_order,
     directory_of,
     make_recipe,
     options_to_compare,
@@ -92,8 +91,6 @@ class Engine(OpenRun):
                   module any
     log           is called on rank 0 with the number of steps done and a step's numbers by name, or those of an
                   evaluation ("eval/loss"); or a directory, to which they are written for TensorBoard
-    peak_flops    the most operations a second of a rank's device: `log` gets the used share of it, `mfu`, where a step
-                  counts 6 operations for each trained parameter and token
     export        the directory that `export` will write; it is refused at once if it is not empty
     comm          the ranks; None: all
 
@@ -125,7 +122,6 @@ class Engine(OpenRun):
         weights: str | os.PathLike[str] | None = None,
         buckets: Sequence[int] = (),
         log: Log | str | os.PathLike[str] | None = None,
-        peak_flops: float | None = None,
         export: str | os.PathLike[str] | None = None,
         comm: MPI.Intracomm | None = None,
         **options: Any,
@@ -147,7 +143,6 @@ class Engine(OpenRun):
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(comm, lambda: check_new(directory_of("export", export)))
-            self._keep_threads()
             self.host = use_host(comm, use)
             taken = Given(model, loss, stages, self._weights_directory, use.seed, loss_of)
             file, self._model = load(comm, schedule, microbatches, taken, compiled)
@@ -161,9 +156,9 @@ class Engine(OpenRun):
             together(comm, lambda: check_loss_weight(loss_weight, self._model, session.header))
             self._loss_weight = loss_weight
             expanded = together(comm, lambda: expanded_model(self._model, session.header))
-            self._reads = read_by(session.instructions, session.header, expanded, use.accumulate)
-            self._count = session.header.microbatches * use.accumulate  # microbatches of a step
-            self._log, self._peak_flops = on_rank_0(comm, lambda: make_log(log, self._ending)), peak_flops
+            self._reads = read_by(session.instructions, session.header, expanded)
+            self._count = session.header.microbatches  # of a step
+            self._log = on_rank_0(comm, lambda: make_log(log, self._ending))
             if example is not None:
                 one = together(comm, lambda: whole_batch(example, 1, self._model.origin.pair))
                 self._build(shared(comm, one.microbatches[0]))
@@ -231,9 +226,9 @@ class Engine(OpenRun):
         )  # fmt: skip
         options = {"shuffle": shuffle, "seed": loader.seed, "last": last, "collate": collate}
         options |= {"sampler": sampler, "batch_sampler": batch_sampler}
-        samples = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
+        samples: dict[str, Any] = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
+        samples["order of samples"] = loader.order_digest
         check_same_options(self.comm, {**samples, **options})
-        check_same_order(self.comm, loader, 0)
         if isinstance(loader, MapLoader):  # a stream is not read ahead: it may be read only once
             first = on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
             if self._prepared is None:
@@ -264,7 +259,7 @@ class Engine(OpenRun):
         if given is not None and given.loader is not None:
             given.loader.trained(given)
         if self._log is not None:
-            self._log(session.steps, step_numbers(session, result, self._peak_flops))
+            self._log(session.steps, step_numbers(result, self.host.device))
         if result.leave and leave:
             self.checkpoints.leave()
         return result
@@ -291,8 +286,7 @@ class Engine(OpenRun):
         """The model's outputs for a loader's samples, in their order, in eval mode: on rank 0, None elsewhere.
 
         `each`: is called with the number of a microbatch and its output on the rank that has the output, for example
-        to write it; then nothing is gathered. The target may be None if microbatches of this shape have been trained
-        on or evaluated: the first microbatch of a shape is used to try the loss.
+        to write it; then nothing is gathered. The target may be None.
         """
         return self._over(loader, batches, lambda session, given: predict(session, given, each), scores=False)
 
@@ -391,7 +385,7 @@ class Engine(OpenRun):
         refuse(self.comm, session.verifies, "load_state_dict: verify repeats all steps: load before the Engine is made")
         session.interpreter.optimizer.take_assigned()
         load_whole(session.part, state)
-        session.loaded()
+        session.start = None
 
     @collective
     def verify(self, tolerance: float | None = None) -> bool:
@@ -404,10 +398,7 @@ class Engine(OpenRun):
         session = self._begun.session
         assert session.verification is not None
         session.watchdog.state[PHASE] = VERIFYING
-        passed = session.verification.compare(session.steps, session.beat, tolerance) == 0
-        for stage in session.interpreter.stages.values():
-            stage.expect_writes()  # the steps in one process used the script's parameters
-        return passed
+        return session.verification.compare(session.steps, session.beat, tolerance) == 0
 
     # Its parts
 
@@ -461,7 +452,6 @@ class Engine(OpenRun):
             others = list(batch.loader.reads) != self._reads
             refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
-        check_same_order(self.comm, batch.loader, batch.epoch)
         if self._prepared is None:
             self._build(first_microbatch(self.comm, batch))
         return batch

@@ -50,13 +50,12 @@ class Evaluator:
     def __init__(self, session: Session, example: Microbatch, set_up: Callable[..., Setup]) -> None:
         comm = session.comm
         program = on_rank_0(comm, lambda: _forwards(session))
-        on_rank_0(comm, session.setup.unsliced_model.origin.check_eval)
 
         def in_eval(_: int, module: nn.Module) -> None:
             module.eval()
 
         forwards = share_program(comm, program).program
-        self.batches = StepBatches(example, session.header.microbatches * session.setup.passes)
+        self.batches = StepBatches(example, session.header.microbatches)
         model = session.setup.unsliced_model
         self.setup = set_up(forwards.header, model, self.batches, prepare=in_eval)
         self.list = ForwardList(comm, forwards, self.setup, session.interpreter.context)
@@ -77,8 +76,7 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh
     own: dict[int, tuple[float, dict[str, float], float, int]] = {}  # by microbatch: loss, metrics, weight, samples
 
     def add(number: int, output: Any, batch: Microbatch) -> None:
-        if (facts := session.setup.shapes[-1].loss) is not None and facts.draws:
-            session.setup.device.seed(derived_seed(session.setup.seed, number, LOSS))
+        session.setup.device.seed(derived_seed(session.setup.seed, number, LOSS))
         samples = batch.size - batch.padding
         weight = samples if weigh is None else loss_weight(weigh, batch)
         own[number] = 0.0, {}, weight, samples

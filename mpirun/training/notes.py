@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpirun.comm.output import note
 from mpirun.data.loader import Batch
@@ -14,28 +14,26 @@ from mpirun.data.values import by_path
 from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
-from mpirun.model.module_tensors import given_modules
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F
 from schedgen.util.errors import listed
 
 
 def note_state(comm: MPI.Intracomm, setup: Setup, header: Header, microbatches: int) -> None:
-    """Name what goes from one microbatch of a step to the next, and so makes other outputs than the whole batch."""
-    state = [f"{name} of stage {shape.model_stage}" for shape in setup.shapes for name in shape.state]
-    if state and microbatches > 1:
-        note(
-            comm,
-            f"buffer {listed(dict.fromkeys(state))} changes from microbatch to microbatch: outputs that depend on it "
-            "may differ from the whole batch at once",
-        )
-    normed = [s for s, shape in enumerate(setup.shapes) if len(shape.state) < len(shape.changed_buffers)]
-    if ranks := {statistics_rank(header, s) for s in normed if len({*header.compute[F, s].tolist()}) > 1}:
-        those = listed([*map(str, sorted(ranks))])
-        note(comm, f"BatchNorm: evaluation uses the statistics of rank {those}'s microbatches")
-    entries = [module for entry in setup.unsliced_model.stages for _, module in given_modules(entry)]
-    if any(isinstance(part, nn.SyncBatchNorm) for module in entries for part in module.modules()):
-        note(comm, "SyncBatchNorm is BatchNorm here: its statistics are those of a microbatch")
+    """Name the buffers that go from one microbatch of a step to the next, and whose values evaluations use."""
+    changed = dict.fromkeys(
+        f"{n} of stage {shape.model_stage}" for shape in setup.shapes for n in shape.changed_buffers
+    )
+    if not changed or microbatches == 1:
+        return
+    stages = [s for s, shape in enumerate(setup.shapes) if shape.changed_buffers]
+    ranks = {statistics_rank(header, s) for s in stages if len({*header.compute[F, s].tolist()}) > 1}
+    whose = f"; evaluation uses those of rank {listed([*map(str, sorted(ranks))])}" if ranks else ""
+    note(
+        comm,
+        f"forwards change buffers from microbatch to microbatch, as BatchNorm does: {listed(changed)}: outputs may "
+        f"differ from the whole batch at once{whose}",
+    )
 
 
 def note_ignored_labels(comm: MPI.Intracomm, batch: Batch) -> None:
@@ -55,29 +53,10 @@ def note_ignored_labels(comm: MPI.Intracomm, batch: Batch) -> None:
         )
 
 
-def note_unreached(comm: MPI.Intracomm, setup: Setup, reached: Collection[tuple[int, str]], step: int) -> None:
-    """Name the parameters that got no gradient in step `step`, from 0. Collective.
-
-    `reached`: (stage, parameter) of those that got one on this rank.
-    """
-    model = setup.model
-    of_ranks = comm.gather({model.entry_name(*parameter) for parameter in reached})
-    if of_ranks is None:
-        return
-    trained = {model.entry_name(s, name) for s, shape in enumerate(setup.shapes) for name in shape.parameter_names}
-    if unreached := sorted(trained.difference(*of_ranks)):
-        note(
-            comm,
-            f"step {step + 1} gives no gradient to {listed(unreached)}: it counts as 0, so that weight decay and "
-            "momentum change them, where torch would not; freeze what is never used (requires_grad_(False))",
-        )
-
-
-def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> list[str]:
-    """Name the parameters that no optimizer has, and return them; `names`: those of this rank. Collective."""
+def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> None:
+    """Name the parameters that no optimizer has; `names`: those of this rank. Collective."""
     if left_out := sorted(set().union(*comm.allgather(names))):
         note(comm, f"the optimizer leaves out {listed(left_out)}: this Engine does not train them")
-    return left_out
 
 
 def note_uncaptured(comm: MPI.Intracomm, graphs: JobGraphs | None) -> None:

@@ -160,18 +160,8 @@ def _compile(
             program = compile(loaded, sizes, Options(tied=graph.tied, **of_order))
         except UsageError as error:
             words = re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
-            raise UsageError(words + (_remedy(sizes) if "workers do not fit" in words else "")) from None
+            raise UsageError(words) from None
     for warning in slow:
         warn_user(str(warning.message))
     check(program, f"the schedule {scheme}")
     return program
-
-
-def _remedy(sizes: Sizes) -> str:
-    """What to do with more workers than stages, if they make several pipelines."""
-    pipelines, rest = divmod(sizes.workers or 0, sizes.stages)
-    if pipelines < 2 or rest or sizes.replicas or sizes.microbatches < pipelines:
-        return ""
-    if sizes.stages == 1:
-        return ': split the model into stages, mpirun.split(model, example, stages=...), or take "ddp"'
-    return f': "1f1b" with replicas={pipelines} makes {pipelines} pipelines of them'

@@ -28,12 +28,12 @@ from mpirun.engine.first_step import RunInterpreter, run_first
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import buffers_shared
-from mpirun.engine.same_start import Values, begun, check_held, check_same_start, check_unwritten, given_digests, hold
+from mpirun.engine.same_start import Values, check_same_start
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.model.stage_shape import StageShape
-from mpirun.training.notes import note_left_out, note_uncaptured, note_unreached
+from mpirun.training.notes import note_left_out, note_uncaptured
 from mpirun.training.sigterm import Sigterm
 from mpirun.verify.reference_stage import first_values
 from mpirun.verify.verification import Verification
@@ -95,11 +95,10 @@ class Session:
         self.sigterm = Sigterm()
         self.end.callback(self.sigterm.give_back)
         self.begun = 0  # steps done before this run
-        self.elsewhere = 0  # parameters that other ranks train, when they were last looked at
         self.steps = 0  # steps done
         self.state: dict[str, Any] = {}  # what the script saves besides
         self.verification: Verification | None = None
-        self.start: list[dict[Values, str]] = []  # digests of values that are compared before they are used
+        self.start: dict[Values, str] | None = None  # digests of values that are compared before they are used
         self.interpreters: list[RunInterpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
         self.counts_memory, self.memory = False, contextlib.ExitStack()
@@ -110,12 +109,12 @@ class Session:
         if self.counts_memory:
             self.bytes = self.memory.enter_context(track_memory(setup.device.torch))
         self.setup = setup
-        self.start = [given_digests(setup.model, self.header, self.comm.rank), {}]
+        self.start = {}
         start = first_values(setup.unsliced_model, setup.seed) if self.verifies and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: RunInterpreter = build_interpreter(
-            self.comm, self.program, self.instructions, setup, self.watchdog.state, digests=self.start[1]
+            self.comm, self.program, self.instructions, setup, self.watchdog.state, digests=self.start
         )
         self.interpreters.append(self.interpreter)
         self.interpreter.optimizer_step.leave_requested = self.sigterm.asks
@@ -125,21 +124,14 @@ class Session:
             say(self.setup.device.description, sys.stdout)
         if not any(shape.parameter_names for shape in setup.shapes):
             note(self.comm, "no parameter is trainable: steps change nothing")
-        left_out = note_left_out(self.comm, self.interpreter.optimizer.left_out)
-        self.end.callback(begun(self, setup.model, self.header, self.comm.rank, left_out))
+        note_left_out(self.comm, self.interpreter.optimizer.left_out)
         self.sigterm.take()
 
     def check_start(self) -> None:
-        """Stop if ranks begin with different values, unless those of a checkpoint have replaced them.
-
-        Or if a script has written values where ranks have only shards of them. UsageError if this rank has no current
-        values of what it computes with.
-        """
-        self.elsewhere = check_held(self.interpreter.stages.values(), self.elsewhere, self)
-        while self.start:
-            check_same_start(self.comm, self.start.pop())
-        if self.header.shard_owners:
-            check_unwritten(self.comm, self.interpreter.stages.values())
+        """Stop if ranks begin with different values, unless those of a checkpoint have replaced them."""
+        if self.start is not None:
+            check_same_start(self.comm, self.start)
+            self.start = None
 
     def add_interpreter(self, setup: Setup) -> RunInterpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
@@ -167,12 +159,7 @@ class Session:
     def resumed(self, steps: int) -> None:
         """A checkpoint of so many steps has replaced all values."""
         self.begun = self.steps = steps
-        self.loaded()
-
-    def loaded(self) -> None:
-        """All values have been replaced: those from before need not be the same on all ranks."""
-        self.start = []
-        hold(self.interpreter.stages.values())
+        self.start = None
 
     def begin_trace(self, path: str, schedule: str | None) -> None:
         """Record from now on when each rank executes which instruction, for a file that is not `schedule`."""
@@ -220,10 +207,7 @@ class Session:
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
         if compared:
             self.interpreter.microbatches.record_digests()
-        with self._state_explained():
-            result = self.interpreter.run(step) if self.interpreter.timed else run_first(self.interpreter, step)
-        if step == self.begun:
-            note_unreached(self.comm, self.setup, self.interpreter.reached, step)
+        result = self.interpreter.run(step) if self.interpreter.timed else run_first(self.interpreter, step)
         if compared:
             self._check_same_data(step)
         note_uncaptured(self.comm, self.interpreter.graphs)
@@ -238,21 +222,6 @@ class Session:
         metrics = means(result.metrics, weights, f"step {step + 1}")
         numbers = mean(result.losses, weights), result.losses, result.grad_norm, result.rate
         return Result(*numbers, metrics, seconds, samples, tokens, result.leave)
-
-    @contextlib.contextmanager
-    def _state_explained(self) -> Iterator[None]:
-        """Say how to keep state from microbatch to microbatch where torch's error of a backward is about that."""
-        try:
-            yield
-        except RuntimeError as error:
-            row = self.watchdog.state[ROW]
-            state = self.setup.shapes[self.instructions[row].stage].state if row >= 0 else []
-            if state and ("inplace operation" in str(error) or "a second time" in str(error)):
-                error.add_note(
-                    f"forwards of later microbatches change the buffer {', '.join(state)}: compute with a copy of it "
-                    "(.clone()), and keep its values without their graph (.detach()), or a row for each sample"
-                )
-            raise
 
     def _check_same_data(self, step: int) -> None:
         """Stop if ranks have different hashes of a microbatch, which were recorded in step `step`, from 0."""

@@ -10,26 +10,22 @@ from pathlib import Path
 
 import torch
 
-from mpirun.training.session import Result, Session
+from mpirun.comm.device import Device
+from mpirun.training.session import Result
 from schedgen.util.errors import UsageError
 
 Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
 
 
-def step_numbers(session: Session, result: Result, peak_flops: float | None) -> dict[str, float]:
-    """What is logged of a step; `peak_flops`: of a rank's device, in a second."""
-    setup, seconds = session.setup, result.seconds
+def step_numbers(result: Result, device: Device) -> dict[str, float]:
+    """What is logged of a step."""
+    seconds = result.seconds
     numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, "seconds": seconds}
     numbers |= {"samples_per_second": result.samples / seconds, "tokens_per_second": result.tokens / seconds}
-    if setup.device.kind == "cuda":
-        numbers["peak_bytes"] = torch.cuda.max_memory_allocated(setup.device.torch)
+    if device.kind == "cuda":
+        numbers["peak_bytes"] = torch.cuda.max_memory_allocated(device.torch)
     else:
         numbers["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if peak_flops is not None:
-        # The usual estimate: two operations a parameter and token in a forward, four in a backward.
-        own = [shape for stage, shape in enumerate(setup.shapes) if not setup.model.is_replica(stage)]
-        parameters = sum(place.size.numel() for shape in own for place in shape.layout)
-        numbers["mfu"] = 6 * parameters * result.tokens / (seconds * peak_flops * session.comm.size)
     return {**numbers, **result.metrics}
 
 

@@ -61,7 +61,7 @@ def forward(setup: Setup, header: Header, stages: Sequence[ReferenceStage], step
             else batch.leaves[source.leaf]
             for source in sources
         ]
-        computed_by = header.compute[F, stage, number % header.microbatches]
+        computed_by = header.compute[F, stage, number]
         frozen = setup.shapes[stage].overwrites_buffers and computed_by != statistics_rank(header, stage)
         kept = frozen_statistics(reference.module) if frozen else contextlib.nullcontext()
         with autocast(setup.device.kind, setup.autocast_dtype), kept:

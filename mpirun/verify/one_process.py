@@ -58,24 +58,15 @@ class _Model:
     def forward_backward(self, step: int) -> tuple[list[float], dict[tuple[int, str], Tensor]]:
         """All microbatches of a step: their losses, and the gradient of every parameter."""
         losses: list[float] = []
-        total: Parameters = {}
-        for begin in range(0, self.setup.passes * self.header.microbatches, self.header.microbatches):
-            losses += self._pass(step, begin)
-            for key, gradient in self._take_gradients().items():
-                total[key] = total[key] + gradient if begin else gradient
-        return losses, total
-
-    def _pass(self, step: int, begin: int) -> list[float]:
-        """The microbatches of one pass through a schedule's list, from number `begin`; their losses."""
-        losses: list[float] = []
         forwards: list[ForwardPass] = []
         for mb in range(self.header.microbatches):
             if self.setup.model.loss_of == "minibatch":
-                forwards.append(forward(self.setup, self.header, self.stages, step, begin + mb))
+                forwards.append(forward(self.setup, self.header, self.stages, step, mb))
             else:
-                losses.append(forward_backward(self.setup, self.header, self.stages, step, begin + mb))
+                losses.append(forward_backward(self.setup, self.header, self.stages, step, mb))
             self.beat()
-        return backward_of_minibatch(self.setup, self.header, forwards, step) if forwards else losses
+        losses = backward_of_minibatch(self.setup, self.header, forwards, step) if forwards else losses
+        return losses, self._take_gradients()
 
     def _take_gradients(self) -> Parameters:
         """Remove and return the parameters' gradients; those of tied ones are added in the order of the stages."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 
 from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.output import say
 from mpirun.comm.waiting import sleeping_barrier
-from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit
 from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.running_statistics import statistics_rank
@@ -30,7 +28,7 @@ from schedgen.ir.tensor_parallel import TensorParallel
 
 REASONS = (
     "usual reasons: a forward draws from another generator than torch's default ones, keeps state outside of "
-    "registered buffers, or changes a parameter; ranks have different data; another Engine trains "
+    "registered buffers, or changes a parameter; ranks have different data or modules; another Engine trains "
     "the same modules"
 )
 
@@ -69,11 +67,8 @@ class Verification:
             if shapes[index].overwrites_buffers and statistics_rank(header, index) == comm.rank:
                 self.record.buffers.update({(index, n): x.cpu() for n, x in buffer_copies(stage.module).items()})
         differing = differing_copy(comm, header, shapes, self.record)
-        unfrozen = sorted({*chain(*comm.allgather(_unfrozen(self.interpreter.stages.values())))})
         ours = gather_record(comm, header, shapes, self.record)
         used = used_versions(comm, self.program)
-        if differing is None and unfrozen:
-            differing = f"{unfrozen[0]} has been unfrozen since the Engine was built, and is not trained"
         code = int(differing is not None)
         if ours is not None and differing is not None:
             _say(f"failed: {differing}")
@@ -109,11 +104,6 @@ class Verification:
         if code:
             _say(REASONS)
         return code
-
-
-def _unfrozen(stages: Iterable[LocalStage]) -> list[str]:
-    """The names of parameters that would be trained only if the run began now."""
-    return [name for s in stages for name, x in s.module.named_parameters() if x.requires_grad and name not in s.names]
 
 
 def _say(line: str) -> None:

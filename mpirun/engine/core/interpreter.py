@@ -60,7 +60,7 @@ class Interpreter:
         self.execute_list: Callable[[], None] = self.execute  # a trace replaces it
 
     def run(self, step: int) -> StepResult:
-        """Execute the list once for every accumulation pass of a step; no autograd graph may be alive."""
+        """Execute the list once, for a step; no autograd graph may be alive."""
         context = self.context
         self.position.step = self.state[STEP] = step
         self.state[PHASE] = TRAINING
@@ -69,18 +69,12 @@ class Interpreter:
         for index in context.slots.fetched:  # another interpreter, or the script, may have moved `data`
             self.stages[index].use_weights()
         context.grad_buffers.detach()
-        losses: list[float] = []
-        metrics: list[dict[str, float]] = []
-        for number in range(self.position.passes):
-            self.position.accumulation_pass = number
-            self.begin_pass()
-            self.execute_list()
-            losses += self.optimizer_step.result.losses
-            metrics += self.optimizer_step.result.metrics
+        self.begin_pass()
+        self.execute_list()
         for stage in self.stages.values():
             stage.give_back()
         self.state[ROW] = NOTHING
-        return self.optimizer_step.result._replace(losses=losses, metrics=metrics)
+        return self.optimizer_step.result
 
     def begin_pass(self) -> None:
         """Called before every pass through the list; `engine.first_step` overrides it."""

@@ -107,7 +107,6 @@ class LocalStage:
             for _, parameter in named:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
         module.to(device.torch)
-        self.expect_writes()
         self.outside_norm: set[str] = set()  # names of parameters that are an earlier stage's, too, or not stepped
         self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
 
@@ -136,10 +135,6 @@ class LocalStage:
         for parameters, name, parameter in self.given:
             parameters[name] = parameter
         self.layer_rng.at = ()
-
-    def expect_writes(self) -> None:
-        """What has been written to the script's parameters until now does not count as written by the script."""
-        self.writes = [parameter._version for parameter, _ in self.first]  # torch's counts
 
     def _copy_of_shard(self, shard: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         span = self.shard_spans[shard]

@@ -10,13 +10,11 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 from torch import fx, nn
 
-from mpirun.model.module_tensors import check_parameters
 from schedgen.util.errors import MpirunWarning, UsageError, of_user, raised
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -108,20 +106,12 @@ def check_hooks(module: nn.Module) -> None:
         if part._backward_hooks or part._backward_pre_hooks:
             what = f"{name!r}, " if name else ""
             raise UsageError(f"{what}{type(part).__name__}: its backward hook would not be called in a stage")
-    check_parameters(module, type(module).__name__)
 
 
 def unknown_name(what: str, name: object, names: Iterable[str]) -> UsageError:
     """The UsageError for a `name` that does not exist; it suggests similar ones among `names`."""
     near = difflib.get_close_matches(str(name), filter(None, names), 3, 0.4)
     return UsageError(f"{what} {name!r} does not exist" + (f"; did you mean {' or '.join(near)}?" if near else ""))
-
-
-def called_by_user(frame: FrameType | None) -> bool:
-    """Whether the user, not torch, made a call; `frame`: that of the caller, perhaps inside torch's grad modes."""
-    while frame is not None and frame.f_code.co_filename.endswith(("grad_mode.py", "_contextlib.py")):
-        frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -55,10 +55,6 @@ class Cut(NamedTuple):
         """(producer, consumer) of every two stages between which values are sent."""
         return sorted({(value.stage, consumer) for value, consumer in self._values_read()})
 
-    def check_eval(self) -> None:
-        """UsageError if stages would not compute in eval mode what the module does."""
-        self.origin.check_eval()
-
     def leaves(self, data: Any) -> tuple[Any, ...]:
         """The leaves of the input of a microbatch, in the order that Input counts."""
         return tuple(pytree.tree_leaves(data)) if self.example is None else self.example.leaves(data)

@@ -1,8 +1,7 @@
 """Train and eval mode: operations of a traced stage that follow its `train()` and `eval()`, as in the module.
 
 A graph is traced in one mode, whose decisions are constants in it: whether a dropout drops, whether BatchNorm uses the
-batch's statistics. These follow the mode. `compare_with_eval` compares the graphs that a module is traced to in both
-modes: any other difference is refused.
+batch's statistics. These follow the mode; any other difference is as it was traced.
 """
 
 from __future__ import annotations
@@ -15,20 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from mpirun.model.split.errors import line_of_node
-from mpirun.model.split.export_graph import ExportedGraph
 from mpirun.model.split.node_dependencies import arguments_of
-from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
 EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by aten's parameter
 COUNTER = "num_batches_tracked"  # the buffer that normalisations count in, in train mode only
-DROPOUTS = (  # in eval mode they return their first argument
-    aten.dropout.default,
-    aten.feature_dropout.default,
-    aten.alpha_dropout.default,
-    aten.feature_alpha_dropout.default,
-)
 
 
 class ModeOp(nn.Module):
@@ -113,8 +103,8 @@ def changes_counter(node: fx.Node, counters: Collection[fx.Node]) -> bool:
     return changed is not node and changed in counters
 
 
-def eval_arguments(node: fx.Node, by_name: bool = False) -> dict[int | str, Any]:
-    """The values in eval mode of the arguments that the mode changes, by position or keyword; or all by name."""
+def eval_arguments(node: fx.Node) -> dict[int | str, Any]:
+    """The values in eval mode of the arguments that the mode changes, by position or keyword."""
     if not isinstance(node.target, OpOverload):
         return {}
     changed: dict[int | str, Any] = {}
@@ -123,50 +113,8 @@ def eval_arguments(node: fx.Node, by_name: bool = False) -> dict[int | str, Any]
         value = EVAL_VALUES.get(parameter.name)
         keeps_statistics = given.get("running_mean", node) is not None  # without them, eval mode is like train mode
         if value is not None and given[parameter.name] != value and keeps_statistics:
-            changed[parameter.name if by_name or position >= len(node.args) else position] = value
+            changed[parameter.name if position >= len(node.args) else position] = value
     return changed
-
-
-def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> None:
-    """UsageError, with the line, if the graphs of both modes differ in what stages cannot follow."""
-    of_train, of_eval = _operations(train, in_train=True), _operations(evaluated, in_train=False)
-    for (node, operation), (_, twin) in zip(of_train, of_eval, strict=False):  # both end with the output
-        if operation != twin:
-            raise UsageError(
-                f"{line_of_node(node)}: stages would not do in eval mode what the module does: dropouts, with "
-                "training=self.training, and normalisations alone follow the mode"
-            )
-
-
-def _operations(exported: ExportedGraph, in_train: bool) -> list[tuple[fx.Node, tuple[Any, ...]]]:
-    """The operations of a graph as stages do them in eval mode, in order: each node, and what it computes from what.
-
-    Operands are given by the numbers of the operations that make them. `in_train`: the graph is of train mode.
-    """
-    operations: list[tuple[fx.Node, tuple[Any, ...]]] = []
-    counters = counters_of(exported.graph) if in_train else []
-    values: dict[fx.Node, Any] = {}  # by node, what identifies its value
-    for node in exported.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = "input", exported.inputs[node]
-        elif node.op == "get_attr":
-            name = str(node.target)
-            values[node] = Constant(exported.state[name]) if name in exported.temporary else name
-        elif node.op == "output":
-            operations.append((node, (fx.node.map_arg(exported.results, values.__getitem__), exported.spec)))
-        elif node.op == "call_function":
-            arguments: Any = (node.args, node.kwargs)
-            if isinstance(node.target, OpOverload):
-                arguments = arguments_of(node) | (eval_arguments(node, by_name=True) if in_train else {})
-            dropped = node.target in DROPOUTS and not arguments["train"]  # attention has no such node in eval mode
-            if dropped or node.target is aten.contiguous.default or changes_counter(node, counters):
-                values[node] = values[node.all_input_nodes[0]]
-                continue
-            target = aten.reshape.default if node.target is aten.view.default else node.target
-            operands = fx.node.map_arg(arguments, values.__getitem__)
-            values[node] = len(operations)
-            operations.append((node, (target, operands, node.meta.get("regions"))))
-    return operations
 
 
 class Constant:

@@ -184,7 +184,7 @@ def resumed() -> Any:
     for name, parts in (("whole", (("1f1b", 7),)), ("parts", (("1f1b", 4), ("zb-h1", 7)))):
         numbers = []
         for scheme, steps in parts:
-            run = engine(scheme, accumulate=1)
+            run = engine(scheme)
             loader = run.loader(DATA, 2, shuffle=True)
             found = run.resume(FOLDER / name, data=loader)
             numbers += [found] * (scheme != "1f1b") + train(run, loader, steps)
@@ -247,7 +247,7 @@ def buckets() -> Any:
             "verified": [verified, out.getvalue()],
         }
         run.close()
-    run = mixing(accumulate=2)  # evaluated first, on another shape than it is trained on
+    run = mixing()  # evaluated first, on another shape than it is trained on
     run.evaluate(run.loader(of_lengths((3,)), 4), batches=1)
     train(run, run.loader(of_lengths((6,)), 2), 2)
     run.close()

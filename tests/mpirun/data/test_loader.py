@@ -401,7 +401,6 @@ def test_a_broken_sample(workers):
 
 
 ORDERS = "each say the order of samples: give one of them"
-AGAIN = "the sampler gives another order when it is asked again, as after a restart: let it draw from torch's ..."
 TOO_FEW = 'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing'
 ITEMS = "the dataset's items should be pairs (input, target), (input,) or mappings: collated is"
 
@@ -437,8 +436,6 @@ class WithoutLength(Dataset):
         (make, {"sampler": [1]}, "a function that makes microbatches cannot be shuffled: its samples come in its ..."),
         (numbers(9), {"sampler": [1], "shuffle": True}, f"shuffle, sampler and batch_sampler {ORDERS}"),
         (numbers(9), {"sampler": [1], "batch_sampler": [[1]]}, f"shuffle, sampler and batch_sampler {ORDERS}"),
-        (numbers(9), {"sampler": RandomSampler(numbers(9), generator=torch.Generator())}, AGAIN),
-        (numbers(9), {"sampler": iter(range(9))}, AGAIN),
         (numbers(9), {"sampler": []}, "the dataset is empty"),
         (numbers(9), {"batch_sampler": []}, "the dataset is empty"),
         (

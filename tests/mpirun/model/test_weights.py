@@ -206,16 +206,6 @@ def test_buffers_that_are_not_saved_are_not_read(tmp_path: Path, kind: str, devi
     }
 
 
-def test_weights_without_names_are_compared_where_stages_are_built() -> None:
-    model, values = stage_entries("layers")
-    del values["layer2.bias"]
-    model = model._replace(weights=Recorded(values))
-    check_weights(model)
-    build_stage(model, 0, 0)
-    with pytest.warns(MpirunWarning, match=r"^weights of stage 1: has no layer2.bias: trained from the values that"):
-        build_stage(model, 1, 0)
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -312,24 +302,6 @@ def test_directories_that_are_no_weights(tmp_path: Path, prepare: Callable[[Path
         Pretrained(tmp_path)
     with pytest.raises(UsageError, match="is no directory"):
         Pretrained(tmp_path / "none")
-
-
-@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters_are_refused_by_name(method: str) -> None:
-    def hooked() -> nn.Module:
-        net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        getattr(net[1].weight, method)(lambda x: None)
-        return net
-
-    why = re.escape(f"its parameter 1.weight has a hook ({method}), which a stage would not call")
-    for refused in (
-        lambda: split(hooked(), X, stages=2),
-        lambda: split_sequential(hooked(), 2),  # type: ignore[arg-type]
-        lambda: build_stage(Model([hooked], nn.functional.mse_loss), 0, 0),
-        lambda: build_stage(Model([hooked()], nn.functional.mse_loss), 0, 0),
-    ):
-        with pytest.raises(UsageError, match=f"Sequential: {why}"):
-            refused()
 
 
 class Marked(nn.Module):
