@@ -22,7 +22,7 @@ ROOMS = {
     "schedgen/report": 2_255,
     "schedgen/cli": 1_155,
     "schedgen/util": 740,
-    "mpirun": 18_270,
+    "mpirun": 17_435,
     "mpirun/engine/core": 1_990,
     "mpirun/engine": 4_800,
     "mpirun/model": 4_195,

@@ -1,25 +1,16 @@
-"""The entries of a stage in a checkpoint: the parameters' names in the model, which depend on no stage or rank.
-
-Tensor slices write a parameter in shares, as entries NAME@t/T (share t of T); `Entries` reads these as the whole.
-"""
+"""The entries of a stage in a checkpoint: the parameters' names in the model, which depend on no stage or rank."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from mpirun.checkpoint.disk_format import read_entries
 from mpirun.engine.core.stage import LocalStage
 from mpirun.model.contract import Model
-from mpirun.model.parallel_layers import Slice, SlicedDim
+from mpirun.model.parallel_layers import Slice
 from mpirun.model.weight_names import unused_names, weight_names
 from schedgen.util.errors import UsageError
-
-_SHARE = re.compile(r"(.+)@(\d{1,9})/\d{1,9}(\.[^.@]+)?")
 
 
 def parameter_entries(model: Model, stage: LocalStage) -> list[str | None]:
@@ -36,7 +27,7 @@ def parameter_entries(model: Model, stage: LocalStage) -> list[str | None]:
 
 
 def slice_entry(entry: str, slice: Slice) -> str:
-    """The entry of a tensor slice's share of a parameter: NAME@t/T."""
+    """What a tensor slice's share of a parameter is called until the shares are joined."""
     return f"{entry}@{slice.index}/{slice.count}"
 
 
@@ -79,41 +70,3 @@ def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
         elif model.is_first_slice(stage.index):
             entries[entry] = value
     return entries
-
-
-class Entries:
-    """The entries of one kind, weights or optimizer; a parameter in shares has one name here."""
-
-    def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
-        """`files`: the file of each entry as it was written; `folder`: the checkpoint, for messages."""
-        self.folder, self.files = folder, files
-        self.shares: dict[str, dict[int, str]] = {}  # by name and number of the share, its entry
-        for entry in files:
-            if (match := _SHARE.fullmatch(entry)) is not None:
-                name, index, suffix = match.groups(default="")
-                self.shares.setdefault(name + suffix, {})[int(index)] = entry
-
-    @property
-    def names(self) -> list[str]:
-        """All names, including those of parameters in shares."""
-        return [*(name for name in self.files if _SHARE.fullmatch(name) is None), *self.shares]
-
-    def read(self, names: Sequence[str], dims: Mapping[str, SlicedDim]) -> dict[str, Any]:
-        """The values of whole entries; missing ones are left out. `dims`: how entries that may be in shares were cut.
-
-        UsageError if one is in shares that the model does not have.
-        """
-        values = read_entries(self.files, [name for name in names if name in self.files])
-        for name in names:
-            if name not in values and name in self.shares:
-                entries = [entry for _, entry in sorted(self.shares[name].items())]
-                shares = read_entries(self.files, entries)
-                values[name] = self._joined(name, [shares[entry] for entry in entries], dims.get(name))
-        return values
-
-    def _joined(self, name: str, shares: Sequence[Any], dim: SlicedDim | None) -> Any:
-        if not isinstance(shares[0], Tensor) or not shares[0].dim():  # a number that all slices have
-            return shares[0]
-        if dim is None:
-            raise UsageError(f"{self.folder}: has {name} in shares, but the model does not divide it")
-        return dim.join(shares)

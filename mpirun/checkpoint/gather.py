@@ -1,4 +1,4 @@
-"""What each rank writes, by entry: the weights that it owns, and those divided among ranks, which it gathers."""
+"""What each rank writes, by entry: the weights that it owns, and those that ranks divide, which it gathers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from mpirun.checkpoint.entry_names import parameter_entries, written_untrained
+from mpirun.checkpoint.entry_names import parameter_entries, slice_entry, written_untrained
 from mpirun.comm.fail_together import together
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit, pieces
 from mpirun.engine.setup import RankPart
+from mpirun.model.parallel_layers import Slice
 from mpirun.model.stage_shape import Place
 from schedgen.ir.header import Header
 
@@ -32,18 +34,40 @@ def written_entries(part: RankPart, state: State) -> tuple[dict[str, Tensor], Va
 
     `state`: returns nothing if only the weights are wanted. Stop if a module has state other than tensors.
     """
-    weights: dict[str, Tensor] = {}
-    kept: Values = {}
-    for index, values in dict(_written_values(part, state)).items():
+    values: dict[str, Values] = {}
+    for index, of_stage in dict(_written_values(part, state)).items():
         entries = parameter_entries(part.setup.model, part.stages[index])
-        for entry, of_parameter in zip(entries, values, strict=True):
-            if entry is not None:
-                weights[entry] = of_parameter.pop(PARAMETER).detach()
-                kept |= {f"{entry}.{key}": value for key, value in of_parameter.items()}
+        values |= {entry: each for entry, each in zip(entries, of_stage, strict=True) if entry is not None}
     for entry, value in untrained_entries(part)[0].items():
         # The format takes no views, nor tensors that share memory.
-        weights[entry] = value.detach().clone(memory_format=torch.contiguous_format)
-    return weights, kept
+        values[entry] = {PARAMETER: value.clone(memory_format=torch.contiguous_format)}
+    _join_slices(part, values)
+    weights = {entry: each.pop(PARAMETER).detach() for entry, each in values.items()}
+    return weights, {f"{entry}.{key}": value for entry, each in values.items() for key, value in each.items()}
+
+
+def _join_slices(part: RankPart, values: dict[str, Values]) -> None:
+    """Replace the shares that tensor slices have of parameters by the whole, where the first slice is written."""
+    comm, header, model = part.comm, part.header, part.setup.model
+    for index in header.first_slices:
+        first, root = model.slice_of(index), writing_rank(header, index)
+        for name, dim in part.setup.shapes[index].sliced_dims.items() if first.count > 1 else ():
+            whole = model.entry_name(index, name)
+            names = [slice_entry(whole, Slice(number, first.count)) for number in range(first.count)]
+            own = {entry: tree_map_only(Tensor, _on_host, values.pop(entry)) for entry in names if entry in values}
+            if (of_ranks := comm.gather(own, root=root)) is not None:
+                shares = {entry: share for of_rank in of_ranks for entry, share in of_rank.items()}
+                values[whole] = {
+                    key: dim.join([shares[entry][key] for entry in names])
+                    if isinstance(value, Tensor) and value.dim()
+                    else value
+                    for key, value in shares[names[0]].items()
+                }
+            part.beat()
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True)
 
 
 def untrained_entries(part: RankPart) -> tuple[dict[str, Tensor], list[str]]:
@@ -91,11 +115,7 @@ def _own_pieces(stage: LocalStage | None, parameters: int, state: State) -> list
         of_pieces = state((stage.index, shard))
         for number, piece in enumerate(pieces(stage.layout, stage.shard_spans[shard])):
             values = {PARAMETER: piece.of_shard(flat), **(of_pieces[number] if of_pieces else {})}
-            copies = {
-                key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-                for key, value in values.items()
-            }
-            own[piece.parameter].append((piece.begin, copies))
+            own[piece.parameter].append((piece.begin, tree_map_only(Tensor, _on_host, values)))
     return own
 
 

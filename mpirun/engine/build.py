@@ -19,13 +19,13 @@ from mpirun.engine.core.context import Around, Context
 from mpirun.engine.core.grad_buffers import GradBuffers
 from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.grad_norm import GradNorms
 from mpirun.engine.job_graphs import Job, JobGraphs, check_nothing_offloaded
 from mpirun.engine.loss import MinibatchLoss, check_forwards_first, exchange_among, minibatch_ranks, score
 from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.other_sums import SliceSums, tied_sum
+from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import KeptBuffers
 from mpirun.engine.same_start import Values, value_digests
 from mpirun.engine.setup import Setup

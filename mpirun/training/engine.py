@@ -143,6 +143,7 @@ class Engine(OpenRun):
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(comm, lambda: check_new(directory_of("export", export)))
+            self._ending.callback(torch.set_num_threads, torch.get_num_threads())
             self.host = use_host(comm, use)
             taken = Given(model, loss, stages, self._weights_directory, use.seed, loss_of)
             file, self._model = load(comm, schedule, microbatches, taken, compiled)

@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
+from mpirun.checkpoint.pretrained import check_weights
 from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.comm.output import print_notes
 from mpirun.data.dataset_loaders import FunctionLoader, StreamLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
-from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.options import RunOptions, SetupOptions, values_of
 from mpirun.engine.recipe import Recipe
+from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.setup import Host, Setup, set_up
-from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.loss import loss_input, why_uncut
 from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares

@@ -24,9 +24,9 @@ from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.core.optimizer_step import StepResult
-from mpirun.engine.first_step import RunInterpreter, run_first
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.read_schedule import Schedule
+from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import buffers_shared
 from mpirun.engine.same_start import Values, check_same_start
 from mpirun.engine.setup import RankPart, Setup
@@ -207,7 +207,7 @@ class Session:
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
         if compared:
             self.interpreter.microbatches.record_digests()
-        result = self.interpreter.run(step) if self.interpreter.timed else run_first(self.interpreter, step)
+        result = self.interpreter.run(step)
         if compared:
             self._check_same_data(step)
         note_uncaptured(self.comm, self.interpreter.graphs)

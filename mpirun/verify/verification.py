@@ -12,14 +12,13 @@ from torch import Tensor
 from mpirun.comm.output import say
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.core.weight_layout import Unit
-from mpirun.engine.first_step import RunInterpreter
+from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value
 from mpirun.model.module_tensors import buffer_copies, given_modules, kept
 from mpirun.verify.compare import compare, default_tolerance, directionless, same_bits
-from mpirun.verify.delayed_updates import run_with_delayed_updates, used_versions
-from mpirun.verify.one_process import run_in_one_process
+from mpirun.verify.one_process import run_in_one_process, run_with_delayed_updates, used_versions
 from mpirun.verify.record import Parameters, RankRecord, Record, copy_pieces, differing_copy, gather_record
 from mpirun.verify.reference_stage import Start
 from schedgen.ir.header import Header

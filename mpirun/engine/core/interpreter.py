@@ -77,7 +77,7 @@ class Interpreter:
         return self.optimizer_step.result
 
     def begin_pass(self) -> None:
-        """Called before every pass through the list; `engine.first_step` overrides it."""
+        """Called before every pass through the list; `engine.run_interpreter` overrides it."""
 
     def _forget_pass(self) -> None:
         """Drop what an interrupted pass has kept: the next pass may have other data."""

@@ -12,8 +12,8 @@ from mpirun.model.contract import Layers, Origin
 from mpirun.model.dataflow import Input, Value
 from mpirun.model.meta_values import Init, meta_module
 from mpirun.model.module_tensors import shared_parameters, tensor_aliases
+from mpirun.model.split.cut_points import even_starts
 from mpirun.model.split.errors import check_hooks, line_of_forward, unknown_name, warn_user
-from mpirun.model.split.linear_partition import even_starts
 from mpirun.model.split.split_result import Cut
 from schedgen.util.errors import UsageError
 

@@ -156,7 +156,7 @@ def prepared(self, *arguments):
     prepare(self, *arguments)
     def strict(act):
         def run():
-            torch.cuda.set_sync_debug_mode("error" if self.timed else "default")
+            torch.cuda.set_sync_debug_mode("error" if self.warm else "default")
             act()
             torch.cuda.set_sync_debug_mode("default")
         return run

@@ -18,10 +18,9 @@ from split_models import scores_of, set_values
 from torch import Tensor, nn
 
 from mpirun import Model, MpirunWarning, split, split_sequential
-from mpirun.checkpoint.pretrained import Pretrained
+from mpirun.checkpoint.pretrained import Pretrained, check_weights
 from mpirun.engine.expand_slices import expand_model
 from mpirun.model.build_stage import build_stage
-from mpirun.model.check_weights import check_weights
 from mpirun.model.module_tensors import own_tensors, tensor_aliases
 from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, RowParallelLinear, Slice
 from mpirun.model.stage_copies import fake_mode, stage_without_values

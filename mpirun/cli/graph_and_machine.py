@@ -1,4 +1,4 @@
-"""`python -m mpirun machine`: the machine file of the ranks that run it, for `--machine` of schedgen's commands."""
+"""`python -m mpirun graph` and `machine`: files for the options `--graph` and `--machine` of schedgen."""
 
 from __future__ import annotations
 
@@ -6,16 +6,39 @@ import json
 
 from mpi4py import MPI
 
-from mpirun.cli.options import MachineOptions
+from mpirun.cli.options import GraphOptions, MachineOptions
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.machine_speed import measure_machine
-from mpirun.comm.output import write_output
+from mpirun.comm.output import print_notes, write_output
 from mpirun.engine.setup import use_host
+from mpirun.model.load_model import load_model
 from schedgen.util.files import check_writable
 
 
+class Graph:
+    """Which stages of a model read which, and ties. There is no schedule, so rank 0 does all of it."""
+
+    def __init__(self, comm: MPI.Intracomm, options: GraphOptions) -> None:
+        self.comm, self.options = comm, options
+
+    def position(self) -> str:
+        """Of no instruction."""
+        return ""
+
+    def execute(self) -> int:
+        """Write the file; returns the exit code. Collective."""
+        with print_notes(self.comm):
+            on_rank_0(self.comm, self._write)
+        return 0
+
+    def _write(self) -> None:
+        check_writable("--output", self.options.output)
+        model = load_model(self.options.model, self.options.stages, seed=0, needs_batch=False)
+        write_output("--output", self.options.output, model.graph().text().encode())
+
+
 class Machine:
-    """One rank's part of the command."""
+    """The machine of the ranks that run it."""
 
     def __init__(self, comm: MPI.Intracomm, options: MachineOptions) -> None:
         if comm.size == 1:
