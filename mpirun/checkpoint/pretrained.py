@@ -7,7 +7,6 @@ compares them with a model before they are read.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Collection
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from mpirun.model.contract import Model
 from mpirun.model.stage_copies import fake_mode, stage_without_values
-from mpirun.model.weight_names import lack, weight_names
-from schedgen.util.errors import MpirunWarning, UsageError, listed
+from mpirun.model.weight_names import weight_names
+from schedgen.util.errors import UsageError, listed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -85,14 +84,13 @@ def _names(path: Path) -> list[str]:
         raise UsageError(f"weights: {path}: {error}") from None
 
 
-def check_weights(model: Model) -> None:
-    """Warn of entries of `Model.weights` that no stage uses, and of tensors that it lacks.
+def check_weights(model: Model) -> list[str]:
+    """Sentences on entries of `Model.weights` that no stage uses, and on tensors that it lacks.
 
-    For rank 0 alone: each is an MpirunWarning. UsageError if no entry belongs to the model. Weights without `names` are
-    not compared.
+    UsageError if no entry belongs to the model. Weights without `names` are not compared.
     """
     if model.weights is None or (names := getattr(model.weights, "names", None)) is None:
-        return
+        return []
     missing: list[str] = []
     unused, fake = dict.fromkeys(names), fake_mode()
     for stage in range(len(model.stages)):
@@ -106,10 +104,6 @@ def check_weights(model: Model) -> None:
     where = f"{model.weights}"
     if unused.keys() == {*names}:
         raise UsageError(f"{where}: has nothing of the model: it has {listed(unused)}, but not {listed(missing)}")
-    sentences = []
-    if missing:
-        sentences.append(lack(missing, where))
-    if unused:
-        sentences.append(f"{where}: no stage uses {listed(unused)}")
-    for sentence in sentences:
-        warnings.warn(sentence, MpirunWarning, stacklevel=2)
+    trained = "trained from the values that the model is built with"
+    lack = [f"{where}: has no {listed(missing)}: {trained}"] if missing else []
+    return lack + ([f"{where}: no stage uses {listed(unused)}"] if unused else [])

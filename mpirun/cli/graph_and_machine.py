@@ -9,7 +9,7 @@ from mpi4py import MPI
 from mpirun.cli.options import GraphOptions, MachineOptions
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.machine_speed import measure_machine
-from mpirun.comm.output import print_notes, write_output
+from mpirun.comm.output import write_output
 from mpirun.engine.setup import use_host
 from mpirun.model.load_model import load_model
 from schedgen.util.files import check_writable
@@ -27,8 +27,7 @@ class Graph:
 
     def execute(self) -> int:
         """Write the file; returns the exit code. Collective."""
-        with print_notes(self.comm):
-            on_rank_0(self.comm, self._write)
+        on_rank_0(self.comm, self._write)
         return 0
 
     def _write(self) -> None:

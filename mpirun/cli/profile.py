@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 
 from mpi4py import MPI
@@ -10,7 +9,6 @@ from mpi4py import MPI
 from mpirun.cli.optimizer import optimizer
 from mpirun.cli.options import ProfileOptions
 from mpirun.comm.fail_together import from_rank_0, together
-from mpirun.comm.output import print_notes
 from mpirun.engine.options import RunOptions, SetupOptions, values_of
 from mpirun.engine.recipe import Recipe
 from mpirun.engine.setup import set_up, text_microbatches, use_host
@@ -18,7 +16,7 @@ from mpirun.model.load_model import load_model
 from mpirun.training import profile
 from schedgen.checker import checked
 from schedgen.ir.graph_file import ModelGraph
-from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
+from schedgen.util.errors import RefusedFile, UsageError
 
 
 class Profile(profile.Profile):
@@ -27,8 +25,7 @@ class Profile(profile.Profile):
     def __init__(self, comm: MPI.Intracomm, options: ProfileOptions) -> None:
         graph, self.steps = from_rank_0(comm, lambda: _graph(options)), options.steps
         host = use_host(comm, options)
-        with print_notes(comm):
-            model = together(comm, lambda: load_model(options.model, graph.stages, options.seed))
+        model = together(comm, lambda: load_model(options.model, graph.stages, options.seed))
         source = text_microbatches(comm, model, options, profile.MICROBATCHES)
         recipe, of_run = Recipe(partial(optimizer, options), clip=options.clip), values_of(options, SetupOptions)
         prepare = partial(
@@ -44,9 +41,7 @@ class Profile(profile.Profile):
 
 def _graph(options: ProfileOptions) -> ModelGraph:
     if options.schedule is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MpirunWarning)  # the set-up makes the model again, and then warns
-            return load_model(options.model, options.stages or 1, options.seed).graph()
+        return load_model(options.model, options.stages or 1, options.seed).graph()
     try:
         header = checked(options.schedule).header
     except OSError as error:

@@ -76,7 +76,7 @@ def build_interpreter(
     state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
     transport = make_transport(comm, header.groups, setup.crowded, _show_waits(state), device=setup.device)
     position = Position()
-    graphs = JobGraphs(setup.device, comm.rank, slots.blocks) if setup.graphs else None
+    graphs = JobGraphs(setup.device, slots.blocks) if setup.graphs else None
 
     def seed_loss() -> None:
         setup.device.seed(derived_seed(setup.seed, position.step, LOSS))

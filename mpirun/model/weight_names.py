@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from mpirun.model.contract import Model
 from mpirun.model.module_tensors import own_tensors, temporary_buffers, tensor_aliases
-from schedgen.util.errors import listed
 
 
 def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") -> dict[str, list[str]]:
@@ -34,8 +33,3 @@ def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
     known += [untied.entry_name(*place) for tie in model.tied if (stage, names[0]) in tie for place in tie]
     known += [untied.entry_name(stage, name) for name in names]
     return list(dict.fromkeys([*known, *(alias for name in known for alias in model.origin.aliases.get(name, ()))]))
-
-
-def lack(names: Collection[str], where: str) -> str:
-    """A sentence that says that weights lack these names; `where`: which weights."""
-    return f"{where}: has no {listed(names)}: trained from the values that the model is built with"

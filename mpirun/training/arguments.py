@@ -5,7 +5,6 @@ Plain values are compared as they are, functions by their names, other objects b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Number, Real
@@ -31,7 +30,6 @@ Optimizers = Factory | type[torch.optim.Optimizer] | partial[torch.optim.Optimiz
 # Arguments of an Engine that ranks may be given otherwise: the model's values are compared when they are first used,
 # hosts may have other numbers of cores, and rank 0 alone logs, and reads the text.
 MAY_DIFFER = ("self", "comm", "model", "options", "threads", "log", "text")
-FOLDERS = ("weights", "export")  # hosts may call them otherwise: what has to agree is whether there is one
 
 
 def directory_of(what: str, name: object) -> Path:
@@ -58,21 +56,11 @@ def make_recipe(
     if callable(lr) and scheduler is not None:
         raise UsageError("lr and scheduler both say what the rate of a step is: give a number as lr, or one of them")
     is_number = isinstance(lr, Real) and not isinstance(lr, bool)
-    if lr is not None and not callable(lr) and not (is_number and 0 <= lr < math.inf):
-        raise UsageError(f"lr should be a number of at least 0, or a function of the step, not {lr!r}")
-
-    def rate_of(step: int) -> float:
-        value = lr(step) if callable(lr) else lr
-        try:
-            number = float(value)  # type: ignore[arg-type]  # checked here, as a function may return anything
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0 <= number < math.inf:
-            least = " of at least 0" if number < 0 else ""
-            raise UsageError(f"the learning rate of step {step + 1} is {value!r}, not a number{least}")
-        return number
-
-    rate = None if lr is None else rate_of
+    if lr is not None and not callable(lr) and not is_number:
+        raise UsageError(f"lr should be a number or a function of the step, not {lr!r}")
+    rate: Callable[[int], float] | None = None
+    if lr is not None:
+        rate = (lambda step: float(lr(step))) if callable(lr) else (lambda step: float(lr))
     made: Any = optimizer or torch.optim.AdamW
     if not callable(made):
         ways = "a class, partial(torch.optim.SGD, lr=0.1), or a function of a list of NamedParameters"
@@ -102,7 +90,7 @@ def check_batches(loader: object, batches: int | None) -> None:
 def options_to_compare(given: Mapping[str, Any]) -> dict[str, Any]:
     """Of the arguments of an Engine, by name, what has to be the same on all ranks."""
     options = {name: value for name, value in given.items() if name not in MAY_DIFFER}
-    options |= {name: "a folder" for name in FOLDERS if given[name] is not None}
+    options["weights"] = given["weights"] is not None  # hosts may call the folder otherwise
     if isinstance(schedule := given["schedule"], str | PathLike):
         kind = "scheme" if is_scheme(fspath(schedule)) else "file"
         options["schedule"] = f"the {kind} {Path(schedule).name}"

@@ -91,7 +91,6 @@ class Engine(OpenRun):
                   module any
     log           is called on rank 0 with the number of steps done and a step's numbers by name, or those of an
                   evaluation ("eval/loss"); or a directory, to which they are written for TensorBoard
-    export        the directory that `export` will write; it is refused at once if it is not empty
     comm          the ranks; None: all
 
     With a scheme's name it takes these options of `schedgen compile`: groups, chunks, group, replicas, shards, n, mode,
@@ -122,7 +121,6 @@ class Engine(OpenRun):
         weights: str | os.PathLike[str] | None = None,
         buckets: Sequence[int] = (),
         log: Log | str | os.PathLike[str] | None = None,
-        export: str | os.PathLike[str] | None = None,
         comm: MPI.Intracomm | None = None,
         **options: Any,
     ) -> None:
@@ -141,8 +139,6 @@ class Engine(OpenRun):
                 None if weights is None else directory_of("weights, if the module does not have them itself", weights),
                 make_recipe(optimizer, lr, scheduler, self._options.clip, elementwise),
             ))  # fmt: skip
-            if export is not None:
-                on_rank_0(comm, lambda: check_new(directory_of("export", export)))
             self._ending.callback(torch.set_num_threads, torch.get_num_threads())
             self.host = use_host(comm, use)
             taken = Given(model, loss, stages, self._weights_directory, use.seed, loss_of)
@@ -174,14 +170,8 @@ class Engine(OpenRun):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `save` writes besides, and `resume` reads; an assignment replaces the contents."""
+        """What `save` writes besides, and `resume` reads."""
         return self._state
-
-    @state.setter
-    def state(self, values: Mapping[str, Any]) -> None:
-        new = dict(values)
-        self._state.clear()
-        self._state.update(new)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Python's `print`, on rank 0 alone."""

@@ -6,7 +6,6 @@ A shape is that of a microbatch's input; there is one in a run, or one for each 
 from __future__ import annotations
 
 import io
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from mpi4py import MPI
 
 from mpirun.checkpoint.pretrained import check_weights
 from mpirun.comm.fail_together import Stop, on_rank_0
-from mpirun.comm.output import print_notes
+from mpirun.comm.output import note
 from mpirun.data.dataset_loaders import FunctionLoader, StreamLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
@@ -34,7 +33,7 @@ from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
 from mpirun.training.shapes import Shapes, check_padding
 from mpirun.watchdog import SETTING_UP
-from schedgen.util.errors import MpirunWarning, UsageError, clip
+from schedgen.util.errors import UsageError, clip
 
 
 class OfShape(NamedTuple):
@@ -67,8 +66,9 @@ class Prepared:
         self.session, self.source, self.shapes, self.weigh = session, source, shapes, weigh
         self.model, self._set_up = model, partial(set_up, session.comm, options=options, recipe=recipe, host=host)
         self.measured = RunOptions(**values_of(options, SetupOptions))  # what a profile has of the options
-        with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
-            on_rank_0(session.comm, lambda: check_weights(model))
+        with session.watchdog.phase(SETTING_UP):
+            for sentence in on_rank_0(session.comm, lambda: check_weights(model)) or ():
+                note(session.comm, sentence)
             setup = self._set_up(session.header, model, source)
             example = source.example
             count = source.count
@@ -131,9 +131,8 @@ class Prepared:
                     "batch"
                 )
             example = self._example(batch)
-            with print_notes(self.session.comm):
-                setup = self._set_up(self.session.header, self.model, StepBatches(example, self.source.count))
-                made = self.session.add_interpreter(replace(setup, microbatches=self.source))
+            setup = self._set_up(self.session.header, self.model, StepBatches(example, self.source.count))
+            made = self.session.add_interpreter(replace(setup, microbatches=self.source))
             self.of_shape[shape] = _of_shape(made, setup, example)
         of_shape = self.of_shape[shape]
         pads_in_part = batch.loader is not None and batch.loader.pads_in_part
@@ -150,9 +149,7 @@ class Prepared:
         if shape not in self.evaluators:
             seen = self.of_shape.get(shape)
             example = self._example(batch) if seen is None else seen.example
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
-                self.evaluators[shape] = Evaluator(self.session, example, self._set_up)
+            self.evaluators[shape] = Evaluator(self.session, example, self._set_up)
         evaluator = self.evaluators[shape]
         padded = padded or batch.is_padded_in_part
         if padded and (why := _why_uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
@@ -177,11 +174,9 @@ class Prepared:
         session.setup.device.use_words(ready=False)  # until the next step: a profile allocates memory
         source = Copies(source.example) if isinstance(source, StepBatches) else source
         set_up = partial(self._set_up, unsliced_model=self.model, source=source, options=self.measured)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
-            profile = Profile(session.comm, graph_of(session.header), set_up, ("profile", path))
-            profile.beat = session.beat
-            profile.write(steps)
+        profile = Profile(session.comm, graph_of(session.header), set_up, ("profile", path))
+        profile.beat = session.beat
+        profile.write(steps)
 
     def free(self) -> None:
         """Free the MPI resources of all interpreters and evaluators."""

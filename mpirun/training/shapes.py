@@ -62,13 +62,7 @@ class Shapes:
         if not self.buckets and self.by_size:
             expected = self.by_size[None]
             for shape in own - {expected}:
-                alike = [(name, size and size[1:]) for name, size in shape] == [
-                    (name, size and size[1:]) for name, size in expected
-                ]
-                advice = SMALLER if alike and batch.loader is None else "declare sizes with buckets="
-                if batch.loader is None:
-                    cut = f"{len(batch.samples)} microbatches of {batch.size}"
-                    advice = f"a batch of {sum(batch.samples)} samples was divided into {cut}; {advice}"
+                advice = f"{SMALLER}, or declare sizes with buckets=" if batch.loader is None else "say buckets="
                 sentence = f"{_has(name, shape)}, not {_words(expected)} as the first: {advice}"
                 if batch.loader is None or self.comm.size == 1:  # all ranks have this batch
                     raise Stop(sentence)
