@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
-from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError
 
@@ -87,23 +86,13 @@ class Recipe:
         return SteppedOptimizer(self, optimizers, derived_seed(seed, shard + 1, named[0].name), left_out)
 
     def _check_pieces(self, named: Sequence[NamedParameter], optimizers: Several) -> None:
-        """UsageError unless pieces of parameters are stepped element by element, and with the options of the whole."""
+        """UsageError unless pieces of parameters are stepped element by element."""
         piece = next(entry.name for entry in named if not entry.whole)
         others = [type(each).__name__ for each in optimizers if not (self.elementwise or type(each) in ELEMENTWISE)]
         if others:
             raise UsageError(
                 f"several ranks divide {piece}, and {others[0]} is none of torch.optim's classes that step "
                 "element by element: say Engine(elementwise=True) if it does, or divide no weights (shards 1, tensor 1)"
-            )
-        wholes = [
-            entry._replace(parameter=like_parameter(x, x.new_zeros(()).expand(entry.shape)), whole=True)
-            for entry in named
-            for x in [entry.parameter]
-        ]
-        if _options_by_name(optimizers, named) != _options_by_name(self.make(wholes).optimizers, wholes):
-            raise UsageError(
-                f"the optimizer's groups have other options for pieces of parameters, as of {piece}, than for the "
-                "whole: choose them by the names and shapes of NamedParameters"
             )
 
 
@@ -188,9 +177,3 @@ def group_options(optimizers: Several) -> list[dict[str, Any]]:
 def groups_of(optimizers: Several) -> list[dict[str, Any]]:
     """The parameter groups that have parameters."""
     return [group for each in optimizers for group in each.param_groups if group["params"]]
-
-
-def _options_by_name(optimizers: Several, named: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:
-    names = {id(entry.parameter): entry.name for entry in named}
-    options = zip(groups_of(optimizers), group_options(optimizers), strict=True)
-    return {names[id(parameter)]: of_group for group, of_group in options for parameter in group["params"]}

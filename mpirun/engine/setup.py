@@ -46,7 +46,6 @@ class Setup(Host):
     seed: int
     canonical: bool
     autocast_dtype: torch.dtype | None  # the type that autocast computes in
-    on_nan: str
     graphs: bool
     model: Model  # with the slices of tensor parallelism
     unsliced_model: Model
@@ -113,7 +112,7 @@ def set_up(
     dataflow = Dataflow(outputs_read, header, [shape.outputs for shape in shapes])
     return Setup(
         **vars(host), recipe=recipe, seed=options.seed, canonical=options.canonical,
-        autocast_dtype=dtype, on_nan=options.on_nan, graphs=options.graphs, model=model,
+        autocast_dtype=dtype, graphs=options.graphs, model=model,
         unsliced_model=unsliced_model, shapes=shapes, dataflow=dataflow, microbatches=source,
     )  # fmt: skip
 
@@ -121,13 +120,8 @@ def set_up(
 def _check_options(model: Model, options: RunOptions, recipe: Recipe, header: Header, device: Device) -> None:
     if options.graphs and not device.has_graphs:
         raise UsageError("graphs: a CPU launches no kernels that could be captured")
-    if not header.has_flush:
-        if recipe.clip is not None:
-            raise UsageError("clip needs the whole gradient, and this schedule updates stages one by one")
-        if options.on_nan == "skip":
-            raise UsageError(
-                "on_nan skip: this schedule updates stages before all losses are known, so no step can be skipped"
-            )
+    if not header.has_flush and recipe.clip is not None:
+        raise UsageError("clip needs the whole gradient, and this schedule updates stages one by one")
     check_slices(model, header)
     if model.loss_of == "minibatch":
         check_minibatch_loss(header)

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
 from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm
@@ -31,7 +29,6 @@ from mpirun.engine.running_statistics import buffers_shared
 from mpirun.engine.same_start import Values, check_same_start
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
-from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.model.stage_shape import StageShape
 from mpirun.training.notes import note_left_out, note_uncaptured
 from mpirun.training.sigterm import Sigterm
@@ -199,12 +196,12 @@ class Session:
             yield
 
     def step(self, weights: list[float], samples: int, tokens: int, compared: bool) -> Result:
-        """Do the next step. Stop if a number is not finite, unless such steps are skipped.
+        """Do the next step. Stop if a number is not finite.
 
         `weights`: of the microbatches' losses in the step's loss; `samples`, `tokens`: as in a `Result`; `compared`:
         Stop, too, if ranks make different microbatches.
         """
-        begin, step, before = time.perf_counter(), self.steps, self._statistics()
+        begin, step = time.perf_counter(), self.steps
         if compared:
             self.interpreter.microbatches.record_digests()
         result = self.interpreter.run(step)
@@ -214,9 +211,7 @@ class Session:
         seconds = time.perf_counter() - begin
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
-            self._not_finite(step, result)
-            for module, buffers in before:
-                set_buffers(module, buffers)
+            raise Stop(f"step {step + 1}: {_first_nonfinite(self.setup.shapes, result)}", 1)
         if self.verification is not None:
             self.verification.record.losses.append(result.losses)
         metrics = means(result.metrics, weights, f"step {step + 1}")
@@ -233,13 +228,6 @@ class Session:
                 1,
             )
 
-    def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-        """Copies of the buffers that forwards change, if a step may have to be undone."""
-        if self.setup.on_nan == "stop":
-            return []
-        changing = [stage.module for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
-        return [(module, buffer_copies(module)) for module in changing]
-
     def position(self) -> str:
         """The step, and where this rank is in its list; empty outside of a step."""
         row = self.watchdog.state[ROW]
@@ -253,13 +241,6 @@ class Session:
         sleeping_barrier(self.comm)
         what = "saved" if saved else "nothing is saved"
         raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT)
-
-    def _not_finite(self, step: int, result: StepResult) -> None:
-        sentence = f"step {step + 1}: {_first_nonfinite(self.setup.shapes, result)}"
-        if self.setup.on_nan == "stop":
-            raise Stop(sentence, 1)
-        if self.comm.rank == 0:
-            say(f"mpirun: {sentence}: the step changes nothing", sys.stderr)
 
     def beat(self) -> None:
         """Show the watchdog that this rank makes progress."""

@@ -10,13 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.engine.grad_norm import clip_factor, tensor_norms
 from mpirun.engine.setup import Setup
-from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
 from mpirun.verify.record import Parameters, Record, on_host
 from mpirun.verify.reference_stage import ReferenceStage, Start, changed_buffers, optimizer_of
@@ -31,15 +29,10 @@ def run_in_one_process(setup: Setup, header: Header, start: Start, steps: int, b
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
-        before = [(stage.module, buffer_copies(stage.module)) for stage in model.stages]
         of_step, total = model.forward_backward(step)
         losses.append(of_step)
         sizes = zip(total, tensor_norms(list(total.values()), setup.canonical), strict=True)
         once = [0.0 if model.is_outside_norm(*key) else size for key, size in sizes]
-        if not np.isfinite([*of_step, *once]).all():
-            for module, buffers in before:
-                set_buffers(module, buffers)
-            continue
         gradients.append(on_host(total))
         model.update(step, total, math.hypot(*once))
     return Record(losses, gradients, on_host(model.parameters), changed_buffers(model.stages))

@@ -193,23 +193,6 @@ def test_other_classes_than_torch_s_elementwise_ones_step_pieces_if_the_user_say
     assert optimizer_of(divided, factory, elementwise=True).by_unit
 
 
-@DIVIDED
-def test_pieces_have_the_options_of_the_whole(divided):
-    """Groups are often chosen by the dimensions of a parameter, and a flat piece has one."""
-
-    def grouped(sizes: Callable[[NamedParameter], torch.Size]) -> Callable[..., torch.optim.Optimizer]:
-        def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-            decay = {True: {"weight_decay": 0.1}, False: {}}
-            return torch.optim.SGD([{"params": [x.parameter], **decay[len(sizes(x)) > 1]} for x in named], 0.1)
-
-        return factory
-
-    assert optimizer_of(divided, grouped(lambda x: x.shape)).by_unit
-    refused = pytest.raises(UsageError, match="have other options for pieces of parameters, as of stage0")
-    with refused if divided == "into shards" else contextlib.nullcontext():
-        optimizer_of(divided, grouped(lambda x: x.parameter.shape))
-
-
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_torch_s_elementwise_optimizers_step_pieces_as_the_whole(kind):
     """In every release of torch, so that this list stays right."""

@@ -34,7 +34,7 @@ engine().step((x[:7], x[:7]))
 
 
 def test_a_step_after_one_that_was_interrupted_takes_its_own_batch(execute):
-    """And has the whole gradient; so has a step after one that was skipped, which leaves buffers as they were."""
+    """And has the whole gradient."""
     script = """
 class Stage(nn.Linear):
     def forward(self, x):
@@ -45,13 +45,6 @@ class Stage(nn.Linear):
         if self.is_last and interrupted[0] == "backward":
             y.register_hook(interrupt)
         return y
-class Counting(Stage):
-    def __init__(self, *size):
-        super().__init__(*size)
-        self.register_buffer("calls", torch.zeros(1))
-    def forward(self, x):
-        self.calls.add_(1)
-        return self.calls.clone() * super().forward(x)
 def interrupt(gradient):
     raise KeyboardInterrupt
 def train(kind, *ways):
@@ -60,25 +53,23 @@ def train(kind, *ways):
     for number, stage in enumerate(stages):
         stage.is_last = number == 1
     model = mpirun.Model(stages, mse_loss, loss_of=loss_of)
-    with engine(model, scheme, loss=None, optimizer=SGD, lr=0.1, on_nan="skip", verify=True) as run:
+    with engine(model, scheme, loss=None, optimizer=SGD, lr=0.1, verify=True) as run:
         for number, interrupted[0] in enumerate(ways):
-            x = torch.full((4, 4), math.nan if interrupted[0] == "skipped" else float(number))
+            x = torch.full((4, 4), float(number))
             try:
                 if interrupted[0] != "left out":
                     found.append(run.step((x, 2 * x)).losses)
             except KeyboardInterrupt:
                 interrupted[0] = ""
         assert run.verify()
-    found = [losses for losses in found if math.isfinite(losses[0])]
     assert len(found) == 3
     return found
 interrupted = [""]
 for scheme, loss_of in (*((name, "microbatch") for name in ("gpipe", "1f1b", "zb-v")), ("gpipe", "minibatch")):
     print(train(Stage, "", "forward", "", "backward", "") == train(Stage, "", "left out", "", "left out", ""))
-    print(train(Counting, "", "skipped", "", "skipped", "") == train(Counting, "", "left out", "", "left out", ""))
 """
     done = execute(1, script)
-    assert [line for line in done.out.split() if line in ("True", "False")] == 8 * ["True"], done
+    assert [line for line in done.out.split() if line in ("True", "False")] == 4 * ["True"], done
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
