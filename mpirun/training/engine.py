@@ -51,9 +51,8 @@ from mpirun.training.open_run import OpenRun, collective
 from mpirun.training.prepared import Prepared, first_microbatch, shared
 from mpirun.training.saving import Checkpoints, beside
 from mpirun.training.schedule_and_model import ORDER, SIZES, Given, Models, load
-from mpirun.training.session import Result, Session, is_compared
+from mpirun.training.session import Result, Session, is_compared, step_numbers
 from mpirun.training.shapes import Shapes, check_loss_weight
-from mpirun.training.tensorboard_log import Log, make_log, step_numbers
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
 from schedgen.util.option_fields import checked
@@ -90,7 +89,7 @@ class Engine(OpenRun):
                   microbatches of a step; empty: those of `split`, else microbatches have one shape, those of a bare
                   module any
     log           is called on rank 0 with the number of steps done and a step's numbers by name, or those of an
-                  evaluation ("eval/loss"); or a directory, to which they are written for TensorBoard
+                  evaluation ("eval/loss"), for example to write them for TensorBoard
     comm          the ranks; None: all
 
     With a scheme's name it takes these options of `schedgen compile`: groups, chunks, group, replicas, shards, n, mode,
@@ -120,7 +119,7 @@ class Engine(OpenRun):
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         weights: str | os.PathLike[str] | None = None,
         buckets: Sequence[int] = (),
-        log: Log | str | os.PathLike[str] | None = None,
+        log: Callable[[int, Mapping[str, float]], None] | None = None,
         comm: MPI.Intracomm | None = None,
         **options: Any,
     ) -> None:
@@ -155,7 +154,7 @@ class Engine(OpenRun):
             expanded = together(comm, lambda: expanded_model(self._model, session.header))
             self._reads = read_by(session.instructions, session.header, expanded)
             self._count = session.header.microbatches  # of a step
-            self._log = on_rank_0(comm, lambda: make_log(log, self._ending))
+            self._log = log if comm.rank == 0 else None
             if example is not None:
                 one = together(comm, lambda: whole_batch(example, 1, self._model.origin.pair))
                 self._build(shared(comm, one.microbatches[0]))

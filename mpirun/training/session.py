@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from mpirun.comm.device import Device
 from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm
@@ -66,6 +70,18 @@ class Result:
     samples: int
     tokens: int
     leave: bool
+
+
+def step_numbers(result: Result, device: Device) -> dict[str, float]:
+    """What is logged of a step."""
+    seconds = result.seconds
+    numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, "seconds": seconds}
+    numbers |= {"samples_per_second": result.samples / seconds, "tokens_per_second": result.tokens / seconds}
+    if device.kind == "cuda":
+        numbers["peak_bytes"] = torch.cuda.max_memory_allocated(device.torch)
+    else:
+        numbers["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {**numbers, **result.metrics}
 
 
 def is_compared(number: int) -> bool:

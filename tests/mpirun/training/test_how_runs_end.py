@@ -74,7 +74,7 @@ for scheme, loss_of in (*((name, "microbatch") for name in ("gpipe", "1f1b", "zb
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
-    """Neither its handlers of SIGTERM and of exceptions, nor its threads, TensorBoard's and torch's included."""
+    """Neither its handlers of SIGTERM and of exceptions, nor its threads, torch's included."""
     script = """
 import mpirun.engine.run_interpreter
 def now():
@@ -84,7 +84,7 @@ before = now()
 stopped = [(refused(engine, 2, "1f1b", buckets=(0,), timeout=60), now() == before)]
 mpirun.engine.run_interpreter.ENOUGH = 0  # a thread calls MPI during every job
 for _ in range(2):
-    with engine(2, "1f1b", log=sys.argv[1], timeout=60) as run:
+    with engine(2, "1f1b", timeout=60) as run:
         for _ in range(3):
             run.step((x, x))
         during = now()
