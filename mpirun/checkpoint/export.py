@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
-from mpirun.checkpoint.entry_names import known_names
-from mpirun.checkpoint.gather import written_entries
+from mpirun.checkpoint.gather import known_names, written_entries
 from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.entry_names import known_names, untrained_tensors
+from mpirun.checkpoint.gather import known_names, untrained_tensors
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.comm.output import say
 from mpirun.engine.core.stage import LocalStage

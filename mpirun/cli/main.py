@@ -25,9 +25,9 @@ from schedgen.util.files import prepare_streams
 # By name: what reads its options, and where its class is.
 COMMANDS: Mapping[str, tuple[Callable[[MPI.Intracomm, Sequence[str]], Any], str, str]] = {
     "": (run_options, "run", "Run"),
-    "profile": (profile_options, "profile", "Profile"),
-    "machine": (machine_options, "graph_and_machine", "Machine"),
-    "graph": (graph_options, "graph_and_machine", "Graph"),
+    "profile": (profile_options, "files", "Profile"),
+    "machine": (machine_options, "files", "Machine"),
+    "graph": (graph_options, "files", "Graph"),
 }
 
 

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import refusing
 from mpirun.comm.fail_together import Stop, first_difference
-from mpirun.data.dataset_loaders import FunctionLoader
 from mpirun.data.loader import Batch, Loader
 from mpirun.engine.recipe import Factory, Recipe, is_plain
 from mpirun.training.schedule_and_model import is_scheme
@@ -78,10 +77,8 @@ def check_data(data: object) -> None:
         raise UsageError(f"data: give what loader(...) returns, not a {type(data).__name__}")
 
 
-def check_batches(loader: object, batches: int | None) -> None:
-    """UsageError if `loader` gives batches without end, or is one; `batches`: how many of them."""
-    if batches is None and isinstance(loader, FunctionLoader):
-        raise UsageError("a function that makes microbatches has no end: say how many steps of it, batches=")
+def check_batches(loader: object) -> None:
+    """UsageError if `loader` is one batch."""
     tensors = isinstance(loader, tuple) and any(isinstance(x, Tensor) for x in loader)
     if tensors or isinstance(loader, Mapping | Batch):
         raise UsageError("this is one batch: give a list of batches, or what loader(...) returns")

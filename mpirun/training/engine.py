@@ -193,9 +193,9 @@ class Engine(OpenRun):
     ) -> Loader:
         """The batches of a dataset, of which this rank makes the microbatches that its list reads.
 
-        dataset          map-style, iterable, or a function: step, microbatch, numpy Generator -> (input, target). Its
+        dataset          map-style or iterable. Its
                          items are pairs (input, target), or mappings, of which the loss gets all entries
-        microbatch_size  samples of a microbatch; a function's has as many as dimension 0 of what it returns
+        microbatch_size  samples of a microbatch
         shuffle          a new order in every epoch, from `seed` and the epoch; the same for any number of ranks
         seed             None: the run's
         workers          processes that load samples ahead; 0: this one loads them, between the steps
@@ -259,7 +259,7 @@ class Engine(OpenRun):
         """The loss and the metrics over a loader's samples, in eval mode; `batches`: how many batches.
 
         It begins with the epoch's first batch, and leaves the loader's position alone. A list of batches,
-        such as pairs (input, target), may replace the loader. A loader of a function has no end: it needs `batches`.
+        such as pairs (input, target), may replace the loader.
         """
         found = self._over(
             loader, batches, lambda session, given: evaluate(session, given, self._loss_weight), scores=True
@@ -457,7 +457,7 @@ class Engine(OpenRun):
 
         `scores`: batches are scored by their targets.
         """
-        together(self.comm, lambda: check_batches(loader, batches))
+        together(self.comm, lambda: check_batches(loader))
         session, shapes = self._running, self._shapes.anew()
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpirun.checkpoint.pretrained import check_weights
 from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.comm.output import note
-from mpirun.data.dataset_loaders import FunctionLoader, StreamLoader
+from mpirun.data.dataset_loaders import StreamLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
 from mpirun.engine.options import RunOptions, SetupOptions, values_of
@@ -33,7 +33,7 @@ from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
 from mpirun.training.shapes import Shapes, check_padding
 from mpirun.watchdog import SETTING_UP
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import clip
 
 
 class OfShape(NamedTuple):
@@ -101,10 +101,6 @@ class Prepared:
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
         of_shape = self.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         size, own = of_shape.example.size, batch.microbatches.values()
-        if isinstance(batch.loader, FunctionLoader):
-            if any(microbatch.size != size for microbatch in own):
-                raise UsageError(f"a function that makes microbatches should give {size} samples each, as at first")
-            batch = replace(batch, samples=[size] * len(batch.samples))
         if min(batch.samples) < (max(batch.samples) if self.shapes.any else size):
             check_padding(session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)

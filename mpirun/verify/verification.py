@@ -15,9 +15,18 @@ from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
 from mpirun.model.module_tensors import buffer_copies, given_modules, kept
-from mpirun.verify.compare import compare, default_tolerance, directionless, same_bits
 from mpirun.verify.one_process import run_in_one_process, run_with_delayed_updates, used_versions
-from mpirun.verify.record import RankRecord, Record, copy_pieces, differing_copy, gather_record
+from mpirun.verify.record import (
+    RankRecord,
+    Record,
+    compare,
+    copy_pieces,
+    default_tolerance,
+    differing_copy,
+    directionless,
+    gather_record,
+    same_bits,
+)
 from mpirun.verify.reference_stage import Start
 from schedgen.ir.program import Program
 

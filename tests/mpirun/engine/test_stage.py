@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from mpirun.comm.device import Device
-from mpirun.comm.sections import numbers
+from mpirun.comm.ordered_allreduce import numbers
 from mpirun.data.microbatches import Microbatches
 from mpirun.engine.core.stage import LocalStage, SavedForward
 from mpirun.engine.core.weight_layout import shard_spans
