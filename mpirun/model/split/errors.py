@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import linecache
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from traceback import FrameSummary
 
 import torch
 from torch import fx, nn
@@ -20,7 +19,6 @@ from schedgen.util.errors import MpirunWarning, UsageError, of_user, raised
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")  # in the names of torch's exceptions
-FOREIGN = "found a fake tensor in the exported program constant"  # in the message of torch's exception
 # Patterns of places, functions and messages of failures, and what avoids these in models of libraries.
 REMEDIES = {
     "transformers.cache_utils": "a cache cannot be traced: give the example use_cache=False",
@@ -39,19 +37,11 @@ def warn_user(sentence: str) -> None:
         warnings.warn_explicit(sentence, MpirunWarning, line.filename, line.lineno or 1)
 
 
-class SourceLine(NamedTuple):
-    """A line of a Python file, and the function that it is in."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        """FILE:LINE: in FUNCTION: `text`, the file relative to the working directory if it lies there."""
-        path, here = Path(self.file), Path.cwd()
-        text = linecache.getline(self.file, self.line).strip()
-        name = path.relative_to(here) if path.is_relative_to(here) else path
-        return f"{name}:{self.line}: in {self.function}" + (f": `{text}`" if text else "")
+def said(frame: FrameSummary) -> str:
+    """FILE:LINE: in FUNCTION: `text`, the file relative to the working directory if it lies there."""
+    path, here = Path(frame.filename), Path.cwd()
+    name = path.relative_to(here) if path.is_relative_to(here) else path
+    return f"{name}:{frame.lineno}: in {frame.name}" + (f": `{frame.line}`" if frame.line else "")
 
 
 def line_of_node(node: fx.Node) -> str:
@@ -61,28 +51,23 @@ def line_of_node(node: fx.Node) -> str:
     """
     node = node.prev if node.op == "output" else node
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
-    lines = [SourceLine(file, int(line), name) for file, line, name in frames]
-    return str(_innermost(lines) or f"{node.op} {node.target}")
+    return _innermost(FrameSummary(file, int(line), name) for file, line, name in frames) or f"{node.op} {node.target}"
 
 
-def line_of_forward(module: nn.Module) -> SourceLine:
+def line_of_forward(module: nn.Module) -> str:
     """Where the forward of a module begins."""
     code = type(module).forward.__code__
-    return SourceLine(code.co_filename, code.co_firstlineno, code.co_name)
+    return said(FrameSummary(code.co_filename, code.co_firstlineno, code.co_name))
 
 
 def export_error(module: nn.Module, error: BaseException) -> UsageError:
     """The UsageError that reports a failure of torch.export, with the user's line that causes it."""
     chain = list(_chain(error))
-    lines = [
-        SourceLine(frame.filename, frame.lineno or 0, frame.name)
-        for link in reversed(chain)
-        for frame in traceback.extract_tb(link.__traceback__)
-    ]
-    where = _innermost(lines) or line_of_forward(module)
-    functions = [line.function for line in lines]
+    frames = [frame for link in reversed(chain) for frame in traceback.extract_tb(link.__traceback__)]
+    where = _innermost(frames) or line_of_forward(module)
+    functions = [frame.name for frame in frames]
     for pattern, remedy in REMEDIES.items():
-        if any(re.search(pattern, text) for text in (str(where), *functions, *map(str, chain))):
+        if any(re.search(pattern, text) for text in (where, *functions, *map(str, chain))):
             return UsageError(f"{where}: {remedy}")
     for link in chain:
         if isinstance(link, UsageError):
@@ -92,11 +77,6 @@ def export_error(module: nn.Module, error: BaseException) -> UsageError:
             "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"
         )
         return UsageError(f"{where}: {why} a Sequential")
-    if any(FOREIGN in str(link) for link in chain):
-        return UsageError(
-            f"{where}: cannot be traced: uses a tensor that no operation of this trace makes, such as one that a "
-            "cache keeps from an earlier trace, .data, or a derivative; make it a buffer, or give a list of modules"
-        )
     return UsageError(f"{where}: cannot be traced: {raised(error)[:300]}")
 
 
@@ -121,7 +101,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-def _innermost(lines: Iterable[SourceLine]) -> SourceLine | None:
+def _innermost(frames: Iterable[FrameSummary]) -> str | None:
     """The last of the user's lines: not torch's, not ours, not in generated code."""
-    own = [line for line in lines if not line.file.startswith((*NOT_THE_USERS, "<"))]
-    return own[-1] if own else None
+    own = [frame for frame in frames if not frame.filename.startswith((*NOT_THE_USERS, "<"))]
+    return said(own[-1]) if own else None

@@ -423,7 +423,7 @@ def line_of(name: str) -> str:
         ("Selected", "the shape depends on data"),
         ("Wrong", "cannot be traced: RuntimeError: .*16"),
         ("Rounded", "a torch.autograd.Function, .* cannot be traced: its gradients would be wrong"),
-        ("Forces", "uses a tensor that no operation of this trace makes, such as .* a derivative"),
+        ("Forces", "cannot be traced: RuntimeError: We found a fake tensor"),
         ("Hooked", "a hook on a tensor cannot be traced"),
         ("Viewed", "changes a tensor in place, which several stages would use; cut elsewhere"),
         ("Input", "changes the input in place, which other stages read, too"),
