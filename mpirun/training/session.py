@@ -193,7 +193,7 @@ class Session:
         """Write the trace, if a step has been done since `begin_trace`."""
         trace, self.trace = self.trace, None
         assert trace is not None
-        trace.end()
+        trace.detach()
         if trace.passes:
             trace.write(self.comm, self.schedule.all_ranks, self.trace_file)
         else:
