@@ -101,10 +101,7 @@ def loss_weight(weigh: LossWeight, microbatch: Microbatch) -> float:
         return 0.0
     target = pytree.tree_map(lambda x: x, microbatch.target)  # containers of its own, as a loss has
     given = weigh(without_padding("target", target, microbatch) if microbatch.padding else target)
-    try:
-        weight = float(given)
-    except (TypeError, ValueError, RuntimeError):
-        weight = math.nan
+    weight = float(given)
     if not 0 <= weight < 1e300:  # so that sums are finite
         raise UsageError(f"loss_weight returned {clip(repr(given))}: it should be a finite number of at least 0")
     return weight

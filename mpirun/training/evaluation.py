@@ -27,7 +27,6 @@ from mpirun.training.session import Session, mean, means
 from schedgen.checker import check
 from schedgen.compiler.forward_only import forward_list
 from schedgen.ir.program import Program
-from schedgen.util.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def predict(
 
 
 def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
-    """The outputs of all microbatches joined along dimension 0; UsageError if they do not fit together.
+    """The outputs of all microbatches joined along dimension 0; torch refuses those that cannot be: take `each`.
 
     `of_ranks`: by rank and number of the microbatch, its output.
     """
@@ -143,13 +142,7 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
     if len(ordered) < 2:
         return ordered[0] if ordered else None
     leaves = zip(*map(pytree.tree_leaves, ordered), strict=True)
-    try:
-        of_all = list(map(joined, leaves))
-    except RuntimeError as error:
-        raise UsageError(
-            f"predict: outputs cannot be joined along dimension 0: {error}: take each of them with each="
-        ) from None
-    return pytree.tree_unflatten(of_all, pytree.tree_structure(ordered[0]))
+    return pytree.tree_unflatten(map(joined, leaves), pytree.tree_structure(ordered[0]))
 
 
 def _run(

@@ -423,17 +423,6 @@ class WithoutLength(Dataset):
         ),
         ([1, 2], {}, f"{ITEMS} a Tensor"),
         ([(1, 2, 3)], {}, f"{ITEMS} 3 values"),
-        (
-            numbers(9),
-            {"collate": lambda samples: (torch.zeros(2), [Faulty()])},
-            "the samples have a Faulty, which could be neither cut nor moved to a device: give tensors, numbers, "
-            "strings and None, in tuples, lists and dicts",
-        ),
-        (
-            numbers(9),
-            {"collate": lambda samples: (torch.zeros(2), torch.zeros(2).to_sparse())},
-            "the samples have a tensor of layout torch.sparse_coo, which cannot be cut: give dense ones",
-        ),
     ],
     ids=lambda x: None if isinstance(x, dict) else str(x)[:20],
 )
