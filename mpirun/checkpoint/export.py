@@ -26,8 +26,8 @@ from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note
 from mpirun.engine.setup import RankPart
+from mpirun.model.build_stage import unused_names
 from mpirun.model.contract import Model
-from mpirun.model.weight_names import unused_names
 from schedgen.util.errors import UsageError, listed
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")

@@ -16,10 +16,10 @@ from mpirun.comm.fail_together import together
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit, pieces
 from mpirun.engine.setup import RankPart
+from mpirun.model.build_stage import unused_names, weight_names
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Slice
 from mpirun.model.stage_shape import Place
-from mpirun.model.weight_names import unused_names, weight_names
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 

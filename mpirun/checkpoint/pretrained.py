@@ -13,9 +13,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mpirun.model.build_stage import weight_names
 from mpirun.model.contract import Model
 from mpirun.model.stage_copies import fake_mode, stage_without_values
-from mpirun.model.weight_names import weight_names
 from schedgen.util.errors import UsageError, listed
 
 SINGLE = "model.safetensors"

@@ -24,9 +24,9 @@ from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Piece, pieces
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import RankPart
+from mpirun.model.build_stage import unused_names
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import SlicedDim
-from mpirun.model.weight_names import unused_names
 from schedgen.util.errors import UsageError, listed
 
 

@@ -25,9 +25,8 @@ from mpirun.data.microbatches import Microbatch
 from mpirun.data.values import to_device
 from mpirun.engine.core.context import Score
 from mpirun.engine.core.stage import LocalStage
-from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
-from mpirun.model.loss import loss_and_metrics, loss_input, without_padding
+from mpirun.model.loss import autocast, loss_and_metrics, loss_input, without_padding
 from mpirun.model.rng import LOSS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Instruction, Kind, Op

@@ -1,8 +1,9 @@
-"""The loss of one microbatch, without its padding, and the metrics that the loss function may return."""
+"""The loss of one microbatch, without its padding, and its metrics; mixed precision, in which it is computed, too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any
 
@@ -13,6 +14,11 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 from mpirun.data.chunks import one_per_sample
 from mpirun.data.microbatches import Microbatch
 from schedgen.util.errors import UsageError, clip
+
+
+def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """`torch.autocast` to `dtype` on a type of device (cpu, cuda); None: the region computes in the tensors' types."""
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 def check_loss(function: object) -> None:

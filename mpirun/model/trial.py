@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpirun.data.microbatches import Microbatch
-from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
 from mpirun.model.forward_watch import ForwardWatch, leaves_of_graph, memory
+from mpirun.model.loss import autocast
 from mpirun.model.parallel_layers import sliced_dims
 from mpirun.model.stage_copies import fake_mode, stage_apart, stage_without_values
 from mpirun.model.stage_shape import StageShape, flat_layout

@@ -6,12 +6,14 @@ A shape is that of a microbatch's input; there is one in a run, or one for each 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from mpirun.checkpoint.pretrained import check_weights
 from mpirun.comm.fail_together import Stop, on_rank_0
@@ -19,21 +21,24 @@ from mpirun.comm.output import note
 from mpirun.data.dataset_loaders import StreamLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
+from mpirun.data.values import by_path
 from mpirun.engine.options import RunOptions, SetupOptions, values_of
 from mpirun.engine.recipe import Recipe
 from mpirun.engine.run_interpreter import RunInterpreter
+from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Host, Setup, set_up
 from mpirun.model.contract import Model
 from mpirun.model.loss import loss_input, why_uncut
 from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
-from mpirun.training.notes import note_ignored_labels, note_state
 from mpirun.training.profile import Copies, Profile, graph_of
 from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
 from mpirun.training.shapes import Shapes, check_padding
 from mpirun.watchdog import SETTING_UP
-from schedgen.util.errors import clip
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import F
+from schedgen.util.errors import clip, listed
 
 
 class OfShape(NamedTuple):
@@ -206,3 +211,37 @@ def _why_uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:
     output = loss_input([torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs])
     why = why_uncut("output", output if rebuild is None else rebuild(output), example.size)
     return why or (why_uncut("target", example.target, example.size) if scores else None)
+
+
+def note_state(comm: MPI.Intracomm, setup: Setup, header: Header, microbatches: int) -> None:
+    """Name the buffers that go from one microbatch of a step to the next, and whose values evaluations use."""
+    changed = dict.fromkeys(
+        f"{n} of stage {shape.model_stage}" for shape in setup.shapes for n in shape.changed_buffers
+    )
+    if not changed or microbatches == 1:
+        return
+    stages = [s for s, shape in enumerate(setup.shapes) if shape.changed_buffers]
+    ranks = {statistics_rank(header, s) for s in stages if len({*header.compute[F, s].tolist()}) > 1}
+    whose = f"; evaluation uses those of rank {listed([*map(str, sorted(ranks))])}" if ranks else ""
+    note(
+        comm,
+        f"forwards change buffers from microbatch to microbatch, as BatchNorm does: {listed(changed)}: outputs may "
+        f"differ from the whole batch at once{whose}",
+    )
+
+
+def note_ignored_labels(comm: MPI.Intracomm, batch: Batch) -> None:
+    """Say that targets have labels that torch's cross_entropy ignores, if they do. Collective."""
+    leaves = [
+        leaf
+        for microbatch in batch.microbatches.values()
+        for path, leaf in by_path(microbatch.target).items()
+        if not isinstance(microbatch.target, Mapping) or "label" in path  # a mapping has the input, too
+    ]
+    own = any(isinstance(x, Tensor) and x.dtype == torch.int64 and bool((x == -100).any()) for x in leaves)
+    if any(comm.allgather(own)):
+        note(
+            comm,
+            "targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, not by "
+            "their other labels, unless loss_weight counts these",
+        )

@@ -12,34 +12,35 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from mpi4py import MPI
 
 from mpirun.comm.device import Device
 from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
-from mpirun.engine.build import build_interpreter
+from mpirun.engine.build import Values, build_interpreter, check_same_start
 from mpirun.engine.core.optimizer_step import StepResult
+from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import buffers_shared
-from mpirun.engine.same_start import Values, check_same_start
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.stage_shape import StageShape
-from mpirun.training.notes import note_left_out, note_uncaptured
 from mpirun.training.sigterm import Sigterm
-from mpirun.verify.reference_stage import first_values
+from mpirun.verify.microbatch import first_values
 from mpirun.verify.verification import Verification
 from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, TRYING
 from mpirun.watchdog.rank_side import Watchdog
+from schedgen.util.errors import listed
 from schedgen.util.files import check_writable
 from schedgen.util.option_fields import refuse_overwriting
 
@@ -314,3 +315,19 @@ def mean(values: list[float], weights: list[float]) -> float:
     if len(set(weights)) == 1:
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+
+
+def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> None:
+    """Name the parameters that no optimizer has; `names`: those of this rank. Collective."""
+    if left_out := sorted(set().union(*comm.allgather(names))):
+        note(comm, f"the optimizer leaves out {listed(left_out)}: this Engine does not train them")
+
+
+def note_uncaptured(comm: MPI.Intracomm, graphs: JobGraphs | None) -> None:
+    """Name, once and as soon as it is known, the stages that are not captured as graphs, and why. Collective."""
+    if graphs is None or graphs.told or not graphs.looked:
+        return
+    graphs.told = True
+    lines = comm.gather(graphs.refusals()) or ()
+    for line in sorted({line for of_rank in lines for line in of_rank}):
+        note(comm, line)

@@ -15,9 +15,17 @@ from torch import Tensor
 
 from mpirun.engine.grad_norm import clip_factor, tensor_norms
 from mpirun.engine.setup import Setup
-from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
+from mpirun.verify.microbatch import (
+    ForwardPass,
+    ReferenceStage,
+    Start,
+    backward_of_minibatch,
+    changed_buffers,
+    forward,
+    forward_backward,
+    optimizer_of,
+)
 from mpirun.verify.record import Parameters, Record, on_host
-from mpirun.verify.reference_stage import ReferenceStage, Start, changed_buffers, optimizer_of
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
 from schedgen.ir.program import Program

@@ -15,6 +15,7 @@ from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
 from mpirun.model.module_tensors import buffer_copies, given_modules, kept
+from mpirun.verify.microbatch import Start
 from mpirun.verify.one_process import run_in_one_process, run_with_delayed_updates, used_versions
 from mpirun.verify.record import (
     RankRecord,
@@ -27,7 +28,6 @@ from mpirun.verify.record import (
     gather_record,
     same_bits,
 )
-from mpirun.verify.reference_stage import Start
 from schedgen.ir.program import Program
 
 REASONS = (

@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from mpirun.comm.device import Device
 from mpirun.engine.core.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.core.weight_layout import pieces, sections, shard_spans
-from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
+from mpirun.model.loss import autocast
 from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import LayerRng
 from mpirun.model.stage_shape import StageShape, flat_layout

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from mpirun.data.values import digest_of
-from mpirun.engine.same_start import value_digests
+from mpirun.engine.build import value_digests
 from mpirun.model.contract import Model
 
 COMPLEX = torch.complex(torch.arange(4.0), torch.arange(4.0))
