@@ -8,12 +8,12 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from mpirun.data.chunks import one_per_sample
 from mpirun.data.microbatches import Microbatch
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import UsageError
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[None]:
@@ -21,22 +21,10 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextMana
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
-def check_loss(function: object) -> None:
-    """UsageError if a loss has parameters of its own, which nothing would train."""
-    named = function.named_parameters() if isinstance(function, nn.Module) else ()
-    trained = [name for name, parameter in named if parameter.requires_grad]
-    if trained:
-        raise UsageError(
-            f"the loss has parameters that need a gradient, {clip(', '.join(trained))}: put them into the last stage, "
-            "or freeze them (requires_grad_(False))"
-        )
-
-
 def of_last_stage(
     function: Callable[[Any, Any], Any], rebuild: Callable[[Any], Any] | None
 ) -> Callable[[Any, Any], Any]:
     """A loss of the last stage's output, from a loss of the module's own; `rebuild`: as Origin.rebuild."""
-    check_loss(function)
     return function if rebuild is None else lambda output, target: function(rebuild(output), target)
 
 

@@ -45,14 +45,21 @@ from mpirun.training.arguments import (
     make_recipe,
     options_to_compare,
 )
-from mpirun.training.batches import LossWeight, StepBatches, check_same_batch, read_by, whole_batch
+from mpirun.training.batches import (
+    LossWeight,
+    Shapes,
+    StepBatches,
+    check_loss_weight,
+    check_same_batch,
+    read_by,
+    whole_batch,
+)
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.open_run import OpenRun, collective
 from mpirun.training.prepared import Prepared, first_microbatch, shared
 from mpirun.training.saving import Checkpoints, beside
 from mpirun.training.schedule_and_model import ORDER, SIZES, Given, Models, load
 from mpirun.training.session import Result, Session, is_compared, step_numbers
-from mpirun.training.shapes import Shapes, check_loss_weight
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
 from schedgen.util.option_fields import checked

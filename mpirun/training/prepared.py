@@ -1,6 +1,6 @@
 """A run's stages, and an interpreter and an evaluator for each shape of microbatches.
 
-A shape is that of a microbatch's input; there is one in a run, or one for each declared size (`shapes.py`).
+A shape is that of a microbatch's input; there is one in a run, or one for each declared size (`batches.py`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Host, Setup, set_up
 from mpirun.model.contract import Model
 from mpirun.model.loss import loss_input, why_uncut
-from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares
+from mpirun.training.batches import LossWeight, Shapes, StepBatches, check_padding, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.profile import Copies, Profile, graph_of
 from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
-from mpirun.training.shapes import Shapes, check_padding
 from mpirun.watchdog import SETTING_UP
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F

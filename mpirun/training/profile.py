@@ -140,9 +140,6 @@ class Profile:
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds(steps)
         machine = measure_machine(self.comm, self.setup.device, self.setup.crowded, self.rank_seconds)
-        if self.setup.crowded:
-            note(self.comm, "there are more ranks on a host than cores: jobs are timed while all ranks compute, and "
-                 "plan cannot know that a waiting rank leaves its core to others")  # fmt: skip
         profile = {**seconds, **({"machine": machine} if machine else {}), **sizes}
         lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items())
         on_rank_0(self.comm, lambda: write_output(*self.file, ("{\n" + ",\n".join(lines) + "\n}\n").encode()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 import traceback
@@ -14,7 +13,7 @@ from traceback import FrameSummary
 import torch
 from torch import fx, nn
 
-from schedgen.util.errors import MpirunWarning, UsageError, of_user, raised
+from schedgen.util.errors import MpirunWarning, UsageError, listed, of_user, raised
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
@@ -89,9 +88,8 @@ def check_hooks(module: nn.Module) -> None:
 
 
 def unknown_name(what: str, name: object, names: Iterable[str]) -> UsageError:
-    """The UsageError for a `name` that does not exist; it suggests similar ones among `names`."""
-    near = difflib.get_close_matches(str(name), filter(None, names), 3, 0.4)
-    return UsageError(f"{what} {name!r} does not exist" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    """The UsageError for a `name` that does not exist among `names`."""
+    return UsageError(f"{what} {name!r} does not exist, but {listed(list(filter(None, names)))}")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from mpirun.model.meta_values import is_on_meta
 from mpirun.model.module_tensors import place, use_dense_gradients
 from mpirun.model.split.errors import check_hooks, export_error, line_of_forward, line_of_node
-from mpirun.model.split.module_io import Example, ModuleOutput
+from mpirun.model.split.split_result import Example, ModuleOutput
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")

@@ -31,11 +31,9 @@ from mpirun.model.split.cut_points import (
 )
 from mpirun.model.split.errors import warn_user
 from mpirun.model.split.export_graph import export_graph
-from mpirun.model.split.module_io import Call, bucket_sizes, of_bucket
 from mpirun.model.split.node_dependencies import Dependencies
-from mpirun.model.split.split_result import Cut
-from mpirun.model.split.stage_modules import BucketStage, StageBuilder
-from mpirun.model.split.train_eval import keep_eval_mode
+from mpirun.model.split.split_result import Call, Cut, bucket_sizes, of_bucket
+from mpirun.model.split.stage_modules import BucketStage, StageBuilder, keep_eval_mode
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")

@@ -518,7 +518,7 @@ def test_a_counter_at_the_head_is_no_stage_of_its_own():
     [
         ({"points": "head"}, "points: the submodule 'h' does not exist"),
         ({"points": [3]}, "points: the submodule 3 does not exist"),
-        ({"points": ["blocks.9"]}, "the submodule 'blocks.9' does not exist; did you mean blocks.[0-3]"),
+        ({"points": ["blocks.9"]}, "the submodule 'blocks.9' does not exist, but "),
         ({"points": ["blocks.0.dropout"]}, "'blocks.0.dropout' runs 2 times"),
         ({"points": ["blocks"]}, "'blocks' computes nothing"),
         ({"points": ["words"]}, "'words': the stage that ends here would have no computation"),
