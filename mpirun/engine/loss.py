@@ -27,7 +27,7 @@ from mpirun.engine.core.context import Score
 from mpirun.engine.core.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.loss import autocast, loss_and_metrics, loss_input, without_padding
-from mpirun.model.rng import LOSS
+from mpirun.model.rng import LOSS, generator_states
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Instruction, Kind, Op
 from schedgen.util.errors import UsageError
@@ -39,13 +39,18 @@ TAG = 1  # of the outputs that ranks exchange
 
 def score(function: Callable[[Any, Any], Any], stage: LocalStage, i: Instruction) -> Score:
     """A function that computes the loss of a microbatch and its metrics, after the forward `i` of the last stage."""
-    rng = stage.layer_rng
+    rng, draws = stage.layer_rng, None
 
     def loss_of(batch: Microbatch, metrics: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
-        rng.begin(LOSS)
+        nonlocal draws
+        if draws is not False:
+            rng.begin(LOSS)
+        before = generator_states() if draws is None else []
         loss, returned = loss_and_metrics(function, loss_input(outputs), batch)
         if not loss.requires_grad:
             raise ValueError("the loss has no gradient: it depends on no parameter")
+        if draws is None and (batch.padding < batch.size or not batch.size):  # the first loss shows whether all do
+            draws = not all(map(torch.equal, before, generator_states()))
         metrics |= returned
         return loss
 

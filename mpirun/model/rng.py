@@ -50,7 +50,7 @@ class GeneratorsKept:
 
     def __enter__(self) -> None:
         """Keep the script's states."""
-        self.of_script.append(_states())
+        self.of_script.append(generator_states())
 
     def __exit__(self, *_: object) -> None:
         """Restore them."""
@@ -60,7 +60,7 @@ class GeneratorsKept:
         """What a loader gives, which draws from the script's generators, as in a loop of the script."""
         items: Iterator[T] | None = None
         while True:
-            own = _states()
+            own = generator_states()
             _set_states(self.of_script[-1])
             try:
                 items = iter(loader) if items is None else items
@@ -68,12 +68,13 @@ class GeneratorsKept:
             except StopIteration:
                 return
             finally:
-                self.of_script[-1] = _states()
+                self.of_script[-1] = generator_states()
                 _set_states(own)
             yield item
 
 
-def _states() -> list[Tensor]:
+def generator_states() -> list[Tensor]:
+    """The states of torch's generators, of the CPU and of the current GPU."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
