@@ -7,11 +7,6 @@ A buffer has rows of equal length, each with a key. Like the weights, rows are b
 - If the weights are divided, backwards add to rows that cover all weights. Unless the rank owns all shards, each shard
   that it owns has separate rows: other ranks' sums and, after the last backward, the rank's own are added to these.
 - A part of a gradient that owners sum in parts is a slice of the rows.
-
-A rank that does not own the stage sends its partial sum to an owner, whose ADD adds the rows. If a stage has several
-owners, they send and add, too, or their ALLREDUCE starts the sum over them. That overlaps other instructions; NORM, or
-a STEP to a version, waits for it. Other kinds of sums are among the features around (`engine.other_sums`): x and g over
-the slices of a stage, t.k over tied stages.
 """
 
 from __future__ import annotations
@@ -22,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpirun.comm.ordered_allreduce import OrderedAllreduce, add, numbers
-from mpirun.engine.core.context import Act, Context
+from mpirun.comm.ordered_allreduce import add, numbers
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit, shard_spans
 from schedgen.ir.header import Header
@@ -238,41 +232,3 @@ def _first_additions(instructions: Sequence[Instruction], header: Header) -> lis
         elif i.op == Op.FREE and i.kind == Kind.DW:
             begun.discard((i.stage, i.shard))
     return additions
-
-
-class Sums:
-    """Prepares ADD and ALLREDUCE, by methods with the signature of those of `Transfers`."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.by_stage: dict[int, OrderedAllreduce] = {}  # of a dw over its owners
-
-    def add(self, row: int, i: Instruction) -> Act:
-        """ADD: add the partial sum that another rank has sent."""
-        gradient = self.context.grad_buffers.of_unit((i.stage, i.shard))
-        buffers = self.context.buffers
-        received, wait_value = buffers.partial_sums[i.stage, i.shard, i.source], buffers.wait_value
-        keys = self.context.slots.keys(i.source, i.stage, i.shard)
-
-        def act() -> None:
-            gradient.add_rows(keys, wait_value(received))
-
-        return act
-
-    def allreduce(self, row: int, i: Instruction) -> Act:
-        """ALLREDUCE: start the sum of dw.s over its owners, or what prepares a sum of another kind."""
-        context = self.context
-        if i.kind != Kind.DW:
-            return context.other_sums[i.kind](context, i)
-        if i.stage not in self.by_stage:
-            keys = [context.slots.keys(rank, i.stage) for rank in context.header.groups[i.group]]
-            gradient, group = context.grad_buffers.of_stage(i.stage), context.transport.group(i.group)
-            rows = gradient.data[: len(keys[group.rank])]  # an owner without terms has a row for the sum alone
-            sections = context.stages[i.stage].sections
-            self.by_stage[i.stage] = OrderedAllreduce(context.transport, group, rows, keys, sections, gradient.total)
-        allreduce, start = self.by_stage[i.stage], context.allreduces.start
-
-        def act() -> None:
-            start(allreduce)
-
-        return act

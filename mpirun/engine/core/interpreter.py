@@ -15,8 +15,7 @@ import torch
 from mpirun.engine.core.backward import Backward, WeightBackward
 from mpirun.engine.core.context import Act, Context, in_order
 from mpirun.engine.core.forward import Forward
-from mpirun.engine.core.grad_buffers import Sums
-from mpirun.engine.core.messages import Transfers
+from mpirun.engine.core.messages import Sums, Transfers
 from mpirun.engine.core.offload import Offloads
 from mpirun.engine.core.optimizer_step import OptimizerStep, StepResult
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
