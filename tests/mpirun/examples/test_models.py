@@ -202,7 +202,7 @@ def test_what_a_model_raises_is_on_one_line(monkeypatch):
     module.model = model
     monkeypatch.setitem(sys.modules, "wrong", module)
     with pytest.raises(
-        UsageError, match=r"^--model wrong:model: model\(2\) raised ValueError: two lines \(at .*:207: .*\)$"
+        UsageError, match=r"^--model wrong:model: model\(2\) raised ValueError: two lines \(at .*:199: .*\)$"
     ):
         load_model("wrong:model", 2, 0)
 
