@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 645,
     "mpirun/examples": 515,
-    "tests": 34_510,
+    "tests": 34_505,
     "tests/jobs": 1_030,
 }
 WORDS = 17_005
