@@ -59,7 +59,7 @@ def main(model: str, text: str, schedule: str, tuned: str, **options: Any) -> No
     example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
     run = mpirun.Engine(
         schedule, mpirun.split(net, example, stages=4), stages=4, microbatches=8, loss=loss, optimizer=optimizer,
-        lr=lambda step: RATE * (1 + cos(pi * step / steps)) / 2, clip=1.0, weights=model, export=tuned, **options,
+        lr=lambda step: RATE * (1 + cos(pi * step / steps)) / 2, clip=1.0, weights=model, **options,
     )  # fmt: skip
     loader = run.loader(Pieces(tokens[:cut]), microbatch_size=2, shuffle=True)
     validation = run.loader(Pieces(tokens[cut:]), microbatch_size=2)

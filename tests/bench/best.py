@@ -53,7 +53,6 @@ def rank(options: argparse.Namespace) -> None:
 
     from mpirun.cli.options import run_options
     from mpirun.cli.run import Run
-    from mpirun.engine.first_step import run_first
     from mpirun.engine.memory_tracker import MemoryTracker
 
     torch.set_num_threads(1)
@@ -63,16 +62,16 @@ def rank(options: argparse.Namespace) -> None:
         if options.contestant == "ours":
             arguments = [options.schedule, "--model", options.model, "--text", TEXT, "--threads", "1", "--timeout", "0"]
             interpreter = Run(comm, run_options(comm, arguments)).session.interpreter
-            step, first = interpreter.run, partial(run_first, interpreter)
+            step = interpreter.run
         else:
             dist.init_process_group("gloo", f"file://{options.schedule}.meet", rank=comm.rank, world_size=comm.size)
-            step = first = PEERS[options.contestant](task)
+            step = PEERS[options.contestant](task)
         found = step(0)
         losses = comm.allgather([float(x) for x in (found.losses if options.contestant == "ours" else found)])
         memory.reset_peak()
         step(1)
         peak = comm.allreduce(memory.peak, MPI.MAX)
-    first(2)
+    step(2)
     step(3)
     laps = []
     for number in range(4, 4 + options.steps):

@@ -29,7 +29,6 @@ from mpirun.cli.run import Run
 from mpirun.comm.fail_together import from_rank_0
 from mpirun.data.microbatches import Microbatches, training_text
 from mpirun.data.values import to_device
-from mpirun.engine.first_step import run_first
 from mpirun.examples.gpt import Block
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
@@ -221,7 +220,7 @@ def main() -> None:
 
     for number in range(options.steps + WARM):
         turns = {
-            "ours": lambda: (ours.run(number) if number else run_first(ours, number)).losses,
+            "ours": lambda: ours.run(number).losses,
             "theirs": lambda: theirs(number),
         }
         for side in sorted(turns, reverse=bool(number % 2)):  # the sides go first in turn

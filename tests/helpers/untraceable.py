@@ -134,23 +134,6 @@ class Rounded(Layers):
         return self.second(x)
 
 
-class Ungraded(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            x = self.first(x)
-            with torch.no_grad():  # here
-                y = x * 3
-            x = x + y
-        return self.second(x.float())
-
-
-class Inferred(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():  # here
-            y = self.first(x)
-        return self.second(x + y.clone())
-
-
 class Forces(Layers):
     def forward(self, x: Tensor) -> Tensor:  # here
         x = x.detach().requires_grad_()

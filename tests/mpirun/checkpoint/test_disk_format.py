@@ -102,7 +102,7 @@ def test_a_manifest_that_says_something_else_is_refused(tmp_path, changed: dict[
     file = write(tmp_path, 1) / disk_format.MANIFEST
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(
-        RefusedFile, match=r"manifest\.json: (damaged|its format version is not 4, which this mpirun reads)$"
+        RefusedFile, match=r"manifest\.json: (damaged|its format version is not 5, which this mpirun reads)$"
     ):
         disk_format.read_manifest(file.parent)
 
@@ -110,7 +110,7 @@ def test_a_manifest_that_says_something_else_is_refused(tmp_path, changed: dict[
 def test_a_manifest_of_an_earlier_version_says_so(tmp_path):
     """Whatever else it has."""
     (tmp_path / disk_format.MANIFEST).write_text('{"checkpoint": 1}')
-    with pytest.raises(RefusedFile, match=r"manifest\.json: its format version is not 4, which this mpirun reads$"):
+    with pytest.raises(RefusedFile, match=r"manifest\.json: its format version is not 5, which this mpirun reads$"):
         disk_format.read_manifest(tmp_path)
 
 

@@ -160,12 +160,3 @@ def test_the_seed_of_a_gpu_is_that_of_the_host_too(gpu):
         gpu.seed(7)
         drawn.append((float(torch.rand(1)), torch.cuda.default_generators[0].initial_seed()))
     assert drawn[0] == drawn[1] and drawn[0][1] == 7
-
-
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_memory_that_other_processes_cannot_read_is_warned_of(gpu, monkeypatch, variable):
-    assert gpu.description == "device: GPU; MPI takes GPU tensors as they are"
-    monkeypatch.setenv(variable, "expandable_segments:True")
-    assert "expandable_segments:True may keep it" in gpu.description
-    gpu.direct = False
-    assert "expandable" not in gpu.description

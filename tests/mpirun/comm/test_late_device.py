@@ -120,7 +120,7 @@ sys.path.append("programs")
 from late_device import Late
 from mpirun.comm.gpu_transport import QueuedTransport
 from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
-from mpirun.comm.sections import Section
+from mpirun.comm.ordered_allreduce import Section
 device = Late(sys.argv[1] == "direct", rank)
 with device.working():
     transport = QueuedTransport(MPI.COMM_WORLD, [[0, 1]], device=device)

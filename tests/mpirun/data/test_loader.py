@@ -215,23 +215,18 @@ def test_resumed_with_other_steps(length, sizes, counts, behind):
     assert seen == [*list(epoch_order(length, True, 0, 0))[samples:], *epoch_order(length, True, 0, 1)]
 
 
-def make(step: int, microbatch: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((2,), 10 * step + microbatch), torch.tensor(rng.random(2))
-
-
 @pytest.mark.parametrize(
-    "dataset", [numbers(21), Noisy(), Whole(), Stream(21), NoisyStream(21), make], ids=lambda x: type(x).__name__
+    "dataset", [numbers(21), Noisy(), Whole(), Stream(21), NoisyStream(21)], ids=lambda x: type(x).__name__
 )
 def test_workers(dataset):
     """The same batches for any number of workers, also of random samples; the model's generators are not touched."""
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    shuffle = not (dataset is make or isinstance(dataset, Stream))
+    shuffle = not isinstance(dataset, Stream)
     given = []
     for workers in (0, 1, 2)[: 2 if isinstance(dataset, Stream) else 3]:
         some = loader(dataset, reads=[3, 0, 2], shuffle=shuffle, workers=workers)
         given.append([shown(batch) for batch, _ in zip(some, range(7), strict=False)])
-        if dataset is not make:
-            given[-1] += [shown(batch) for batch in some]
+        given[-1] += [shown(batch) for batch in some]
     assert len(given[0]) > 3
     assert all(other == given[0] for other in given)
     assert torch.equal(before[0], torch.get_rng_state())
@@ -239,31 +234,13 @@ def test_workers(dataset):
     assert not left()
 
 
-def test_a_function():
-    """Its generator is that of the command line's runs; it has no end."""
-    endless = loader(make, seed=5, reads=[1])
-    with pytest.raises(TypeError):
-        len(endless)
-    for step, batch in enumerate(endless):
-        microbatch = batch.microbatches[1]
-        assert shown(batch)[:3] == (0, step, [2] * 4)
-        assert microbatch.target.tolist() == np.random.default_rng([5, step, 1]).random(2).tolist()
-        assert microbatch.target.tolist() == endless.microbatch(0, step, 1).target.tolist()
-        assert microbatch[2:5] == (4, 2, 0)
-        endless.trained(batch)
-        if step == 3:
-            break
-    assert endless.state()["step"] == 4
-
-
-@pytest.mark.parametrize("dataset", [numbers(21), Stream(21), make], ids=["map", "stream", "function"])
+@pytest.mark.parametrize("dataset", [numbers(21), Stream(21)], ids=["map", "stream"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_rank_that_reads_nothing(dataset, workers):
     """Such as a rank in the middle of a pipeline: it goes through the same steps."""
     some = loader(dataset, reads=[], workers=workers)
     steps = [shown(batch) for batch, _ in zip(some, range(3), strict=False)]
-    last = [2] * 4 if dataset is make else [2, 2, 1, 0]
-    assert steps == [(0, 0, [2] * 4, {}), (0, 1, [2] * 4, {}), (0, 2, last, {})]
+    assert steps == [(0, 0, [2] * 4, {}), (0, 1, [2] * 4, {}), (0, 2, [2, 2, 1, 0], {})]
 
 
 def test_one_step_ahead():
@@ -284,10 +261,10 @@ def test_one_step_ahead():
     assert not left()
 
 
-@pytest.mark.parametrize("dataset", [Noisy(), Stream(21), make], ids=["map", "stream", "function"])
+@pytest.mark.parametrize("dataset", [Noisy(), Stream(21)], ids=["map", "stream"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_abandoned(dataset, workers):
-    """No process stays. If it was trained on, the next iteration is of the next epoch, unless there are no epochs.
+    """No process stays. If it was trained on, the next iteration is of the next epoch.
 
     After a restart it goes on after the last trained batch.
     """
@@ -301,7 +278,7 @@ def test_abandoned(dataset, workers):
         assert not left()
     state = some.state()
     following = next(iter(some))
-    assert (following.epoch, following.number) == ((0, 1) if dataset is make else (1, 0))
+    assert (following.epoch, following.number) == (1, 0)
     some.restore(state)
     for _ in range(2):
         ahead = iter(some)
@@ -312,8 +289,7 @@ def test_abandoned(dataset, workers):
     some.trained(replace(batch, number=1))
     some.trained(batch)
     assert (some.epoch, some.step) == (0, 2)
-    if dataset is not make:
-        assert ([step.number for step in some], some.epoch, some.step) == ([0, 1, 2], 2, 0)
+    assert ([step.number for step in some], some.epoch, some.step) == ([0, 1, 2], 2, 0)
 
 
 @given(
@@ -401,7 +377,6 @@ def test_a_broken_sample(workers):
 
 
 ORDERS = "each say the order of samples: give one of them"
-AGAIN = "the sampler gives another order when it is asked again, as after a restart: let it draw from torch's ..."
 TOO_FEW = 'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing'
 ITEMS = "the dataset's items should be pairs (input, target), (input,) or mappings: collated is"
 
@@ -428,17 +403,12 @@ class WithoutLength(Dataset):
         (
             iter([1]),
             {},
-            "a list_iterator is no dataset: give one with __len__ and __getitem__, a torch IterableDataset, or a "
-            "function make(step, microbatch, rng)",
+            "a list_iterator is no dataset: give one with __len__ and __getitem__, or a torch IterableDataset",
         ),
         (Stream(9), {"workers": 2}, "2 workers cannot share an IterableDataset: it takes one at most"),
         (Stream(9), {"shuffle": True}, "an IterableDataset cannot be shuffled: its samples come in its own order"),
-        (make, {"collate": list}, "a function that makes microbatches leaves nothing to collate"),
-        (make, {"sampler": [1]}, "a function that makes microbatches cannot be shuffled: its samples come in its ..."),
         (numbers(9), {"sampler": [1], "shuffle": True}, f"shuffle, sampler and batch_sampler {ORDERS}"),
         (numbers(9), {"sampler": [1], "batch_sampler": [[1]]}, f"shuffle, sampler and batch_sampler {ORDERS}"),
-        (numbers(9), {"sampler": RandomSampler(numbers(9), generator=torch.Generator())}, AGAIN),
-        (numbers(9), {"sampler": iter(range(9))}, AGAIN),
         (numbers(9), {"sampler": []}, "the dataset is empty"),
         (numbers(9), {"batch_sampler": []}, "the dataset is empty"),
         (
@@ -451,20 +421,8 @@ class WithoutLength(Dataset):
             {"batch_sampler": [[1] * 8, [2] * 9]},
             "a list of the batch_sampler has 9 indices, but...",
         ),
-        (lambda step, number, rng: 3, {}, f"{ITEMS} a int"),
         ([1, 2], {}, f"{ITEMS} a Tensor"),
         ([(1, 2, 3)], {}, f"{ITEMS} 3 values"),
-        (
-            numbers(9),
-            {"collate": lambda samples: (torch.zeros(2), [Faulty()])},
-            "the samples have a Faulty, which could be neither cut nor moved to a device: give tensors, numbers, "
-            "strings and None, in tuples, lists and dicts",
-        ),
-        (
-            numbers(9),
-            {"collate": lambda samples: (torch.zeros(2), torch.zeros(2).to_sparse())},
-            "the samples have a tensor of layout torch.sparse_coo, which cannot be cut: give dense ones",
-        ),
     ],
     ids=lambda x: None if isinstance(x, dict) else str(x)[:20],
 )
@@ -498,8 +456,6 @@ def test_a_stream_from_its_begin():
         (numbers(21), {}, {"dataset": Stream(21)}, "samples 21, but the loader stream"),
         (numbers(21), {"shuffle": True}, {"shuffle": False}, "shuffle True, but the loader False"),
         (numbers(21), {}, {"seed": 1}, "seed 0, but the loader 1"),
-        (make, {}, {"count": 2}, "microbatches 4, but the loader 2"),
-        (make, {}, {"size": 4}, "microbatch_size 2, but the loader 4"),
         (numbers(21), {}, {"sampler": range(20, -1, -1)}, "sampler None, but the loader [0-9a-f]{64}"),
     ],
     ids=lambda x: x[:12] if isinstance(x, str) else None,

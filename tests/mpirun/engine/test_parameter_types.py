@@ -11,7 +11,7 @@ MODEL, TIED = "models_for_tests:four_types", "models_for_tests:four_types_tied"
 # Scheme, options, model, options of mpirun. Where every rank owns all, or fetches all, each has two microbatches.
 CASES = {
     "stages in a row": ("1f1b", {"stages": 4}, MODEL, []),
-    "forwards first, in two passes": ("gpipe", {"stages": 4}, MODEL, ["--accumulate", 2]),
+    "forwards first": ("gpipe", {"stages": 4}, MODEL, []),
     "weights that travel": ("fsdp", {"stages": 4, "microbatches": 8}, MODEL, []),
     "gradients that are passed on": (
         "fslpp",
@@ -23,7 +23,7 @@ CASES = {
     "tied stages": ("1f1b", {"graph": {"stages": 4, "tied": [[0, 3]]}}, TIED, []),
     "versions": ("pipedream", {"stages": 2, "replicas": "2,2", "microbatches": 8}, MODEL, []),
     "shards of weights": ("fsdp", {"stages": 2, "shards": 4}, MODEL, []),
-    "shards that do not fit": ("zb-h1", {"stages": 4, "shards": 3}, MODEL, ["--accumulate", 2]),
+    "shards that do not fit": ("zb-h1", {"stages": 4, "shards": 3}, MODEL, []),
     "shards passed on": (
         "fslpp",
         {"stages": 4, "groups": 2, "shards": 3, "fan_out": 1, "weight_slots": 1, "microbatches": 8},

@@ -148,7 +148,6 @@ def test_more_stages_than_layers_is_one_clear_error(name):
         ("stages", [nn.Identity(), {"score": 5}], "stage 1 should be layers by name, a function or a module, not"),
         ("stages", [nn.Identity(), {"a.b": nn.Identity}], "stage 1 has a layer called 'a.b', which no module can be"),
         ("stages", [nn.Identity(), META], "stage 1 has no values for weight, which is on the meta device"),
-        ("loss", nn.Linear(2, 1), "the loss has parameters that need a gradient, weight, bias: put them into the last"),
         ("sliced", 0, "model(2) raised TypeError"),
         ("loss_of", "step", "loss_of should be microbatch or minibatch, not 'step'"),
         ("sliced", [1], "the model slices stage 1, but only stages before the last can have slices"),
@@ -161,13 +160,6 @@ def test_a_field_that_is_not_what_it_should_be_is_one_sentence(monkeypatch, fiel
     monkeypatch.setitem(sys.modules, "wrong", module)
     with pytest.raises(UsageError, match=f"^{re.escape(f'--model wrong:model: {sentence}')}"):
         load_model("wrong:model", 2, 0)
-
-
-def test_parameters_of_the_loss_of_a_split_are_refused():
-    cut = split(nn.Linear(2, 2), torch.zeros(2, 2), stages=1)
-    sentence = "the loss has parameters that need a gradient, weight, bias: put them into the last stage, or freeze"
-    with pytest.raises(UsageError, match=f"^{sentence} them"):
-        cut.model(nn.Linear(2, 1))
 
 
 def test_numbers_of_numpy_and_lists_are_as_good(monkeypatch):
@@ -210,7 +202,7 @@ def test_what_a_model_raises_is_on_one_line(monkeypatch):
     module.model = model
     monkeypatch.setitem(sys.modules, "wrong", module)
     with pytest.raises(
-        UsageError, match=r"^--model wrong:model: model\(2\) raised ValueError: two lines \(at .*:207: .*\)$"
+        UsageError, match=r"^--model wrong:model: model\(2\) raised ValueError: two lines \(at .*:199: .*\)$"
     ):
         load_model("wrong:model", 2, 0)
 

@@ -45,7 +45,6 @@ SCHEDULES = {
 MORE = {  # schedule, model, options
     **dict(further(("one stage is a function", ("1f1b, 4 stages", ONE_FUNCTION, [])))),
     "one stage is a function, computed again": ("forward and backward apart", ONE_FUNCTION, []),
-    "two passes, computed again": ("split, computed again", DROPPING, ["--accumulate", 2]),
 }
 
 

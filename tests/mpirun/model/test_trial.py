@@ -167,31 +167,10 @@ def test_a_stage_that_changes_its_inputs_is_found(how):
     assert shape.overwrites_inputs == ("changed" in how)
 
 
-class Normed(nn.BatchNorm1d):
-    """A loss of normalised outputs."""
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return mse_loss(super().forward(output), target)
-
-
-def test_a_loss_may_read_its_buffers():
-    assert shapes_of(nn.Linear(6, 6), loss=Normed(6, affine=False).eval())[0].loss is not None
-
-
-def test_a_loss_that_differentiates_an_output_is_refused():
-    for loss in (
-        lambda output, _: torch.autograd.grad(output.sum(), output)[0].sum(),
-        lambda output, _: torch.autograd.grad(output.requires_grad_().sum(), ROWS.clone().requires_grad_())[0].sum(),
-    ):
-        with pytest.raises(UsageError, match=r"^the loss fails on the shapes it gets: "):
-            shapes_of(nn.Linear(6, 6), loss=loss)
-
-
 def test_an_output_that_cannot_be_cut_is_named():
     words = "the output['one'] of a microbatch of 4 samples has shape (2,), but the last step of an epoch is padded: "
     assert (why_uncut("output", {"all": ROWS, "one": torch.zeros(2)}, 4) or "").startswith(words)
     assert why_uncut("output", torch.zeros(4, 3, 4), 4) and not why_uncut("target", torch.zeros(4, 3, 4), 4)
-    assert (why_uncut("target", {"flat": torch.zeros(9)}, 4) or "").endswith(", as the loss gets all of a mapping")
 
 
 @pytest.mark.parametrize("padding", [0, 1])
@@ -208,13 +187,6 @@ def test_a_loss_may_assign_to_entries_of_its_target(padding):
     assert losses[0] == losses[1] and batch.target["rows"] is ROWS and batch.target["names"] == ["row"]
 
 
-def test_losses_and_metrics_are_real_numbers():
-    turned = [lambda loss: loss * 1j, lambda loss: (loss, {"turned": loss * 1j})]
-    for turn, name in zip(turned, ("loss", "metric turned"), strict=True):
-        with pytest.raises(UsageError, match=f"the {name} should be a real number, not torch.complex64"):
-            shapes_of(nn.Linear(6, 6), loss=lambda output, target, turn=turn: turn(mse_loss(output, target)))
-
-
 def test_a_metric_is_one_number_of_torch_or_python_or_is_refused_by_its_type():
     batch = Microbatch([ROWS], ROWS, 1.0, len(ROWS), 0)
     given = {"tenth": 0.1, "two": 2, "three": torch.tensor([3])}
@@ -222,4 +194,4 @@ def test_a_metric_is_one_number_of_torch_or_python_or_is_refused_by_its_type():
     assert {name: float(x) for name, x in found.items()} == {"tenth": 0.1, "two": 2.0, "three": 3.0}
     for value in ("0.5", 0.5j, None):
         with pytest.raises(UsageError, match=f"the metric half should be one number, not a {type(value).__name__}"):
-            shapes_of(nn.Linear(6, 6), loss=lambda *_, value=value: (torch.ones(()), {"half": value}))
+            loss_and_metrics(lambda *_, value=value: (torch.ones(()), {"half": value}), ROWS, batch)

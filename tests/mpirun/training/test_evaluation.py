@@ -153,14 +153,14 @@ def loss(output, target):
     return mse_loss(output, target), {"a": output.sum()}
 logged = []
 log = lambda step, numbers: logged.append((step, numbers))
-with engine(2, "1f1b", loss=loss, log=log, peak_flops=1e3) as run:
+with engine(2, "1f1b", loss=loss, log=log) as run:
     seconds = run.step((x, x)).seconds
     found = run.evaluate([(x, x)])
 assert bool(logged) == (rank == 0)
 for (step, numbers), (at, evaluated) in zip(logged[::2], logged[1::2], strict=True):
     assert step == at == 1 and evaluated == {"eval/loss": found.loss, "eval/a": found.metrics["a"]}
     assert numbers["samples_per_second"] == 8 / seconds and numbers["tokens_per_second"] == 32 / seconds
-    assert math.isclose(numbers["mfu"], 6 * 40 * 32 / seconds / 2e3) and numbers["peak_bytes"] > 2**20
+    assert numbers["peak_bytes"] > 2**20
 """
     execute(2, script, err=[])
 

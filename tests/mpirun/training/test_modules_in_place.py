@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from engine_scripts import PRELUDE
 
 TRAINED = """
 import functools, sys, torch, mpirun
@@ -174,24 +173,6 @@ for scheme in ("ddp", "1f1b", "fsdp"):
     execute(2, TRAINED + script)
 
 
-def test_what_a_script_writes_to_weights_that_ranks_divide_is_refused(scripts, compiled):
-    """No rank has them whole, so that it would be lost."""
-    script = """
-given = modules("attribute")
-with engine(sys.argv[1], given) as run:
-    for step in range(2):
-        run.step((tokens, target))
-        run.evaluate([(tokens, target)])
-    with torch.no_grad():
-        given[0].emb.weight.mul_(0.5) if sys.argv[2] == "step" else given[0].load_state_dict(given[0].state_dict())
-    run.step((tokens, target)) if sys.argv[2] == "step" else run.evaluate([(tokens, target)])
-"""
-    schedule = compiled("fsdp", stages=2, microbatches=4, workers=2, shards=2)
-    for how in ("step", "evaluate"):
-        (done,) = scripts(2, [[TRAINED + script, schedule, how]])
-        assert done.code == 2 and "has written to a parameter of stage 0, which ranks have in shards" in done.err, done
-
-
 def test_a_module_that_loads_earlier_weights_between_steps_goes_on_from_them(execute):
     script = """
 for scheme in ("ddp", "1f1b", "fsdp"):
@@ -258,38 +239,6 @@ def test_two_engines_train_a_generator_and_a_discriminator_as_two_optimizers_do(
     execute(2, TRAINED + GAN, scheme)
 
 
-@pytest.mark.parametrize("order", [(), ("frozen first",)])
-def test_frozen_parameters_that_another_engine_trains_on_other_ranks_are_refused(order, launch):
-    """Under fsdp ranks compute with frozen parameters of their own, which stay as they were."""
-    done = launch(2, "fsdp", *order, program=("-c", PRELUDE + TRAINED + GAN))
-    assert done.code != 0 and "has parameters that another Engine trains, and this rank" in done.err, done.err
-
-
-@pytest.mark.parametrize("begins", ["anew", "from checkpoints"])
-def test_an_engine_is_refused_parameters_that_an_open_one_trains_on_other_ranks(begins, launch, tmp_path):
-    script = """
-def train(*batches):
-    first, last = layers(2)
-    with (
-        engine([first, last], "1f1b", example=(x[:4], x[:4])) as one,
-        engine(nn.Sequential(first, last), "ddp", example=(x[:4], x[:4])) as other,
-    ):
-        if batches and sys.argv[2] != "anew":
-            assert one.resume(folder / "one") and other.resume(folder / "other")
-        for batch in batches:
-            one.step(batch)
-            other.step(batch)
-        one.save(folder / "one") if not batches else None
-    with engine(nn.Sequential(first, last), "ddp", example=(x[:4], x[:4])) as other:
-        other.save(folder / "other")
-train()
-print("begins", flush=True)
-train((x, x))
-"""
-    done = launch(2, tmp_path, begins, program=("-c", PRELUDE + script))
-    assert "begins" in done.out and "has parameters that another Engine trains, and this rank" in done.err, done.err
-
-
 def test_an_engine_may_read_on_one_rank_what_another_trains_on_all(execute):
     """Its own optimizer leaves that out, so that no rank has old values."""
     script = """
@@ -322,7 +271,7 @@ with engine("ddp", given) as run:
     execute(2, TRAINED + script)
 
 
-def test_an_engine_whose_ranks_own_other_stages_than_the_one_before_resumes_or_is_refused(scripts, tmp_path):
+def test_an_engine_whose_ranks_own_other_stages_than_the_one_before_resumes(scripts, tmp_path):
     script = """
 net = [*modules("list"), nn.Identity(), nn.Linear(13, 13)]
 options = dict(stages=4, microbatches=4, loss=loss, optimizer=torch.optim.SGD, lr=0.5, timeout=60,
@@ -331,13 +280,11 @@ with mpirun.Engine("1f1b", net, **options) as run:
     run.step((tokens, target))
     run.save(sys.argv[1])
 with mpirun.Engine("zb-v", net, **options) as run:
-    if sys.argv[2] == "resumes":
-        assert run.resume(sys.argv[1])
+    assert run.resume(sys.argv[1])
     run.step((tokens, target))
 """
-    for case, code in (("resumes", 0), ("begins", 2)):
-        (done,) = scripts(2, [[TRAINED + script, tmp_path / case, case]])
-        assert done.code == code and ("that an earlier Engine has trained" in done.err) == bool(code), done.err
+    (done,) = scripts(2, [[TRAINED + script, tmp_path / "saved"]])
+    assert done.code == 0, done.err
 
 
 def test_a_submodule_of_two_stages_on_the_meta_device_begins_with_the_values_of_the_first(execute):

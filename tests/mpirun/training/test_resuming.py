@@ -31,7 +31,8 @@ from mpirun.examples.mlp import tiny
 model = tiny(1)
 text = torch.frombuffer(bytearray(open(sys.argv[3], "rb").read()), dtype=torch.uint8)
 with mpirun.Engine(sys.argv[1], model) as run:
-    loader = run.loader(lambda step, microbatch, rng: model.batch(text, rng))
+    batches = [model.batch(text, np.random.default_rng([0, *divmod(k, 2)])) for k in range(6)]
+    loader = run.loader(batches, collate=lambda items: items[0])
     assert run.resume(sys.argv[2])
     print(run.step(next(iter(loader))).loss, run.steps)
 """
@@ -52,7 +53,7 @@ class Stream(IterableDataset):
 def weights(name):
     files = (folder / name).glob("*.safetensors")
     return {key: value.tolist() for file in files for key, value in load_file(file).items()}
-for kind, dataset in (("map", rows), ("stream", Stream()), ("function", lambda *_: (x[2:4], x[:2]))):
+for kind, dataset in (("map", rows), ("stream", Stream())):
     losses = []
     for part in ("whole", "exported", "saved"):
         with engine(2, example=(x[:2], x[:2]) if kind == "stream" else None) as run:

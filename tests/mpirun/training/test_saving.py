@@ -163,9 +163,9 @@ def run_of(name, own):
         if not run.resume(folder / name):
             assert run.state == {}
             run.step((x, x))
-            run.state = {"names": [], "best": 0.0}
+            run.state.update({"names": [], "best": 0.0})
             run.save(folder / name, state=known)
-            run.state = {**run.state, "best": 2.5}
+            run.state["best"] = 2.5
             signal.raise_signal(signal.SIGTERM)
             assert refused(run.step, (x, x)) == 143
             files = [sorted(path.name for path in step.glob("*.pt")) for step in sorted((folder / name).glob("step-*"))]
