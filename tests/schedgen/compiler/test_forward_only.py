@@ -9,10 +9,10 @@ from drawn_programs import programs
 from edited_programs import comes_back, runs_with, written
 from examples import examples
 from hypothesis import given, settings
+from reference_machine import CannotExecute, execute
 
 from schedgen import Options, Sizes, check, compile, forward_list, read, stats
 from schedgen.ir.instructions import FORWARD_OPS, Op
-from schedgen.ir.reference_machine import CannotExecute, execute
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.user_file import load_file
 
