@@ -28,7 +28,7 @@ from schedgen.ir.program import Program
 from schedgen.planner.candidates import Candidate, CandidateBound, candidate_bound, candidates, with_layers
 from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.layer_profile import Layers, read_layers
-from schedgen.planner.order_search.placed_problem import least_time
+from schedgen.planner.order_search.problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order

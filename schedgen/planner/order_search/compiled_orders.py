@@ -13,7 +13,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.cost import REDO, by_stage
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
-from schedgen.planner.order_search.placed_problem import as_placement
+from schedgen.planner.order_search.problem import as_placement
 from schedgen.planner.order_search.question import Question
 from schedgen.planner.order_search.ways import Way, Ways
 from schedgen.planner.stage_costs import cost_ratios

@@ -1,4 +1,4 @@
-"""`heuristic_orders`: the best orders of a problem, by random rules and then annealing; W jobs are also placed anew."""
+"""`heuristic_orders`: the best orders of a problem, by random rules and then annealing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 
 from schedgen.planner.order_search.annealing import HOT, anneal
 from schedgen.planner.order_search.budget import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES
-from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
 from schedgen.planner.order_search.question import reached
@@ -65,14 +64,7 @@ class _Search:
         self.found: list[tuple[float, float, Numbers]] = []  # what `run_and_judge` returns, longest window, order
 
     def add(self, order: Numbers) -> None:
-        """Keep an order, if it can run and fits, and its variants with W jobs placed anew."""
-        self._keep(order)
-        late = with_late_weights(self.problem, order, self.bound, float(self.run.window.max()))
-        self.left -= len(late) * self.jobs * (1 + RULE_JOBS)
-        for each in late:
-            self._keep(each)
-
-    def _keep(self, order: Numbers) -> None:
+        """Keep an order, if it can run and fits."""
         value = run_and_judge(self.problem, order, self.run)
         if np.isfinite(value) and fits(self.problem, order) and all(value != known for known, _, _ in self.found):
             self.found.append((value, float(self.run.window.max()), order))

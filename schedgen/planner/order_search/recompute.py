@@ -36,8 +36,16 @@ from schedgen.ir.instructions import B, F
 from schedgen.planner.order_search.budget import BUDGET, JUDGED_JOBS, MOST_JUDGED
 from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, compile_own, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
-from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs, problem_of
-from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places, serial_order
+from schedgen.planner.order_search.problem import (
+    OrderProblem,
+    class_nodes,
+    kept_by_stage,
+    least_time,
+    placed_jobs,
+    places,
+    problem_of,
+    serial_order,
+)
 from schedgen.planner.order_search.question import OBJECTIVES, FoundOrder, Limits, NoOrder, Question, Ties, reached
 from schedgen.planner.order_search.search_order import same_placement, search_order
 from schedgen.planner.order_search.ways import (

@@ -10,7 +10,7 @@ from examples import further
 
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.compiled_orders import compile_order, judge
-from schedgen.planner.order_search.placed_problem import least_time
+from schedgen.planner.order_search.problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.recompute import _Tries
 from schedgen.planner.order_search.ways import Way, most_held
