@@ -40,7 +40,7 @@ from schedgen.ir.transport import read_transport
 from schedgen.planner import plan_output
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.recompute import search
+from schedgen.planner.order_search.search_ways import search
 from schedgen.planner.partition import on_links, partition, prefixes
 from schedgen.planner.plan import pipedream, plan
 from schedgen.planner.stage_costs import cost_ratios

@@ -30,8 +30,8 @@ from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
-from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.search_ways import search_ways
 from schedgen.planner.order_search.ways import Way
 from schedgen.planner.partition import on_links, partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
@@ -296,7 +296,7 @@ def _searched_program(placed: _PlacedCandidate, memory: float, budget: int, redo
     ways = (Way.REDO, Way.AWAY) if placed.question.machine.network.host.is_known else (Way.REDO,)
     question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None), ways=ways)
     try:
-        found = (search_with_recompute if redo else search_order)(question, budget)
+        found = (search_ways if redo else search_order)(question, budget)
     except UsageError:
         return None
     return found.program if found.source == "search" else None
