@@ -187,7 +187,7 @@ def path(run, tmp_path):
 
 def test_stats_have_no_nonsense(run, path):
     numbers = json.loads(run("stats", path, "--json").out)
-    assert set(numbers["bounds"]) == {"work", "critical_path", "way"} and max(numbers["bounds"].values()) <= 8
+    assert set(numbers["bounds"]) == {"work", "critical_path", "ends"} and max(numbers["bounds"].values()) <= 8
     assert 0 <= numbers["gap"] < 1
     assert numbers["latency"] == 8
     assert "nan" not in run("stats", path).out
