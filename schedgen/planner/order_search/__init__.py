@@ -5,8 +5,7 @@ budget.py             how much work a search does, and how it is divided
 problem.py            jobs, what they wait for and what memory they take, as arrays; an order is a sequence per worker
 run_order.py          the start times of an order's jobs: the kernel that judges every candidate
 priority_rules.py     list scheduling by random rules
-annealing.py          simulated annealing: jobs on the critical path move
-heuristic_orders.py   both, within a budget of work
+heuristic_orders.py   these, and then simulated annealing, within a budget of work
 cp_sat.py             OR-Tools' CP-SAT: proofs for small problems
 compiled_orders.py    orders as schedules: compiled, read back, judged by the simulator
 search_order.py       the whole search: begin, find, prove; the simulator has the last word
