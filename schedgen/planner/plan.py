@@ -305,10 +305,8 @@ def _searched_program(placed: _PlacedCandidate, memory: float, budget: int, redo
 def _searched(hopeful: Sequence[_PlacedCandidate], fastest: float, memory: float, budget: int) -> Iterator[_Entry]:
     """The best order found for each placement that may be faster than `fastest`; with a memory limit, the placements
     of least bound may also redo forwards."""
-    tries = [(placed, False) for placed in hopeful]
-    if math.isfinite(memory):
-        tries += [(placed, True) for placed in hopeful[:MOST_REDONE]]
-    for placed, redo in over(tries, "search orders", len(tries)):
+    for k, placed in enumerate(over(hopeful, "search orders", len(hopeful))):
+        redo = math.isfinite(memory) and k < MOST_REDONE
         if placed.least < fastest and (program := _searched_program(placed, memory, budget, redo)) is not None:
             schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search", sums=ALLREDUCE)
             fastest = min(fastest, schedule.step_time)

@@ -8,8 +8,6 @@ memory         Each forward's saved activations are alive until its backward has
                each, messages hidden) with the jobs' own durations, for any DAG of stages and for each worker.
 ends           for each worker: its jobs, and the idle time at its beginning and end that paths to its first jobs and
                from its last ones force, and its memory (`memory_bound`)
-window         for a chain: no worker begins before a forward has reached it, and none ends before its last backward
-               has gone back to the first stage
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import numpy as np
 
 from schedgen.ir.cost import Amount, by_stage, durations, has_both, redo_duration, shortest_halves
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F
+from schedgen.ir.instructions import F
 from schedgen.ir.job_graph import job_graph
 from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
 from schedgen.util.arrays import Flags, Floats, Ints, Numbers, Times
@@ -175,28 +173,3 @@ def _threaded(heads: Times, tails: Times, busy: Times) -> float:
         for tail in np.unique(tails[late]):
             longest = max(longest, float(head + tail + busy[late & (tails >= tail)].sum()))
     return longest
-
-
-def window_bound(compute: Ints, lengths: Times, recompute: Times, hops: Times, workers: int) -> float:
-    """The largest, over workers, of the time to its first job, its jobs, and the time back to the first stage.
-
-    compute    the worker of every job of a chain, (D, S, B)
-    lengths    the duration of each direction by stage, (D, S)
-    recompute  duration of the RECOMPUTE for each backward, (S,), which need not wait for what the backward waits for
-    hops       time of a message from each stage to the next, (S - 1,); it counts where all microbatches change workers
-    """
-    hops = np.where((compute[F, 1:] != compute[F, :-1]).all(axis=1), hops, 0.0)
-    reached = np.concatenate([[0.0], np.cumsum(lengths[F, :-1] + hops)])  # from the start until stage s may begin
-    back = np.concatenate([[0.0], np.cumsum(lengths[B, :-1] + hops)])  # from its backward to the first stage's end
-    lengths = lengths.copy()
-    lengths[B] += recompute
-    busy = np.zeros((len(compute), workers))
-    head, tail = np.full((2, workers), np.inf)
-    for s in range(len(recompute)):
-        for d in range(len(compute)):
-            busy[d] += lengths[d, s] * np.bincount(compute[d, s], minlength=workers)
-        np.minimum.at(head, compute[F, s], reached[s])
-        np.minimum.at(tail, compute[B, s], back[s])
-    used = np.isfinite(head) & np.isfinite(tail)
-    windows = head + busy[F] + busy[B] + tail
-    return float(np.maximum(windows, head + busy.sum(axis=0))[used].max())
