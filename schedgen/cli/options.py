@@ -11,8 +11,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.cost import read_cost
 from schedgen.ir.transport import NAMES
 from schedgen.planner.candidates import SEARCHED
-from schedgen.planner.order_search.budget import BUDGET
-from schedgen.planner.order_search.question import OBJECTIVES
+from schedgen.planner.order_search.question import BUDGET, OBJECTIVES
 from schedgen.schemes import SCHEMES
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import Alpha, Network, read_network, topology

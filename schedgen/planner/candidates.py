@@ -134,7 +134,6 @@ class CandidateBound(NamedTuple):
 
     seconds: float
     bytes: float
-    least: float  # bytes, for any way to gather the layers into as many stages
 
 
 def candidate_bound(candidate: Candidate) -> CandidateBound:
@@ -166,8 +165,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     jobs = np.bincount(compute.ravel(), np.repeat(lengths, compute.shape[2]), minlength=workers)
     kept = np.concatenate([[0.0], costs.passed_on]) + (saved if candidate.way == Way.KEEP else 0)
     peak = owns @ (owned + weight) + _saved(kept, compute, workers, n)
-    least = owns.sum(axis=0).min() * (owned + weight).sum() / len(np.unique(weights))
-    return CandidateBound((1 - 1e-9) * float((jobs + owns @ step).max()), float(peak.max()), float(least))
+    return CandidateBound((1 - 1e-9) * float((jobs + owns @ step).max()), float(peak.max()))
 
 
 def _saved(kept: Floats, compute: Ints, workers: int, n: Any) -> Floats:

@@ -1,7 +1,6 @@
 """The search for a new order: placement, sizes, costs and a memory limit in, a schedule and a lower bound out.
 
-question.py           the input of a search, `Question`, and its result, `FoundOrder`
-budget.py             how much work a search does, and how it is divided
+question.py           the input of a search, `Question`, its result, `FoundOrder`, and how much work it does
 problem.py            jobs, what they wait for and what memory they take, as arrays; an order is a sequence per worker
 run_order.py          the start times of an order's jobs: the kernel that judges every candidate
 priority_rules.py     list scheduling by random rules

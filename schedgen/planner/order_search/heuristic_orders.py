@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.planner.order_search.budget import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
-from schedgen.planner.order_search.question import reached
+from schedgen.planner.order_search.question import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES, reached
 from schedgen.planner.order_search.run_order import Run, new_run, run_and_judge, run_order
 from schedgen.util.arrays import Numbers
 from schedgen.util.jit import kernel
-from schedgen.util.progress import counted
 
 BEST = 4  # orders that are returned
 CRITICAL = 90  # percent of moves that begin on the critical path
@@ -40,25 +38,21 @@ def heuristic_orders(
     anneals = budget // search.jobs >= LEAST_MOVES
     rounds = budget // ((4 if anneals else 1) * RULE_JOBS * search.jobs)
     rounds = max(RULES[0], min(RULES[1], rounds))
-    with counted("search", None) as done:
-        for order in find_rules(problem, rounds, turn, search.run):
-            search.add(order)
-        search.left -= rounds * RULE_JOBS * search.jobs
-        if not search.found:  # as where routes cross: each worker waits for the memory of another
-            search.add(serial_order(problem))
-        if not search.found:
-            return [], budget - search.left
-        first = [order for _, _, order in search.found[:3]] if anneals else []
-        seed = 1000 * turn
-        for order in first:
-            for hot in HOT:
-                if not search.is_done:
-                    search.anneal(order, hot, 0.06, seed := seed + 1)
-                    done(1)
-        for share in (0.3, 0.4, 0.5, 1.0) if anneals else ():
+    for order in find_rules(problem, rounds, turn, search.run):
+        search.add(order)
+    search.left -= rounds * RULE_JOBS * search.jobs
+    if not search.found:  # as where routes cross: each worker waits for the memory of another
+        search.add(serial_order(problem))
+    if not search.found:
+        return [], budget - search.left
+    seed = 1000 * turn
+    for order in [order for _, _, order in search.found[:3]] if anneals else []:
+        for hot in HOT:
             if not search.is_done:
-                search.anneal(search.found[0][2], HOT[seed % 3], share, seed := seed + 1)
-                done(1)
+                search.anneal(order, hot, 0.06, seed := seed + 1)
+    for share in (0.3, 0.4, 0.5, 1.0) if anneals else ():
+        if not search.is_done:
+            search.anneal(search.found[0][2], HOT[seed % 3], share, seed := seed + 1)
     return search.best(), budget - search.left
 
 

@@ -20,10 +20,8 @@ from schedgen.compiler.refine import refine
 from schedgen.ir.cost import Amount, has_both, own_costs, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
-from schedgen.ir.stage_graph import chain
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search import cp_sat
-from schedgen.planner.order_search.budget import BUDGET, BYTES_SHARES, PROVED_SECONDS, SMALL_SHARES
 from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, compile_own, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.problem import (
@@ -39,11 +37,18 @@ from schedgen.planner.order_search.problem import (
     problem_of,
     serial_order,
 )
-from schedgen.planner.order_search.question import FoundOrder, NoOrder, Question, reached
+from schedgen.planner.order_search.question import (
+    BUDGET,
+    BYTES_SHARES,
+    PROVED_SECONDS,
+    SMALL_SHARES,
+    FoundOrder,
+    NoOrder,
+    Question,
+    reached,
+)
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.schemes import SCHEMES, load
-from schedgen.schemes.building_block import half, squeezed_starts, third
-from schedgen.schemes.looped import vee
 from schedgen.schemes.scheme import Scheme
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.errors import UsageError
@@ -91,8 +96,6 @@ def _search(question: Question, cost: Mapping[str, Amount], budget: float) -> Fo
     rounds = _Rounds(question, problem)
     for built_in in same_placement(question, placed):
         rounds.add_scheme(built_in)
-    if limits.saved is not None:
-        rounds.add_orders(_squeezed(problem, placed, limits.saved))
     bounded = problem_of(placed, lenient(ordered))
     bound = lower_bound(bounded, placed)
     small = cp_sat.is_installed() and len(problem.worker) <= cp_sat.MOST_JOBS
@@ -128,17 +131,6 @@ def same_placement(question: Question, placed: PlacedScheme) -> Iterator[Scheme]
             continue
         if scheme.updates == FLUSH and np.array_equal(compute[[F, B]], placed.compute[[F, B]]):
             yield scheme
-
-
-def _squeezed(problem: OrderProblem, placed: PlacedScheme, limit: int) -> list[Numbers]:
-    """V-Half's and V-Min's orders, squeezed until they fill this limit of saved forwards: none unless backwards are
-    split, and the stages are a V in which each reads the one before."""
-    directions, stages, batches = placed.compute.shape
-    is_chain = {*chain(stages)} <= {*placed.graph.edges}
-    is_vee = stages == 2 * placed.workers and (placed.compute == vee(np.arange(stages), stages)[:, None]).all()
-    if directions < 3 or not (is_chain and is_vee):
-        return []
-    return [order_of(problem, squeezed_starts(stages // 2, batches, block, limit).ravel()) for block in (half, third)]
 
 
 class _Tried(NamedTuple):

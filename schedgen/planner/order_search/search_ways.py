@@ -32,7 +32,6 @@ from schedgen.ir.cost import (
     without_redo,
 )
 from schedgen.ir.instructions import B, F
-from schedgen.planner.order_search.budget import BUDGET, JUDGED_JOBS, MOST_JUDGED
 from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, compile_own, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
 from schedgen.planner.order_search.problem import (
@@ -44,7 +43,18 @@ from schedgen.planner.order_search.problem import (
     places,
     problem_of,
 )
-from schedgen.planner.order_search.question import OBJECTIVES, FoundOrder, Limits, NoOrder, Question, Ties, reached
+from schedgen.planner.order_search.question import (
+    BUDGET,
+    JUDGED_JOBS,
+    MOST_JUDGED,
+    OBJECTIVES,
+    FoundOrder,
+    Limits,
+    NoOrder,
+    Question,
+    Ties,
+    reached,
+)
 from schedgen.planner.order_search.search_order import same_placement, search_order
 from schedgen.planner.order_search.ways import (
     ROOM,
