@@ -1,7 +1,7 @@
 """The Pareto front, in time and memory, of the schedules that a profile's layers allow.
 
 Candidates are schemes with balanced layers; those that no bound excludes are simulated. With a memory limit cuts whose
-largest stage needs few bytes are tried, too. `pipedream` searches nothing: it is PipeDream's own schedule.
+largest stage needs few bytes are tried, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import place_jobs
@@ -29,10 +28,8 @@ from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.search_order import search_order
 from schedgen.planner.order_search.search_ways import search_ways
 from schedgen.planner.order_search.ways import Way
-from schedgen.planner.partition import on_links, partition, prefixes
-from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
-from schedgen.schemes import load
-from schedgen.schemes.scheme import Sizes
+from schedgen.planner.partition import on_links
+from schedgen.planner.stage_costs import StageCosts, cost_ratios
 from schedgen.simulator.network import Network
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError, number_of
@@ -169,25 +166,6 @@ def _least_memory(every: _Front) -> str:
         f"; the least that would is {least.peak_bytes} bytes, by {least.scheme} with {', '.join(words)}, "
         f"in {least.step_time:.4g} s a step"
     )
-
-
-def pipedream(layers: Layers, workers: int, bandwidth: float, microbatches: int, memory: float = math.inf) -> Program:
-    """PipeDream's own schedule: its partition, run as 1F1B-RR without a flush [Narayanan et al. 2019, section 3.2].
-
-    The partition may need up to `memory` bytes on a worker; UsageError if none fits or microbatches are too few.
-    """
-    best = partition(prefixes(layers), workers, bandwidth, memory)
-    most = max(best.replicas)
-    if microbatches < most:
-        raise UsageError(f"--microbatches {microbatches} is too few: the partition has a stage of {most} replicas")
-    sizes = Sizes(len(best.stages), microbatches, replicas=best.replicas)
-    costs = stage_costs(layers, best.ends, bandwidth)
-    if costs.tied:
-        raise UsageError("PipeDream's schedule has weight versions, which tied stages cannot have: leave -o out")
-    scheme = with_layers(load("pipedream", sizes), costs)
-    program = compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split))))
-    check_compiled(program)
-    return program
 
 
 def _with(entry: _Entry, front: _Front) -> _Front:
