@@ -324,7 +324,7 @@ def network_of(values: Any, name: str) -> Network:
 def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
     given = {"devices": 0, "card": 0, **values} if isinstance(values, dict) else {}
     devices, alpha = given.get("devices"), given.get("alpha")
-    counts = devices if isinstance(devices, list) and devices else [devices]
+    counts: list[Any] = devices if isinstance(devices, list) and devices else [devices]
     right = given.keys() == {*Level._fields} and isinstance(given["name"], str) and _are_alphas(alpha)
     right = right and is_amount(given["beta"]) and is_amount(given["card"])
     right = right and (devices == 0 or all(map(_is_count, counts))) and sum(counts) <= MOST_WORKERS
