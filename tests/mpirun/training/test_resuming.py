@@ -224,7 +224,7 @@ def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, execute):
 
 
 def test_an_epoch_that_sigterm_ends_in_its_last_step_is_evaluated_after_the_restart(execute, tmp_path):
-    """As in coming-from.md: a script counts the epochs that it has evaluated."""
+    """If the script counts the epochs that it has evaluated in what `save` keeps of it."""
     script = """
 def train():
     with engine(2, "1f1b") as run:
