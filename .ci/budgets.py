@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 690,
     "mpirun/examples": 530,
-    "tests": 35_490,
+    "tests": 35_495,
     "tests/jobs": 1_030,
 }
 WORDS = 12_000

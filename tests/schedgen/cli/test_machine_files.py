@@ -109,7 +109,10 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
         ({"levels": [{**HOST, "devices": 10**9}]}, "with times of at least 0 and up to 1048576 devices"),
         ({"levels": [{**HOST, "card": 1}]}, "level 0: the innermost level has no card"),
         ({"levels": [{"name": "host", "alpha": 0, "beta": 0}, NETWORK]}, "level 0: devices is missing"),
-        ({"levels": [HOST, {**NETWORK, "devices": 3}]}, "the groups of level 'network' divide some of level 'host'"),
+        (
+            {"levels": [HOST, {**NETWORK, "devices": 3}, {**NETWORK, "name": "racks"}]},
+            "the groups of level 'network' divide some of level 'host'",
+        ),
         ({"levels": [HOST, {**NETWORK, "devices": 2}]}, "no message uses level 'network'"),
         ({"levels": [{**HOST, "devices": [2]}]}, "the machine has 2 devices, but there are 4 workers"),
         ({**TWO_HOSTS, "speed": [1, 1]}, "the numbers of devices differ: 4 by level 'host', 2 by speed"),

@@ -82,7 +82,7 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
             bound = candidate_bound(candidate)
             for row, *_ in _simulated(candidate):
                 assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, candidate
-                tight += bound.seconds > 0.99 * row.step_time
+                tight += bound.seconds > 0.7 * row.step_time
     assert tight > 5  # else it would prune nothing
 
 
