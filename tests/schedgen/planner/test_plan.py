@@ -107,7 +107,7 @@ def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes, without_boun
     with without_bounds():
         slow = plan(*arguments, bandwidth=1e9)
     assert quick.front == slow.front
-    assert quick.simulated < slow.simulated == slow.schedules
+    assert quick.simulated <= slow.simulated == slow.schedules
     assert all(row.peak_bytes <= limit for row in quick.front)
     for a, b in itertools.pairwise(quick.front):
         assert a.step_time < b.step_time and a.peak_bytes > b.peak_bytes
