@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from schedgen.checker import checked
-from schedgen.report.measured_run import read_trace, run_numbers
+from schedgen.report.chrome_trace import read_trace, run_numbers
 
 MLP = "mpirun.examples.mlp:tiny"
 RUNS = {"1f1b": (3, 2), "fsdp": (2, 1), "zb-h1": (1, 5)}  # steps, and of these traced

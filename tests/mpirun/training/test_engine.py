@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import schedgen
 from schedgen.checker import checked
 from schedgen.cli.main import main as command
-from schedgen.report.measured_run import read_trace, run_numbers
+from schedgen.report.chrome_trace import read_trace, run_numbers
 from schedgen.schemes import SCHEMES, load
 from schedgen.util.errors import UsageError
 

@@ -19,6 +19,7 @@ from edited_programs import comes_back, refused_less_or_twice, runs_with, taken
 from examples import examples
 from hypothesis import Phase, assume, event, given, settings
 from mutants import mutant
+from reference_machine import CannotExecute
 from slow_memory_plan import hold, peaks_of_timeline, random_bytes
 
 import schedgen.checker
@@ -28,7 +29,6 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
-from schedgen.ir.reference_machine import CannotExecute
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import RefusedFile

@@ -19,7 +19,7 @@ from schedgen.checker import checked
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
-from schedgen.simulator.time_breakdown import SHARES
+from schedgen.simulator.timeline import SHARES
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 DRIVER = shutil.which("chromedriver")

@@ -9,7 +9,7 @@ import pytest
 
 from schedgen.checker import checked
 from schedgen.ir.instructions import Op
-from schedgen.report.measured_run import read_trace, run_numbers
+from schedgen.report.chrome_trace import read_trace, run_numbers
 
 CAUSES = {
     "activation",

@@ -14,12 +14,11 @@ from schedgen.checker import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.recipe import recipe_of
-from schedgen.report.memory_advice import memory_advice
+from schedgen.report.memory_advice import memory_advice, peak_parts
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import HostLink, Network
-from schedgen.simulator.peak_parts import peak_parts
 from schedgen.simulator.simulate import simulate
 
 SIZES = Sizes(4, 8, 4)

@@ -241,12 +241,22 @@ WRONG = {
     "0F1,0B0,0F2,0B1\n": "rank 0, cell 3: of 2 microbatches, stage 0 has an extra F2 and lacks F0",
     "0B0,0F0\n": "n stops the schedule: F(0, 0) on worker 0 waits for B(0, 0), B(0, 0) on worker 0 waits for F(0, 0)",
     lists((",0RESHARD", ",0RESH")): f"rank 0, cell 26: '0RESH' {NOTHING}",
-    lists(("2SEND_B1,", "")): "rank 1, cell 18: 1RECV_B1: rank 0 has no 2SEND_B1 after its 2B1 in cell 17",
-    lists(("3RECV_F0,", "")): "rank 0, cell 10: 2SEND_F0: rank 1 has no 3RECV_F0 before its 3F0 in cell 9",
-    lists(("0SEND_F0,", ""), ("1RECV_F0,", "")): (
-        "rank 1, cell 3: 1F0: there is no message to it from 0F0 on rank 0, cell 3"
+    lists(("2SEND_B1,", "")): (
+        'rank 1, cell 18: {"op": "RECV", "buf": "g.1.1", "from": 0}: rank 0 never sends this '
+        "(rule 3: every SEND has its RECV or FETCH_W, in order)"
     ),
-    lists(("2SEND_F1", "2SEND_F1,2SEND_F1")): "rank 0, cell 13: 2SEND_F1: this is listed twice",
+    lists(("3RECV_F0,", "")): (
+        'rank 1, cell 9: {"op": "FWD", "stage": 3, "mb": 0}: x.2.0 is not defined on this rank before this line '
+        "(rule 2: every operand is defined before it is used)"
+    ),
+    lists(("0SEND_F0,", ""), ("1RECV_F0,", "")): (
+        'rank 1, cell 3: {"op": "FWD", "stage": 1, "mb": 0}: x.0.0 is not defined on this rank before this line '
+        "(rule 2: every operand is defined before it is used)"
+    ),
+    lists(("2SEND_F1", "2SEND_F1,2SEND_F1")): (
+        'rank 0, cell 13: {"op": "SEND", "buf": "x.2.1", "to": 1}: rank 1 never receives this '
+        "(rule 3: every SEND has its RECV or FETCH_W, in order)"
+    ),
     lists(("3SEND_B0,", "3SEND_B0,3SEND_F0,")): "rank 1, cell 14: 3SEND_F0: its stage has no neighbour there",
     lists(("2SEND_B0", "2SEND_B9")): "rank 0, cell 15: 2SEND_B9: there is no such microbatch in 0..1",
     lists(("2SEND_B0", "4SEND_B0")): "rank 0, cell 15: 4SEND_B0: there is no such stage in 0..3",
@@ -254,15 +264,10 @@ WRONG = {
     lists((",2B1,", ","), ("3RESHARD,", "3RESHARD,2B1,")): (
         "rank 1, cell 21: 2B1: its stage is on rank 0: cell 9 has a job of it"
     ),
-    lists(("0F0,", "0WAIT_SEND_F0,0F0,")): "rank 0, cell 3: 0WAIT_SEND_F0: there is no SEND before it",
-    lists(("0UNSHARD,", "")): "rank 0, cell 2: 0F0: the weights of its stage are sharded here",
-    lists(("0UNSHARD", "0UNSHARD,0UNSHARD")): (
-        "rank 0, cell 2: 0UNSHARD: the weights of its stage are unsharded already"
+    lists(("0F0,", "0WAIT_SEND_F0,0F0,")): (
+        'rank 0, cell 3: {"op": "FREE", "buf": "x.0.0"}: x.0.0 is not defined on this rank before this line '
+        "(rule 2: every operand is defined before it is used)"
     ),
-    lists(("1UNSHARD", "1RESHARD")): "rank 1, cell 1: 1RESHARD: the weights of its stage are sharded already",
-    lists(("2B0", "2REDUCE_GRAD,2B0")): "rank 0, cell 14: 2REDUCE_GRAD: backwards of its stage are still to come",
-    lists(("0REDUCE_GRAD", "0REDUCE_GRAD,0REDUCE_GRAD")): "rank 0, cell 26: 0REDUCE_GRAD: this is listed twice",
-    lists((",0REDUCE_GRAD", "")): "rank 0, cell 25: 0RESHARD: no REDUCE_GRAD of stage 0 comes after it",
     lists(("0F0,0SEND_F0", "0SEND_F0,0F0")): (
         'rank 0, cell 3: {"op": "SEND", "buf": "x.0.0", "to": 1}: x.0.0 is not defined on this rank before this line '
         "(rule 2: every operand is defined before it is used)"

@@ -223,7 +223,7 @@ def test_stats_and_simulate_say_the_peak_by_hand(run, tmp_path):
     # What stage 1 saves lives for 4, what stage 0 saves for 2 + 4 + 2, two of each; the peaks are 2 and 1.
     # The memory bound is worker 1's: two of 4 in a peak of 1. On the way: to worker 1, its jobs, and back. With room
     # for one microbatch worker 1 has nothing to do at its ends but these two.
-    bounds = {"work": 12, "critical_path": 3 + 6, "memory": 2 * 4 / 1, "way": 1 + 12 + 2, "ends": 1 + 12 + 2}
+    bounds = {"work": 12, "critical_path": 3 + 6, "ends": 1 + 12 + 2, "memory": 2 * 4 / 1}
     assert numbers["bounds"] == bounds
     assert "peak bytes            3872" in run("stats", path, "--profile", costs).out
     simulated = json.loads(run("simulate", path, "--profile", costs, "--json").out)
