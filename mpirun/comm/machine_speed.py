@@ -30,6 +30,8 @@ ALIKE = 1.2  # devices whose seconds differ by less count as equally fast: other
 SIDE, PRODUCTS, TRIES = 512, 4, 20  # of the matrices, how many products are timed together, and how often
 LONG = 4  # how many of the longest messages tell beta
 DISTINCT = 0.1  # of a message's time: alphas that differ by less are the same
+WINDOWS, EXCHANGES = 3, 4  # in which hosts exchange messages, and how often in each
+SHARED = 1.2  # pairs that take this many times as long together as one alone share a card
 TAG = 1
 
 
@@ -102,6 +104,8 @@ def measure_levels(comm: MPI.Intracomm, device: Device, crowded: bool) -> list[d
             for gap in gaps
         ]
         levels.append({"name": "network", **_fitted(comm, transport, rounds)})
+        if card := _card(comm, transport, hosts, levels[-1]):
+            levels[-1]["card"] = card
     transport.free()
     return levels
 
@@ -130,6 +134,45 @@ def _one_round(comm: MPI.Intracomm, transport: Transport, pairs: list[tuple[int,
         if slowest > LONGEST:
             break
     return [mine for mine in comm.allgather(seconds if first else None) if mine]
+
+
+def _card(comm: MPI.Intracomm, transport: Transport, hosts: list[list[int]], link: dict[str, Any]) -> float:
+    """Seconds per byte of a host's card, if several ranks that send at once share it; 0 if they do not. Collective.
+
+    Hosts 0 and 1, 2 and 3, ... exchange messages, both ways at once as pipelines and sums do: of one rank of each, and
+    of all.
+    """
+    here = next(h for h, ranks in enumerate(hosts) if comm.rank in ranks)
+    other, place, together = here ^ 1, hosts[here].index(comm.rank), min(map(len, hosts))
+    host = MPI.Intracomm(comm.Split(here, comm.rank))
+    size = next((size for size in reversed(SIZES) if link["beta"] * size < LONGEST), SIZES[0])
+    found = []
+    for ranks in (1, together):
+        peer = hosts[other][place] if other < len(hosts) and place < ranks else None
+        seconds = float(np.median([_exchanges(host, transport, peer, size) for _ in range(WINDOWS)]))
+        found.append(max(comm.allgather(seconds if other < len(hosts) else 0.0)))
+    host.Free()
+    alone, at_once = found
+    return at_once / (together * size) if together > 1 and at_once > SHARED * alone else 0.0
+
+
+def _exchanges(host: MPI.Intracomm, transport: Transport, peer: int | None, size: int) -> float:
+    """The seconds of an exchange of messages of `size` bytes between this host's ranks and their peers: a mean, since
+    hosts do not begin at the same moment."""
+    out, into = (torch.zeros(size, dtype=torch.uint8, device=transport.device.torch) for _ in range(2))
+    receive = None if peer is None else transport.receive(into, peer, TAG)
+    begin = 0.0
+    for number in range(1 + EXCHANGES):
+        host.Barrier()
+        if number == 1:
+            begin = time.perf_counter()
+        if receive is not None and peer is not None:
+            receive.start()
+            transport.wait(transport.send(out, peer, TAG))
+            transport.wait(receive.done)
+            transport.device.finish()
+    host.Barrier()
+    return (time.perf_counter() - begin) / EXCHANGES
 
 
 def ping_pong(transport: Transport, peer: int, size: int, first: bool, times: int) -> float:

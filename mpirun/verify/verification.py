@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from mpi4py import MPI
 from torch import Tensor
@@ -14,10 +15,12 @@ from mpirun.engine.core.weight_layout import Unit
 from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
+from mpirun.model.dataflow import Dataflow, Value
 from mpirun.model.module_tensors import buffer_copies, given_modules, kept
 from mpirun.verify.microbatch import Start
 from mpirun.verify.one_process import run_in_one_process, run_with_delayed_updates, used_versions
 from mpirun.verify.record import (
+    Parameters,
     RankRecord,
     Record,
     compare,
@@ -28,7 +31,9 @@ from mpirun.verify.record import (
     gather_record,
     same_bits,
 )
+from schedgen.ir.header import Header
 from schedgen.ir.program import Program
+from schedgen.ir.tensor_parallel import TensorParallel
 
 REASONS = (
     "usual reasons: a forward draws from another generator than torch's default ones, keeps state outside of "
@@ -77,6 +82,7 @@ class Verification:
         if ours is not None and differing is not None:
             _say(f"failed: {differing}")
         elif ours is not None:
+            setup, header, ours = without_slices(setup, header, ours)
             with kept(module for entry in setup.model.stages for _, module in given_modules(entry)):
                 if used is None:
                     theirs = run_in_one_process(setup, header, self.start, steps, beat)
@@ -108,3 +114,55 @@ class Verification:
 
 def _say(line: str) -> None:
     say(f"verify: {line}", sys.stdout)
+
+
+def without_slices(setup: Setup, header: Header, record: Record) -> tuple[Setup, Header, Record]:
+    """A run's record, and the setup of its reference.
+
+    In canonical mode the reference has slices and adds them up, as the ranks do; else it runs the model without slices.
+    """
+    if not header.tensor_parallel or setup.canonical:
+        return setup, header, record
+    return *_setup_of_model(setup, header), _joined(setup, header, record)
+
+
+def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
+    stages = header.model_stages
+    plain = replace(
+        header,
+        scheme={**header.scheme, "stages": stages},
+        graph=header.model_graph,
+        compute=header.compute[:, header.first_slices],
+        tensor_parallel=TensorParallel(1, (), stages),
+    )
+    shapes = [setup.shapes[stage] for stage in header.first_slices]
+    of_schedule = setup.dataflow.reads
+    reads = [
+        [x._replace(stage=header.model_stage(x.stage)) if isinstance(x, Value) else x for x in of_schedule[stage]]
+        for stage in header.first_slices
+    ]
+    dataflow = Dataflow(reads, plain, [shape.outputs for shape in shapes])
+    return replace(setup, model=setup.unsliced_model, shapes=shapes, dataflow=dataflow), plain
+
+
+def _joined(setup: Setup, header: Header, record: Record) -> Record:
+    tensor = header.tensor_parallel
+
+    def joined(values: Parameters) -> Parameters:
+        parameters: Parameters = {}
+        for (stage, name), value in values.items():
+            key = (header.model_stage(stage), name)
+            dim = setup.shapes[stage].sliced_dims.get(name) if tensor.sliced[stage] else None
+            if dim is None:
+                parameters[key] = value  # the same in all slices
+            elif key not in parameters:
+                parameters[key] = dim.join([values[slice, name] for slice in tensor.slices_of(stage)])
+        return parameters
+
+    buffers = {  # each slice of a sliced stage has its own
+        (header.model_stage(stage), name): x
+        for (stage, name), x in record.buffers.items()
+        if header.is_first_slice(stage) and not tensor.sliced[stage]
+    }
+    gradients = [joined(step) for step in record.gradients]
+    return Record(record.losses, gradients, joined(record.parameters), buffers)

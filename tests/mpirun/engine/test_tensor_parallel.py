@@ -1,4 +1,4 @@
-"""Stages with slices on several ranks train as in one process, in canonical mode to the bit."""
+"""Stages with slices on several ranks train as the whole model in one process does, in canonical mode to the bit."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def verified(several, schedules, text):
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_it_trains_as_one_process_does(verified, name):
+def test_it_trains_as_the_whole_model_does(verified, name):
     code, out = verified[name, ""]
     assert code == 0 and "verify: passed: the limit is 1e-05" in out, out
 
