@@ -78,8 +78,8 @@ class Task:
         return Training(self.comm, module, self.optimizer(module), self.batch, self.model.loss, self.microbatches)
 
 
-SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}  # a stage a rank
-SEVERAL = {"interleaved-1f1b": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
+SINGLE = {"1f1b": "Schedule1F1B"}  # a stage a rank
+SEVERAL = {"interleaved-1f1b": "ScheduleInterleaved1F1B"}
 
 
 def pipelining(task: Task, name: str) -> Step:
@@ -87,8 +87,6 @@ def pipelining(task: Task, name: str) -> Step:
     from torch.distributed.pipelining import PipelineStage, schedules
 
     mine = list(range(task.rank, task.stages, task.ranks))
-    if name == "zbv":  # down the ranks and up again
-        mine = [task.rank, task.stages - 1 - task.rank]
     modules = nn.ModuleList(task.stage(index) for index in mine)
     stages = [
         PipelineStage(module, index, task.stages, task.device) for index, module in zip(mine, modules, strict=True)

@@ -13,7 +13,7 @@ def test_one_process_needs_no_launcher_and_an_exception_that_is_caught_ends_its_
     """As in a notebook: Engines in turn, each a run of its own."""
     script = """
 losses = []
-for number in range(20):
+for number in range(4):
     with engine(lr=0.1 * (number % 2)) as run:
         losses.append([run.step((x, x)).loss for _ in range(2)])
 print(all(second < first for first, second in losses[1::2]), all(a == b for a, b in losses[0::2]))
@@ -73,15 +73,15 @@ def train(kind, *ways):
     assert len(found) == 3
     return found
 interrupted = [""]
-for scheme, loss_of in (*((name, "microbatch") for name in ("gpipe", "1f1b", "zb-v")), ("gpipe", "minibatch")):
+for scheme, loss_of in (("zb-v", "microbatch"), ("gpipe", "minibatch")):
     print(train(Stage, "", "forward", "", "backward", "") == train(Stage, "", "left out", "", "left out", ""))
     print(train(Counting, "", "skipped", "", "skipped", "") == train(Counting, "", "left out", "", "left out", ""))
 """
     done = execute(1, script)
-    assert [line for line in done.out.split() if line in ("True", "False")] == 8 * ["True"], done
+    assert [line for line in done.out.split() if line in ("True", "False")] == 4 * ["True"], done
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [*further(1), 2])
 def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
     """Neither its handlers of SIGTERM and of exceptions, nor its threads, TensorBoard's and torch's included."""
     script = """
@@ -174,13 +174,18 @@ if run.rank == 0 or sys.argv[1] in ("loss", "exit"):
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loop", 'fails.py", line 23'),
         ("set-up", r"mpirun: rank 1 on \S+: setting up: ended without a word: killed, perhaps by SIGTERM"),
         ("evaluate", r"rank 0 on \S+ calls step, but rank 1 on \S+ calls evaluate: all ranks"),
-        ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E"),
         ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:16: `\[\]\[0\]`\)"),
         ("loss", r"mpirun: rank 1 on .*: step 2: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5: `return.*`\)"),
-        *further(("exit", r"mpirun: rank 1 on .*: step 2: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:4: ")),
+        *further(
+            ("loop", 'fails.py", line 23'),
+            (
+                "end",
+                r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E",
+            ),
+            ("exit", r"mpirun: rank 1 on .*: step 2: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:4: "),
+        ),
     ],
 )
 def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, tmp_path, launch):
@@ -209,7 +214,7 @@ if sys.argv[1] == "evaluate":
 for batch in run.loader(Faulty(), 1, workers=1) if sys.argv[1] == "loader" else own:
     run.step(batch)
 """)
-    for how in ("loader", "own", "evaluate"):
+    for how in ("loader", *further("own", "evaluate")):
         (line,) = (done := launch(2, how, program=(str(script),))).ours
         place = rf"\(at {script}:7: `raise ValueError\(.*`\)"
         assert done.code != 0 and "Traceback" not in done.err, done.err
@@ -232,7 +237,7 @@ engine([stage], "ddp", loss=loss, example=(x[:3], x[:3]), traceback=sys.argv[2] 
         ("stage", "stage 0", f"{script}:4: `return super().forward(x) @ x`"),
         ("loss", "the loss", f"{script}:6: `return mse_loss(output, target[:, :3])`"),
     ):
-        for how in ("short", "whole"):
+        for how in ("short", "whole") if what == "loss" else ("short",):
             (said,) = (done := launch(2, what, how, program=(str(script),))).ours
             assert done.code == 2 and said.startswith(f"mpirun: {begin} fails on the shapes it gets: RuntimeError: ")
             assert said.endswith(f" (at {line})") and ("Traceback" in done.err) == (how == "whole"), done.err
