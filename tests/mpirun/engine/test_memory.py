@@ -18,7 +18,7 @@ from golden_cases import schedule
 from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
-NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", *further("interleaved-1f1b", "zb-v"))  # the last two: 8 stages
+NAMES = ("ddp", "fslpp", *further("fsdp", "1f1b", "chimera", "interleaved-1f1b", "zb-v"))  # the last two: 8 stages
 # Schemes, and the number of weight shards of their stages.
 PARTS = {"zb-h1": 4, **dict(further(("fsdp", 4), ("gpipe", 3)))}
 MODELS = {"1f1b, tied": "models_for_tests:tied_of_four"}  # of schedules that are not for the MLP

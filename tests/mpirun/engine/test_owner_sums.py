@@ -14,11 +14,16 @@ from schedgen.compiler.sum_trees import SUMS
 MODEL = "models_for_graphs:mlp_of_four"
 SCHEMES = {
     "ddp": ("ddp", {}),
-    "fsdp": ("fsdp", {"replicas": 2, "stages": 4}),
+    **dict(further(("fsdp", ("fsdp", {"replicas": 2, "stages": 4})))),
     "1f1b": ("1f1b", {"stages": 2, "replicas": 2, "microbatches": 5}),
-    "two owners": (TWO_OWNERS + DEPTH_FIRST, {}),
     "without jobs": (AN_OWNER_WITHOUT_JOBS + DEPTH_FIRST, {}),
-    **dict(further(("zb-v", ("zb-v", {"replicas": 2})), ("lpp", ("lpp", {"groups": 2})))),
+    **dict(
+        further(
+            ("two owners", (TWO_OWNERS + DEPTH_FIRST, {})),
+            ("zb-v", ("zb-v", {"replicas": 2})),
+            ("lpp", ("lpp", {"groups": 2})),
+        )
+    ),
 }
 HOSTS = {"two-level": {"topology": "2x2"}}
 CASES = [(name, sums) for name in SCHEMES for sums in SUMS[1:]]
@@ -68,7 +73,7 @@ def test_the_gradient_is_that_of_one_process_and_all_owners_have_the_same_bits(r
     assert all(len(set(digests)) == 1 for digests in of_stage.values())
 
 
-@pytest.mark.parametrize("how", ["direct", "staged"])
+@pytest.mark.parametrize("how", [*further("direct"), "staged"])
 def test_transfers_wait_for_the_kernels_of_a_late_device(inside, schedules, text, how):
     """The total is added to a part that is zeroed after its send, and accumulates over passes."""
     arguments = ["--model", MODEL, "--text", text, *RUN, "--accumulate", 2, "--verify", "--canonical"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from examples import further
 from plain_models import LENGTH, Tied
 from safetensors.torch import save_file
 from split_models import scores_of, set_values
@@ -111,7 +112,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "model"
 
 
-@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize("on_meta", [True, *further(False)])
 def test_a_model_of_transformers(directory: Path, on_meta: bool) -> None:
     assert (directory / "model.safetensors.index.json").exists()
     with torch.device("meta" if on_meta else "cpu"):
@@ -136,7 +137,7 @@ def test_tied_under_another_name_and_what_is_missing(tmp_path: Path) -> None:
     save_file(
         {name: value for name, value in values.items() if not name.startswith("blocks.1")}, tmp_path / "a.safetensors"
     )
-    for shared in ("transmit", "replicate"):
+    for shared in (*further("transmit"), "replicate"):
         with torch.device("meta"):
             net = Tied(blocks=3)
         kinds: list[str] = []

