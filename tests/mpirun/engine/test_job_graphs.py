@@ -19,11 +19,8 @@ from mpirun.engine.job_graphs import CaptureCheck
 
 # Whole and split backwards; weights that are fetched, sharded or have versions; sums over tensor slices; several stages
 # per rank.
-CHOSEN = {
-    "1f1b-tensor": "direct",
-    "fsdp-sharded": "staged",
-    **dict(further(("pipedream", "staged"), ("zb-v", "direct"))),
-}
+CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged"}
+CHOSEN |= further(("pipedream", "staged"), ("zb-v", "direct"))
 CASES = cases(CHOSEN)
 STEPS = 5  # one computed normally, two checked, one captured, one replayed
 MLP = "models_for_graphs:mlp_of_four"

@@ -14,17 +14,15 @@ from schedgen.compiler.sum_trees import SUMS
 MODEL = "models_for_graphs:mlp_of_four"
 SCHEMES = {
     "ddp": ("ddp", {}),
-    **dict(further(("fsdp", ("fsdp", {"replicas": 2, "stages": 4})))),
     "1f1b": ("1f1b", {"stages": 2, "replicas": 2, "microbatches": 5}),
     "without jobs": (AN_OWNER_WITHOUT_JOBS + DEPTH_FIRST, {}),
-    **dict(
-        further(
-            ("two owners", (TWO_OWNERS + DEPTH_FIRST, {})),
-            ("zb-v", ("zb-v", {"replicas": 2})),
-            ("lpp", ("lpp", {"groups": 2})),
-        )
-    ),
 }
+SCHEMES |= further(
+    ("fsdp", ("fsdp", {"replicas": 2, "stages": 4})),
+    ("two owners", (TWO_OWNERS + DEPTH_FIRST, {})),
+    ("zb-v", ("zb-v", {"replicas": 2})),
+    ("lpp", ("lpp", {"groups": 2})),
+)
 HOSTS = {"two-level": {"topology": "2x2"}}
 CASES = [(name, sums) for name in SCHEMES for sums in SUMS[1:]]
 RUN = "--steps", 2, "--clip", 1

@@ -99,12 +99,7 @@ def test_transformers(name: str, attention: str, stages: int, shared: str) -> No
     [
         ("gpt2", "use_cache", True, "a cache cannot be traced: give the example use_cache=False"),
         *further(
-            (
-                "mixtral",
-                "_experts_implementation",
-                "grouped_mm",
-                'set experts_implementation="batched_mm" in its config',
-            )
+            ("mixtral", "_experts_implementation", "grouped_mm", 'set experts_implementation="batched_mm" in its')
         ),
     ],
 )
