@@ -34,8 +34,8 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 690,
     "mpirun/examples": 530,
-    "tests": 35_145,
-    "tests/jobs": 1_030,
+    "tests": 32_110,
+    "tests/jobs": 725,
 }
 WORDS = 12_000
 

@@ -579,6 +579,28 @@ def _with(first_name: str, second_name: str, layer: Callable[[], nn.Module]) -> 
     return mlp.tiny(2)._replace(stages=[first, {second_name: layer, "score": lambda: nn.Linear(WIDTH, 256)}])
 
 
+def buffers_shared(stages: int) -> Model:
+    return _with("one", "two", Tabled)
+
+
+def buffers_named_alike(stages: int) -> Model:
+    class Alike(nn.Module):
+        """One more layer of that name, without parameters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", TABLE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    return _with("one", "one", Alike)
+
+
+def buffers_not_tensors(stages: int) -> Model:
+    return _with("one", "two", Stateful)
+
+
 # Mistakes in what stages read
 
 

@@ -173,16 +173,6 @@ def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer], el
 
 
 @DIVIDED
-def test_an_optimizer_sees_the_attributes_of_parameters(divided):
-    def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        for entry in named:
-            assert vars(entry.parameter) == ({"kind": "matrix"} if entry.name == "stage0.weight" else {})
-        return torch.optim.SGD([entry.parameter for entry in named], 0.1)
-
-    assert optimizer_of(divided, factory).by_unit
-
-
-@DIVIDED
 def test_other_classes_than_torch_s_elementwise_ones_step_pieces_if_the_user_says_so(divided):
     def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         return Counting([entry.parameter for entry in named], 0.1)

@@ -163,25 +163,3 @@ for (step, numbers), (at, evaluated) in zip(logged[::2], logged[1::2], strict=Tr
     assert math.isclose(numbers["mfu"], 6 * 40 * 32 / seconds / 2e3) and numbers["peak_bytes"] > 2**20
 """
     execute(2, script, err=[])
-
-
-def test_a_script_s_own_loader_draws_in_an_evaluation_what_it_draws_in_a_plain_loop(execute):
-    """So the shuffled batches of the next epoch are those of plain torch."""
-    script = """
-from torch.utils.data import DataLoader
-def losses(evaluate):
-    torch.manual_seed(0)
-    loader, tests = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(rows, batch_size=8, shuffle=True)
-    for _ in range(3):
-        yield [batch[0].tolist() for batch in loader], torch.rand(1).item(), evaluate(tests)
-def loop(tests):
-    for batch in tests:
-        pass
-with engine(2, "ddp") as run:
-    run.step((x, x))
-    def both(tests):
-        run.evaluate(tests), run.predict(tests, each=lambda number, output: torch.rand(3))
-    plain = lambda tests: (loop(tests), loop(tests), None)[-1]
-    assert list(losses(both)) == list(losses(plain))
-"""
-    execute(2, script)

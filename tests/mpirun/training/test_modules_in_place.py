@@ -136,21 +136,6 @@ def test_parameters_that_a_step_would_miss_are_refused_by_name(case, scripts):
     assert done.code == 2 and why in done.err, done.err
 
 
-def test_two_engines_train_one_module_in_turn_as_two_optimizers_do(execute):
-    script = """
-for scheme in ("1f1b", "fsdp"):
-    given = modules("attribute")
-    first, second = engine(scheme, given), engine(scheme, given)
-    losses = [run.step((tokens, target)).loss for _ in range(STEPS // 2) for run in (first, second)]
-    close(losses, plainly("attribute", fixed))
-    with engine("1f1b", modules("attribute")) as other:  # then all look again at what is trained on which ranks
-        for run in (other, first, second):
-            run.step((tokens, target))
-    first.close(), second.close()
-"""
-    execute(2, TRAINED + script)
-
-
 def test_what_a_script_writes_to_its_parameters_between_steps_counts_in_all_stages(execute):
     """Also of one that two stages of a rank have, or that a rank fetches."""
     script = """
@@ -191,20 +176,6 @@ with engine(sys.argv[1], given) as run:
     for how in ("step", "evaluate"):
         (done,) = scripts(2, [[TRAINED + script, schedule, how]])
         assert done.code == 2 and "has written to a parameter of stage 0, which ranks have in shards" in done.err, done
-
-
-def test_a_module_that_loads_earlier_weights_between_steps_goes_on_from_them(execute):
-    script = """
-for scheme in ("1f1b", "fsdp"):
-    net = nn.Sequential(*modules("attribute"))
-    before = copy.deepcopy(net.state_dict())
-    with engine(scheme, list(net)) as run:
-        first = [run.step((tokens, target)).loss for _ in range(3)]
-        net.load_state_dict(before)
-        close([run.step((tokens, target)).loss for _ in range(3)], first)
-    close(first, plainly("attribute", fixed, 3))
-"""
-    execute(2, TRAINED + script)
 
 
 GAN = """
@@ -309,20 +280,6 @@ with engine([first, last], "1f1b", **options) as reads, engine(last, "ddp", opti
     execute(2, script)
 
 
-def test_a_forward_that_a_script_calls_between_steps_draws_as_plain_torch_does(execute):
-    script = """
-given = modules("attribute")
-given[0].mix.append(nn.Dropout(0.5))
-with engine("ddp", given) as run:
-    run.step((tokens, target))
-    state = torch.get_rng_state()
-    first, second = given[0](tokens), given[0](tokens)
-    torch.set_rng_state(state)
-    assert not torch.equal(first, second) and torch.equal(first, given[0](tokens))
-"""
-    execute(2, TRAINED + script)
-
-
 def test_an_engine_whose_ranks_own_other_stages_than_the_one_before_resumes_or_is_refused(scripts, tmp_path):
     script = """
 net = [*modules("list"), nn.Identity(), nn.Linear(13, 13)]
@@ -339,20 +296,6 @@ with mpirun.Engine("zb-v", net, **options) as run:
     for case, code in (("resumes", 0), ("begins", 2)):
         (done,) = scripts(2, [[TRAINED + script, tmp_path / case, case]])
         assert done.code == code and ("that an earlier Engine has trained" in done.err) == bool(code), done.err
-
-
-def test_a_submodule_of_two_stages_on_the_meta_device_begins_with_the_values_of_the_first(execute):
-    script = """
-first = {}
-for scheme in ("1f1b", "fsdp"):
-    with torch.device("meta"):
-        shared = nn.Linear(8, 8)
-        net = nn.Sequential(nn.Embedding(13, 8), nn.Sequential(shared), nn.Sequential(shared), nn.Linear(8, 13))
-    with engine(scheme, mpirun.split_sequential(net, 2), verify=True) as run:
-        losses = [run.step((tokens, target)).loss for _ in range(2)]
-        assert run.verify() and losses == first.setdefault("losses", losses)
-"""
-    execute(2, TRAINED + script)
 
 
 @pytest.mark.parametrize("scheme, model", [("1f1b", "split"), ("fsdp", "modules"), ("ddp", "split")])
