@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 690,
     "mpirun/examples": 530,
-    "tests": 32_110,
+    "tests": 31_840,
     "tests/jobs": 725,
 }
 WORDS = 12_000

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 from typing import TypeVar
 
-import pytest
-
 T = TypeVar("T")
 
 ASKED = int(os.environ.get("SCHEDGEN_EXAMPLES", "0"))
-if_asked = pytest.mark.skipif(not ASKED, reason="SCHEDGEN_EXAMPLES is not set")  # marks a test as a further one
 
 
 def further(*cases: T) -> tuple[T, ...]:

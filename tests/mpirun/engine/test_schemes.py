@@ -241,11 +241,11 @@ def test_with_one_slot_fsdp_fetches_a_stage_again_for_its_backward(compiled):
 def test_found_orders_of_unequal_costs_give_the_bits_of_one_process(several, text, tmp_path):
     """One recomputes some forwards of some stages, within less memory."""
     costs = tmp_path / "costs.json"
-    redone, _ = files = [tmp_path / f"{name}.json" for name in ("redone", "kept")]
+    redone, *_ = files = [tmp_path / f"{name}.json" for name in ("redone", *further("kept"))]
     times = {"F": [2, 1, 1, 3, 1, 1, 2, 1], "I": [2, 1, 1, 3, 1, 1, 2, 1], "W": [1, 1, 1, 2, 1, 1, 1, 1], "alpha": 0.2}
     costs.write_text(json.dumps(times))
     sizes = ["--stages", "8", "--microbatches", "8", "--profile", str(costs), "--budget", "1"]
-    limits = (["zb-v", "--recompute"], "3"), (["zb-v"], "7")
+    limits = (["zb-v", "--recompute"], "3"), *further((["zb-v"], "7"))
     for file, (scheme, limit) in zip(files, limits, strict=True):
         assert schedgen(["search", *scheme, *sizes, "--memory-limit", limit, "-o", str(file)]) == 0
         assert json.loads(file.read_text())["order"]["n"] == "search latency"  # no built-in scheme was as good
