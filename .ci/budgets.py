@@ -34,8 +34,8 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 690,
     "mpirun/examples": 530,
-    "tests": 31_840,
-    "tests/jobs": 725,
+    "tests": 31_760,
+    "tests/jobs": 695,
 }
 WORDS = 12_000
 
