@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 690,
     "mpirun/examples": 530,
-    "tests": 31_760,
+    "tests": 31_770,
     "tests/jobs": 695,
 }
 WORDS = 12_000
