@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 690,
     "mpirun/examples": 530,
-    "tests": 31_770,
+    "tests": 31_775,
     "tests/jobs": 695,
 }
 WORDS = 12_000

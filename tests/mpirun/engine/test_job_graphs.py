@@ -106,18 +106,19 @@ REFUSED = {
         "1 is computed without a graph: FWD: its operations change from one time to the next",
         "3 is computed without a graph: FWD: aten._local_scalar_dense.default makes the host wait for values",
     ],
-    "models_for_tests:dropping_by_host": [
-        "1 is computed without a graph: FWD: aten.rand.default is computed on the host, or from host memory"
-    ],
 }
 REFUSED |= further(
+    (
+        "models_for_tests:dropping_by_host",
+        ["1 is computed without a graph: FWD: aten.rand.default is computed on the host, or from host memory"],
+    ),
     (
         "models_for_graphs:remembers_and_counts_values",
         [
             "1 is computed without a graph: FWD: its operations change from one time to the next",
             "3 is computed without a graph: FWD: aten.nonzero.default makes the host wait for values",
         ],
-    )
+    ),
 )
 
 

@@ -24,9 +24,8 @@ PARTS = {"zb-h1": 4, **dict(further(("fsdp", 4), ("gpipe", 3)))}
 MODELS = {"1f1b, tied": "models_for_tests:tied_of_four"}  # of schedules that are not for the MLP
 OTHERS = (
     "1f1b, recompute",
-    "gpipe, the last redone",
     "fsdp, one slot",
-    "gpipe, prefetch 3",
+    *further("gpipe, the last redone", "gpipe, prefetch 3"),
     "1f1b, tied",
     "gpipe, offload",
     "zb-h1, offload",

@@ -79,6 +79,8 @@ CASES = {
     ),
 }
 # Compared with the whole model, whose sums are rounded at other places: one of each way to place slices.
+LATER = ("2 slices and 2 pipeline stages", "2 slices and 2 replicas", "sums of bf16")
+TRIED = (*(name for name in CASES if name not in LATER), *further(*LATER))
 ROUNDED = ("4 slices", "weights that travel", *further("2 slices and 2 replicas"))
 
 
@@ -91,10 +93,10 @@ def schedules(compiled):
 def verified(several, schedules, text):
     runs = {
         (name, mode): [
-            *(schedules[name], "--model", model, "--text", text, "--steps", 2, "--clip", 0.5, "--verify"),
+            *(schedules[name], "--model", CASES[name][2], "--text", text, "--steps", 2, "--clip", 0.5, "--verify"),
             *mode.split(),
         ]
-        for name, (_, _, model) in CASES.items()
+        for name in TRIED
         for mode in ("", "--canonical")
         if mode or name in ROUNDED
     }
@@ -107,7 +109,7 @@ def test_it_trains_as_the_whole_model_does(verified, name):
     assert code == 0 and "verify: passed: the limit is 1e-05" in out, out
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRIED)
 def test_it_gives_the_bits_of_one_process_that_adds_up_slices_in_their_order(verified, name):
     code, out = verified[name, "--canonical"]
     assert code == 0 and "verify: passed: every bit of " in out, out

@@ -35,7 +35,6 @@ GPT, MLP, SKEWED = "models_for_graphs:gpt_of_four", "models_for_graphs:mlp_of_fo
 # Scheme, options, model, options of mpirun. test_parameter_types.py has others, and test_schemes.py fsdp-sharded.
 CASES = {
     "owners that compute nothing of it": ("gpipe", {"stages": 4, "shards": 3}, GPT, []),
-    "empty shards": ("fsdp", {"stages": 4, "shards": 40}, SKEWED, []),
     "some stages": ("fsdp", {"stages": 4, "shards": "4,1,2,1", "recompute": "all", "microbatches": 8}, SKEWED, []),
     "a w of k": (BY_HAND + DEPTH_FIRST, {"stages": 4, "shards": 4}, MLP, []),
     "two passes": (

@@ -122,7 +122,7 @@ def test_numbers_are_drawn_by_seed_step_and_microbatch(make):
     assert not any(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("stages", [1, 4, 10])
+@pytest.mark.parametrize("stages", [*further(1, 4), 10])
 def test_numbers_are_drawn_by_layer(stages):
     model = models_for_tests.dropping(stages)
     assert torch.equal(output(model, 0, 0), output(models_for_tests.dropping(2), 0, 0))

@@ -10,11 +10,10 @@ from examples import further
 
 BENCH = Path(__file__).parents[2] / "bench"
 PARTS = {"cases", "floor", "peers", "ranks", "sizes"}  # used by other benchmarks
-QUICKEST = ("compile", "run")
-OTHERS = sorted({path.stem for path in BENCH.glob("*.py")} - PARTS - {*QUICKEST})
+OTHERS = sorted({path.stem for path in BENCH.glob("*.py")} - PARTS - {"run"})
 
 
-@pytest.mark.parametrize("name", [*QUICKEST, *further(*OTHERS)])
+@pytest.mark.parametrize("name", ["run", *further(*OTHERS)])
 def test_a_benchmark_runs(name, tmp_path, launch):
     """Whether it ends well, not what it measures."""
     arguments = [tmp_path / "out.svg"] if name == "updates" else []

@@ -27,7 +27,7 @@ SCHEDULES = {
 }  # fmt: skip
 TRAINED = ("1f1b", *further("zb-h1", "ddp"), "fsdp-shards")
 BUCKETS = (*further(("1f1b", True), ("fsdp-shards", False), ("fsdp-shards", True)), ("zb-h1", True))  # canonical or not
-SOME = ("ddp", "fslpp", "zb-v", "chimera", "1f1b-rr", "pipedream")
+SOME = ("fslpp", "zb-v", "chimera", "1f1b-rr", "pipedream")
 PREDICTED = (*SOME, *further(*(scheme for scheme in SCHEMES if scheme not in SOME)))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from damage import I, both, drop, edit, free, job, move, put, recv, send, sizes_of, twice
 from edited_programs import runs_with, written
+from examples import further
 
 from schedgen.checker import check, check_compiled
 from schedgen.compiler.compile import compile
@@ -61,8 +62,8 @@ def buffered(stages, microbatches, m, replicas=1):
     return compile(load("pipedream-2bw", sizes), sizes)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("replicas", [1, 2, *further(3)])
+@pytest.mark.parametrize("stages", [1, 2, 4, *further(3, 8)])
 def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas):
     """Narayanan et al. 2021, section 3.1: microbatch k, from 1 on, uses version max(floor((k - 1) / m) - 1, 0) at every
     stage, forward and backward; two versions are all that is kept, and every update is one late."""

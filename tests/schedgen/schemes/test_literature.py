@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import further
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -61,7 +62,7 @@ def test_v_schedules_have_their_authors_window_and_memory(scheme):
         assert numbers["peak_activations"] <= peak, p
 
 
-@pytest.mark.parametrize(("p", "m", "times", "rate"), [(16, 48, (14407, 14380, 9676, 1610), 0.1838)])
+@pytest.mark.parametrize(("p", "m", "times", "rate"), further((16, 48, (14407, 14380, 9676, 1610), 0.1838)))
 def test_v_half_keeps_room_for_messages(p, m, times, rate):
     """At measured costs [Qi et al. 2023, table 8], messages included. The block as it stands has a rate of 0.2027."""
     program = compiled("v-half", p, m)
