@@ -47,7 +47,7 @@ def schedules(compiled):
     paths["zb-h1, offload"] = compiled("zb-h1", **{**sizes, "microbatches": 8}, offload="all")
     for scheme, shards in PARTS.items():
         paths[f"{scheme}, parts"] = compiled(scheme, **sizes, shards=shards)
-    return paths
+    return {name: paths[name] for name in (*NAMES, *OTHERS)}
 
 
 @pytest.fixture(scope="module")
