@@ -154,7 +154,7 @@ def statistics() -> Any:
     """Buffers that forwards change: verified, and those of a run that was saved, resumed and exported."""
     data = TensorDataset(INPUTS[:32], TARGETS[:32])
     found = {}
-    for name, schedule in (("modules", "recompute"), ("split", "recompute"), ("shared out", "ddp")):
+    for name, schedule in (("split", "recompute"), ("shared out", "ddp")):
         verified, out, exported, saved = False, io.StringIO(), [], FOLDER / f"statistics {name}"
         model = mpirun.split(normed(), INPUTS[:2], stages=4) if name == "split" else list(normed())
         for resumes in (False, True) if name == "split" else (False,):

@@ -8,7 +8,7 @@ import multiprocessing
 import random
 import re
 import traceback
-from collections import Counter, UserDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 
 from mpirun.data.dataset_loaders import epoch_order, loader_class
 from mpirun.data.loader import Batch, Loader
-from mpirun.data.microbatches import digest, input_and_target, tokens
+from mpirun.data.microbatches import input_and_target
 from mpirun.training.batches import whole_batch
 from schedgen.util.errors import UsageError
 
@@ -234,15 +234,6 @@ def test_workers(dataset):
     assert not left()
 
 
-@pytest.mark.parametrize("dataset", [numbers(21), Stream(21)], ids=["map", "stream"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_rank_that_reads_nothing(dataset, workers):
-    """Such as a rank in the middle of a pipeline: it goes through the same steps."""
-    some = loader(dataset, reads=[], workers=workers)
-    steps = [shown(batch) for batch, _ in zip(some, range(3), strict=False)]
-    assert steps == [(0, 0, [2] * 4, {}), (0, 1, [2] * 4, {}), (0, 2, [2, 2, 1, 0], {})]
-
-
 def test_one_step_ahead():
     """The next step's samples are prefetched by workers; the state does not count them."""
     made = multiprocessing.get_context("fork").Semaphore(0)
@@ -344,24 +335,6 @@ class ByEpoch:
         return ((index + self.epoch) % self.length for index in range(self.length))
 
 
-class Growing(ByEpoch):
-    """One index more in every epoch."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length + self.epoch))
-
-
-def test_a_sampler_counts_the_samples_of_an_epoch():
-    some = loader(numbers(9), sampler=[8] * 5 + [1] * 8)
-    assert (some.sample_count, len(some), [batch.samples for batch in some]) == (13, 2, [[2] * 4, [2, 2, 1, 0]])
-
-
-def test_a_batch_is_not_a_pair():
-    with pytest.raises(TypeError, match=r"`for batch in loader: run\.step\(batch\)`; for the samples themselves"):
-        for _, _ in loader(numbers(9)):
-            pass
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_sample(workers):
     some = loader(Faulty(), workers=workers)
@@ -431,13 +404,6 @@ def test_mistakes(dataset, options, sentence):
         list(loader(dataset, **options))
 
 
-def test_epochs_of_a_sampler_have_one_length():
-    some = loader(numbers(99), sampler=Growing(9))
-    assert len(list(some)) == 2
-    with pytest.raises(UsageError, match=r"^the sampler gives 10 indices for epoch 1, not 9 as first$"):
-        next(iter(some))
-
-
 def test_a_stream_from_its_begin():
     with pytest.raises(UsageError, match=r"^an IterableDataset is read in order from its start: no single microbatch"):
         loader(Stream(9)).microbatch(0, 0, 0)
@@ -478,23 +444,6 @@ def test_input_and_target():
             whole_batch(batch, 2, pair)
 
 
-def test_mappings_that_are_no_pytrees():
-    """Such as transformers' BatchEncoding: each becomes a dict, whose tensors are counted and cut."""
-    x = torch.arange(4000.0).view(4, 1000)
-
-    def given(middle: float) -> UserDict:
-        return UserDict(x=x, more=[UserDict(y=torch.where(x == 500, middle, x), name="a")])
-
-    made = loader(numbers(8), collate=lambda samples: given(samples[0][0])).microbatch
-    first, again, other = made(0, 0, 0), made(0, 0, 0), made(0, 0, 1)
-    assert type(first.target) is type(first.target["more"][0]) is dict and first.target["more"][0]["name"] == "a"
-    assert tokens(first) == 4000 and digest(first) == digest(again) != digest(other)
-    other_order = dict(reversed(first.target.items()))
-    assert digest(first._replace(target=other_order)) == digest(first)
-    cut = whole_batch(given(0.0), 2, pair).microbatches[1].target
-    assert torch.equal(cut["x"], x[2:]) and torch.equal(cut["more"][0]["y"], x[2:])
-
-
 def test_collate():
     """It takes the samples of a microbatch, and may draw random numbers."""
     some = [
@@ -504,23 +453,6 @@ def test_collate():
     here, in_process = ([shown(batch) for batch in one] for one in some)
     assert here == in_process
     assert Counter(leaf for leaf, *_ in here[0][3].values()) == {2: 4}
-
-
-def test_collate_of_a_stream():
-    """Its draws depend neither on what a rank reads nor on the stream's draws, and do not change the stream's."""
-
-    def masked(samples: list[Any]) -> Any:
-        return torch.tensor(samples), torch.rand(3).double() + random.random() + np.random.random()
-
-    def made(reads: list[int], step: int = 0, workers: int = 1) -> list[Any]:
-        some = loader(NoisyStream(21), reads=reads, workers=workers, collate=masked)
-        some.restore({**some.state(), "step": step})
-        return [shown(batch)[3] for batch in some]
-
-    steps = made([0, 1, 2, 3])
-    assert made([3, 2, 1, 0]) == made([0, 1, 2, 3], workers=0) == steps and len(steps) == 3
-    assert made([2], 1) == [{2: step[2]} for step in steps[1:]]
-    assert len({tuple(target) for step in steps for _, target, *_ in step.values()}) == 12
 
 
 PROGRAM = str(Path(__file__).with_name("read_in_ranks.py"))

@@ -19,7 +19,8 @@ from mpirun.engine.job_graphs import CaptureCheck
 
 # Whole and split backwards; weights that are fetched, sharded or have versions; sums over tensor slices; several stages
 # per rank.
-CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged", "pipedream": "staged", "zb-v": "direct"}
+CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged"}
+CHOSEN |= further(("pipedream", "staged"), ("zb-v", "direct"))
 CASES = cases(CHOSEN)
 STEPS = 5  # one computed normally, two checked, one captured, one replayed
 MLP = "models_for_graphs:mlp_of_four"
@@ -74,7 +75,7 @@ def test_replayed_jobs_give_the_bits_of_launched_ones(trained, case):
 # Random draws in recomputed forwards, running statistics, outputs with several consumers.
 MODELS = {
     "models_for_tests:dropping": ({"recompute": "all"}, []),
-    "models_for_tests:normed": ({"recompute": "all"}, []),
+    **dict(further(("models_for_tests:normed", ({"recompute": "all"}, [])))),
     "models_for_tests:fan": ({"graph": {"stages": 4, "edges": [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]}}, []),
     "models_for_graphs:gpt_of_four": ({}, ["--clip", 1]),
 }
@@ -105,18 +106,19 @@ REFUSED = {
         "1 is computed without a graph: FWD: its operations change from one time to the next",
         "3 is computed without a graph: FWD: aten._local_scalar_dense.default makes the host wait for values",
     ],
-    "models_for_tests:dropping_by_host": [
-        "1 is computed without a graph: FWD: aten.rand.default is computed on the host, or from host memory"
-    ],
 }
 REFUSED |= further(
+    (
+        "models_for_tests:dropping_by_host",
+        ["1 is computed without a graph: FWD: aten.rand.default is computed on the host, or from host memory"],
+    ),
     (
         "models_for_graphs:remembers_and_counts_values",
         [
             "1 is computed without a graph: FWD: its operations change from one time to the next",
             "3 is computed without a graph: FWD: aten.nonzero.default makes the host wait for values",
         ],
-    )
+    ),
 )
 
 
@@ -155,12 +157,14 @@ def test_a_rank_has_memory_for_the_microbatches_in_flight_and_not_for_all(inside
 # Faults of graphs (helpers/programs/broken_graphs.py), and a model that shows each.
 BREAKS = {
     "what a graph reads is taken to stay where it was": MLP,
-    "what a graph reads is not copied": MLP,
     "layers draw in every step what they drew in the first": "models_for_graphs:dropping_of_four",
     "what a graph gives does not hold its memory": MLP,
-    "nobody looks at operations": "models_for_graphs:counts_forwards",
 }
-BREAKS |= further(("what a graph reads is filled in deterministic mode", MLP))
+BREAKS |= further(
+    ("what a graph reads is not copied", MLP),
+    ("nobody looks at operations", "models_for_graphs:counts_forwards"),
+    ("what a graph reads is filled in deterministic mode", MLP),
+)
 
 
 @pytest.fixture(scope="module")

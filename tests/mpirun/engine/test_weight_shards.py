@@ -35,7 +35,6 @@ GPT, MLP, SKEWED = "models_for_graphs:gpt_of_four", "models_for_graphs:mlp_of_fo
 # Scheme, options, model, options of mpirun. test_parameter_types.py has others, and test_schemes.py fsdp-sharded.
 CASES = {
     "owners that compute nothing of it": ("gpipe", {"stages": 4, "shards": 3}, GPT, []),
-    "empty shards": ("fsdp", {"stages": 4, "shards": 40}, SKEWED, []),
     "some stages": ("fsdp", {"stages": 4, "shards": "4,1,2,1", "recompute": "all", "microbatches": 8}, SKEWED, []),
     "a w of k": (BY_HAND + DEPTH_FIRST, {"stages": 4, "shards": 4}, MLP, []),
     "momentum": (
@@ -112,7 +111,7 @@ def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, comp
         lr = ["--lr-schedule", "constant", "--canonical", "--clip", 1]
         return [files[name], "--model", MLP, "--text", text, "--steps", steps, *lr, *more]
 
-    ways = (("4", "4"), ("4", "none"), ("none", "3"), ("3", "4"))
+    ways = (("4", "none"), ("none", "3"), ("3", "4"))
     runs = [run(name, STEPS // 2, "--save", tmp_path / name) for name in files]
     runs.append(run("none", STEPS, "--save", tmp_path / "whole"))
     for first, then in ways:
@@ -170,16 +169,6 @@ def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer], el
     shards = {"shards": (0, 1, 2), "owned_shards": (0, 1)} if divided == "into shards" else {"owned_shards": (-1,)}
     stage = LocalStage(module, 0, shape, Device(), **shards)
     return Optimizer(Recipe(factory, elementwise=elementwise), model, {0: stage})
-
-
-@DIVIDED
-def test_an_optimizer_sees_the_attributes_of_parameters(divided):
-    def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        for entry in named:
-            assert vars(entry.parameter) == ({"kind": "matrix"} if entry.name == "stage0.weight" else {})
-        return torch.optim.SGD([entry.parameter for entry in named], 0.1)
-
-    assert optimizer_of(divided, factory).by_unit
 
 
 @DIVIDED

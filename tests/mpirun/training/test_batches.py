@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 
-def test_a_target_may_be_a_column_of_a_table_of_which_a_microbatch_has_one_sample(execute):
-    script = """
-table, column = torch.arange(6.0).view(2, 3), lambda y, target: mse_loss(y[:, 0], target)
-with engine([torch.nn.Linear(3, 1)], loss=column) as run:
-    print(len(run.step((table, table[:, 0])).losses))
-"""
-    execute(1, script, out=["2"])
-
-
 def test_canonical_bits_do_not_depend_on_where_a_microbatch_begins_in_memory(tmp_path, execute):
     """Microbatches of 360 bytes: cut from a batch, most of them begin where no separate tensor would."""
     script = """

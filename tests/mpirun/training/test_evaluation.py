@@ -31,11 +31,11 @@ assert list(losses(True)) == list(losses(False))
 def test_evaluations_are_in_eval_mode_whatever_it_leaves_out(execute):
     """A stage that is only a dropout returns its input; running statistics are used, and stay."""
     script = """
-x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
-data = TensorDataset(x, torch.zeros(64, 512))
+x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, torch.zeros(64, 32))
 for cut in (list, lambda net: mpirun.split(net, x[:4], stages=3)):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.5), nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)))
+    net = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)))
     model = cut(copy.deepcopy(net))
     with engine(model, "1f1b", stages=3, microbatches=8) as run:
         loader = run.loader(data, microbatch_size=4)
@@ -98,14 +98,14 @@ def loss(output, target):
 torch.manual_seed(0)
 x, net = torch.randn(8, 4), Two()
 cut = mpirun.split(net, x[:4], stages=2)
-for model, own in ((cut, loss), (cut.model(loss), None), (cut.model(lambda output, _: output["between"].sum()), loss)):
+for model, own in ((cut.model(loss), None), (cut.model(lambda output, _: output["between"].sum()), loss)):
     with engine(model, "1f1b", loss=own) as run:
         found, scored = run.predict([(x, x)]), run.evaluate([(x, x)]).loss
         if run.rank == 0:
             print({name: value.allclose(net(x)[name]) for name, value in found.items()}, end=" ")
             print(abs(scored - loss(net(x), x)).item() < 1e-5)
 """
-    execute(2, script, out=["{'out': True, 'between': True} True"] * 3)
+    execute(2, script, out=["{'out': True, 'between': True} True"] * 2)
 
 
 def test_an_evaluation_in_the_middle_of_an_epoch_is_over_all_of_it(execute):
@@ -163,25 +163,3 @@ for (step, numbers), (at, evaluated) in zip(logged[::2], logged[1::2], strict=Tr
     assert numbers["peak_bytes"] > 2**20
 """
     execute(2, script, err=[])
-
-
-def test_a_script_s_own_loader_draws_in_an_evaluation_what_it_draws_in_a_plain_loop(execute):
-    """So the shuffled batches of the next epoch are those of plain torch."""
-    script = """
-from torch.utils.data import DataLoader
-def losses(evaluate):
-    torch.manual_seed(0)
-    loader, tests = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(rows, batch_size=8, shuffle=True)
-    for _ in range(3):
-        yield [batch[0].tolist() for batch in loader], torch.rand(1).item(), evaluate(tests)
-def loop(tests):
-    for batch in tests:
-        pass
-with engine(2, "ddp") as run:
-    run.step((x, x))
-    def both(tests):
-        run.evaluate(tests), run.predict(tests, each=lambda number, output: torch.rand(3))
-    plain = lambda tests: (loop(tests), loop(tests), None)[-1]
-    assert list(losses(both)) == list(losses(plain))
-"""
-    execute(2, script)

@@ -9,34 +9,6 @@ import pytest
 from examples import further
 
 
-def test_a_loss_may_take_no_zeros(execute):
-    """Such as a likelihood, whose scales are positive: the loss is tried on outputs of the model."""
-    script = """
-from torch.distributions import Normal
-def loss(output, target):
-    return -Normal(*output).log_prob(target).mean()
-class Gaussian(nn.Linear):
-    def forward(self, x):
-        mean, scale = super().forward(x).chunk(2, -1)
-        return mean, nn.functional.softplus(scale)
-x = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
-for whole in (False, True):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6), Gaussian(6, 12))
-    expected = loss(net(x[0]), x[0]).item()
-    stages = mpirun.Model(list(net), loss, loss_of="minibatch") if whole else mpirun.split(net, x[0, :4], stages=2)
-    with engine(stages, microbatches=4, loss=None if whole else loss) as run:
-        found = [run.step((batch, batch)).loss for batch in x]
-        if not whole:
-            run.evaluate([(x[0], x[0])])
-    if run.rank == 0:
-        print(expected, found[0])
-"""
-    for line in execute(2, script).out.splitlines():
-        expected, found = map(float, line.split())
-        assert found == pytest.approx(expected, rel=1e-6)
-
-
 def test_metrics_may_have_other_names_in_another_step_but_not_within_one(scripts):
     """The last microbatches of the second epoch's end are padding, and have none."""
     script = """

@@ -4,28 +4,6 @@ from __future__ import annotations
 
 import json
 
-LAST_FIRST = """
-import numpy as np
-from schedgen import F
-def w(s, b, d):
-    return s, s
-def n(s, b, d, *, stages):
-    return np.where(d == F, s - 2 * b * stages, 1000 - s - 2 * b * stages)
-"""
-
-
-def test_a_run_begins_with_a_batch_whose_first_read_microbatch_is_padding(tmp_path, execute):
-    """The example microbatch that the stages are tried on has samples; so the loss has its metrics."""
-    (file := tmp_path / "last_first.py").write_text(LAST_FIRST)
-    script = """
-def loss(output, target):
-    return mse_loss(output, target), {"largest": output.abs().max()}
-with engine(2, sys.argv[2], loss=loss, microbatches=4, example=None) as run:
-    for batch in run.loader(rows[:3], 2):
-        print(batch.samples, sorted(run.step(batch).metrics))
-"""
-    execute(2, script, tmp_path, file, out=["[2, 1, 0, 0] ['largest']"] * 2)
-
 
 def test_a_microbatch_of_padding_alone_changes_nothing_whatever_the_model_returns(execute):
     """Masked logits, whose sums are not finite, and complex numbers."""
@@ -121,27 +99,6 @@ print(json.dumps(found))
         "target not used": [0, 5], "none padded in part": [2, 18], "not so far": [0, 4], "pairs": [0, pairs],
         "pairs in a stream": [1, pairs], "no pairs padded": [2, 6],
     }  # fmt: skip
-
-
-def test_a_loss_in_the_output_of_a_split_is_refused_when_a_loader_is_made_that_pads(execute):
-    """As that of models of transformers which get labels: not after an epoch of training."""
-    script = """
-class Scored(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-    def forward(self, x, labels):
-        logits = self.last(self.first(x))
-        return {"loss": mse_loss(logits, labels), "logits": logits}
-items = [{"x": row, "labels": row} for row in x]
-cut = mpirun.split(Scored(), {"x": x[:2], "labels": x[:2]}, stages=2)
-with engine(cut, "1f1b", loss=lambda output, batch: output["loss"]) as run:
-    for batch in run.loader(items, 2):
-        run.step(batch)
-    run.loader(items[:5], 2)
-"""
-    done = execute(2, script, code=2)
-    assert "the output['loss'] of a microbatch of 2 samples has shape (), but the last step" in done.err
 
 
 def test_padding_is_refused_where_each_microbatch_counts_alike(execute):

@@ -74,22 +74,6 @@ for kind, dataset in (("map", rows), ("stream", Stream())):
     execute(2, script, tmp_path)
 
 
-def test_a_resumed_run_may_draw_other_weights_which_the_checkpoint_replaces(tmp_path, execute):
-    script = """
-found = []
-for seed in (0, 1 + rank):
-    torch.manual_seed(seed)
-    with engine([nn.Linear(4, 4), nn.Linear(4, 4)], "1f1b") as run:
-        loader = run.loader(rows)
-        if not run.resume(folder, data=loader):
-            run.step(next(iter(loader)))
-            run.save(folder, data=loader)
-        found.append(run.evaluate(loader).loss)
-assert found[0] == found[1], found
-"""
-    execute(2, script, tmp_path, err=[])
-
-
 # Trains so many steps from where a folder's checkpoints end, and saves.
 GOES_ON = """
 def goes_on(name, steps, model=1, *given, **options):
@@ -200,22 +184,6 @@ goes_on(2, 4)
     assert "optimizers torch.optim.Muon and torch.optim.sgd.SGD" in done.out.splitlines()
     note = "mpirun: note: the optimizer leaves out 0.bias: this Engine does not train them"
     assert done.err.splitlines() == [note] * 3
-
-
-def test_a_scheduler_is_made_in_the_first_step_and_begins_with_lr(tmp_path, execute):
-    """So it may use what is made after the Engine."""
-    script = """
-from torch.optim.lr_scheduler import LinearLR
-with engine(2, "1f1b", optimizer=SGD, lr=0.5, scheduler=lambda made: LinearLR(made, 1.0, 0.0, len(loader))) as run:
-    loader = run.loader(rows, 2)
-    rates = [run.step(batch).lr for _ in range(2) for batch in loader]
-    run.save(folder, data=loader)
-with engine(2, "1f1b", optimizer=SGD, lr=0.5, scheduler=lambda made: LinearLR(made, 1.0, 0.0, 4)) as run:
-    run.resume(folder)
-    run.print(rates, run.step((x, x)).lr)
-"""
-    done = execute(2, script, tmp_path, err=[])
-    assert done.out.splitlines()[-1] == "[0.5, 0.25, 0.0, 0.0] 0.0"
 
 
 def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, execute):

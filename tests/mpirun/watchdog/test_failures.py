@@ -50,7 +50,7 @@ class Failure(NamedTuple):
     seconds: float  # from the trouble to the end of mpiexec
 
 
-@pytest.fixture(scope="module", params=[*RAISED, "killed_in_stage"])
+@pytest.fixture(scope="module", params=["raises_in_stage", "killed_in_stage", *further(*list(RAISED)[1:])])
 def failure(launch, traces, two_ranks, text, tmp_path_factory, request) -> Failure:
     """A launch of 4 ranks in which a stage of the model fails; in one of the launches there are 2, which are cold."""
     note = tmp_path_factory.mktemp("trouble") / "at"
@@ -140,7 +140,7 @@ def test_a_rank_that_stops_answering_is_named(stopped, traces, left_behind):
     assert left_behind(stopped.result) == []
 
 
-METHODS = {"evaluate": "computing", **dict(further(("save", "asleep"))), "export": "asleep"}
+METHODS = {"evaluate": "computing", **dict(further(("save", "asleep"), ("export", "asleep")))}
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def test_another_bandwidth_keeps_devices_and_alphas(run, tmp_path):
 def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
     profile, machine = tmp_path / "profile.json", written(tmp_path, {**TWO_HOSTS, "memory": [1e3, 1e3, 1e3, 900]})
     profile.write_text(json.dumps({"F": [1] * 4, "B": [2] * 4, "saved": 100, "activation": 10, "weight": 10}))
-    plan = ("plan", profile, "--workers", 4, "--microbatches", 8, "--machine", machine, "--json")
+    plan = ("plan", profile, "--workers", 4, "--microbatches", 8, "--machine", machine, "--schemes", "1f1b", "--json")
     assert max(row["peak_bytes"] for row in json.loads(run(*plan).out)["schedules"]) <= 900
     small = written(tmp_path, {**TWO_HOSTS, "memory": 100})
     sizes = ("--stages", 4, "--microbatches", 4, "--cost", "F=1,B=2", "--saved", 100)

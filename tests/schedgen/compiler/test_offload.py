@@ -126,13 +126,6 @@ def test_copies_on_a_link_by_hand():
     assert run.idle[0, OFFLOAD_CAUSE] == 3 + 3
 
 
-def test_a_host_that_has_too_little_memory_is_refused():
-    program = compiled("1f1b", Sizes(4, 8), offload="all")
-    simulate(program, None, on_host(devices=2, memory=50))
-    with pytest.raises(UsageError, match=r"ranks 0 to 1 offload \d+ bytes to their host, which has 20"):
-        simulate(program, None, on_host(devices=2, memory=20))
-
-
 @pytest.mark.parametrize(
     ("host", "words"),
     [

@@ -169,21 +169,6 @@ def test_receive_slots_are_those_that_torch_counts(run, tmp_path):
     assert sum(worker["receive_slots"] for worker in theirs["workers"]) == 33
 
 
-def test_in_the_csv_of_torch_2_4_a_backward_beside_a_w_is_the_half_i(run, tmp_path, actions):
-    path, old = actions("zb-h1"), tmp_path / "old" / "golden.csv"
-    old.parent.mkdir()
-    old.write_text(path.read_text().replace("I", "B"))
-    assert run("compile", old, "-o", tmp_path / "old.json") == (0, "", "")
-    assert run("compile", path, "-o", tmp_path / "new.json") == (0, "", "")
-    assert (tmp_path / "old.json").read_bytes() == (tmp_path / "new.json").read_bytes()
-
-
-def test_overlapped_actions_run_one_behind_the_other(run, tmp_path):
-    path = tmp_path / "overlap.csv"
-    path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
-    assert run("export", path, "--to", "torch-jobs", "-o", "-").out == "0F0,0F1,0B0,0B1\n"
-
-
 def test_a_pairs_forward_is_sent_after_both(run, tmp_path):
     path = tmp_path / "pair.csv"
     path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n")
@@ -305,29 +290,6 @@ def test_a_table_of_torchs_that_is_no_list_is_named(refused, run, tmp_path):
     path.write_text("\n".join(",".join("" if action is None else str(action) for action in row) for row in rows))
     assert "rank 3, cell" in (said := refused(run("check", path), 1))
     assert said.endswith(": of 10 microbatches, stage 3 has an extra F10 and lacks F0")
-
-
-def test_hostile_files_are_answered_in_a_sentence(refused, run, tmp_path):
-    path, text = tmp_path / "hostile.csv", REPORTED.read_text()
-    for data in (
-        text.encode("utf-8-sig"),
-        text.replace("\n", "\r\n").encode(),
-        text.replace("0F0", '" 0F0 "').encode(),
-    ):
-        path.write_bytes(data)
-        assert run("check", path).code == 0
-    million = ",".join(f"0F{b},0B{b}" for b in range(500_000))
-    for hostile, words in (
-        (text.encode("utf-16"), "rank 0, cell 1: "),
-        (text[:-30].encode(), f"' {NOTHING}"),
-        (b"\xff\xfe\x00", f"cell 1: '\ufffd\ufffd\\x00' {NOTHING}"),
-        (text.lower().encode(), f"cell 1: '0unshard' {NOTHING}"),
-        (f"{million},0B499999\n".encode(), "rank 0, cell 1000001: 0B499999: this job is listed twice"),
-        (b"," * 10**6 + b"0F0", "stage 0 lacks B0"),
-        (b'"' + b"0F0," * 10**5, "not CSV: field larger than field limit"),
-    ):
-        path.write_bytes(hostile)
-        assert words in refused(run("check", path), 1)
 
 
 def test_halves_of_a_backward_belong_to_one_worker(run, refused, tmp_path):

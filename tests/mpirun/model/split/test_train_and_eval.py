@@ -110,8 +110,7 @@ def outputs(cut: Cut, data: Any) -> list[Tensor]:
         (Regions, X, 2),
         (Kinds, IMAGE, 3),
         (Attention, X, 2),
-        (Siamese, (X, X + 1), 2),
-        (gpt2, {"input_ids": TOKENS, "use_cache": False}, 4),
+        *further((Siamese, (X, X + 1), 2), (gpt2, {"input_ids": TOKENS, "use_cache": False}, 4)),
         *further((GPT2Like, (TOKENS, torch.ones_like(TOKENS)), 2)),
     ],
 )

@@ -75,7 +75,7 @@ def test_hand_made_columns_of_table_8_come_out_of_the_simulator(row):
         assert 1 - 2 * m * (f + i + w) / time == pytest.approx(rate, abs=6e-5), name
 
 
-@pytest.mark.parametrize(("row", "hidden", "heads"), [(TABLE_5[3], 4096, 32), *further((TABLE_5[1], 2304, 24))])
+@pytest.mark.parametrize(("row", "hidden", "heads"), further((TABLE_5[3], 4096, 32), (TABLE_5[1], 2304, 24)))
 def test_the_search_is_at_most_the_found_column_of_table_5(row, hidden, heads):
     """Memory as in the paper, section 4.1: 34 h + 5 a s of a forward, of which 32 h stay from I to W; s = 1024.
 
