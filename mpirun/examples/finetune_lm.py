@@ -80,5 +80,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "text", "schedule", "tuned"):
         parser.add_argument(name)
-    words = vars(parser.parse_args())
-    main(**words, log=f"{words['tuned']}-events")
+    main(**vars(parser.parse_args()))
