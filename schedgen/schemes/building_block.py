@@ -46,21 +46,45 @@ def squeezed_starts(p: int, batches: int, block: Block, memory: int = 0, keep_st
 
     `keep_steady`: jobs of the steady state keep their slots in the block, whose gaps leave time for messages.
     """
-    slots = np.array([block(r, p) for r in range(p)])[:, :, None] + PERIOD * np.arange(batches)  # (p, 4, B): by kind
-    order = np.argsort(slots.ravel(), kind="stable")
+    slots = repeated(np.array([block(r, p) for r in range(p)]), batches)
+    fixed = (0, 0)
     if keep_steady:  # from the end of the first microbatch to the beginning of the last
-        at = slots.ravel()[order]
-        order = order[(at < slots[0, 3, 0]) | (at > slots[0, 0, -1])]
-    slots = _squeeze.sized(10 * slots.size)(slots, order, memory)
+        fixed = int(slots[0, 3, 0]), int(slots[0, 0, -1]) + 1
+    return by_job(squeeze(slots, memory, fixed))
+
+
+def repeated(block: Numbers, batches: int) -> Numbers:
+    """The slots (p, 4, B) of jobs, by worker and kind, from those (p, 4) of a block."""
+    return block[:, :, None] + PERIOD * np.arange(batches)
+
+
+def squeeze(slots: Numbers, memory: int, fixed: tuple[int, int] = (0, 0)) -> Numbers:
+    """Move jobs into earlier free slots and return the new slots; jobs in slots fixed[0] to fixed[1] - 1 stay."""
+    order = np.argsort(slots.ravel(), kind="stable")
+    at = slots.ravel()[order]
+    order = order[(at < fixed[0]) | (at >= fixed[1])]
+    return _squeeze.sized(10 * slots.size)(slots, order, memory)
+
+
+def by_job(slots: Numbers) -> Numbers:
+    """The slots (3, S, B) of all jobs: W jobs, oldest first, go into the slots left free."""
+    p, _, batches = slots.shape
     first, second = np.arange(p), 2 * p - 1 - np.arange(p)
     start = np.empty((3, 2 * p, batches), np.int64)
     start[F, first], start[F, second] = slots[:, 0], slots[:, 1]
     start[B, second], start[B, first] = slots[:, 2], slots[:, 3]
     last = int(slots.max()) + 2 * batches + 1
-    weight = np.empty((p, 2, batches), np.int64)  # W jobs, oldest first, go into the slots left free
+    weight = np.empty((p, 2, batches), np.int64)
     _fill.sized(p * last)(slots, np.full(last, -1), np.empty(2 * batches, np.int64), weight)
     start[W, second], start[W, first] = weight[:, 0], weight[:, 1]
     return start
+
+
+def by_worker(start: Numbers) -> Numbers:
+    """The slots (p, 4, B) of jobs, by worker and kind, from slots (3, S, B)."""
+    p = start.shape[1] // 2
+    first, second = np.arange(p), 2 * p - 1 - np.arange(p)
+    return np.stack([start[F, first], start[F, second], start[B, second], start[B, first]], axis=1)
 
 
 @kernel

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
 from schedgen.planner.order_search.question import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES, reached
@@ -66,7 +67,14 @@ class _Search:
         self.found: list[tuple[float, float, Numbers]] = []  # what `run_and_judge` returns, longest window, order
 
     def add(self, order: Numbers) -> None:
-        """Keep an order, if it can run and fits."""
+        """Keep an order, if it can run and fits, and its variants with W jobs placed anew."""
+        self._keep(order)
+        late = with_late_weights(self.problem, order, self.bound, float(self.run.window.max()))
+        self.left -= len(late) * self.jobs * (1 + RULE_JOBS)
+        for each in late:
+            self._keep(each)
+
+    def _keep(self, order: Numbers) -> None:
         value = run_and_judge(self.problem, order, self.run)
         if np.isfinite(value) and fits(self.problem, order) and all(value != known for known, _, _ in self.found):
             self.found.append((value, float(self.run.window.max()), order))

@@ -19,8 +19,10 @@ from schedgen.util.errors import UsageError
 BUDGET = 1000  # millions of job start times computed: the default of all searches
 BYTES_SHARES = (0.1, 0.6, 0.3)  # by round, for a limit in bytes: rounds learn what else takes memory
 SMALL_SHARES = (0.2, 0.4)  # for problems small enough for CP-SAT, which runs before the last round and takes most time
+STEADY_SHARE = 0.02  # for steady states, in addition to the budget
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
+BLOCK_JOBS = 40  # squeezing a steady state takes this many times as long as computing its start times
 RULE_JOBS = 4  # a rule takes this many times as long as `run_order` for each job
 RULES = (100, 6000)  # that are tried, at least and at the most
 FEWEST_MOVES = 1000  # of one annealing

@@ -42,12 +42,14 @@ from schedgen.planner.order_search.question import (
     BYTES_SHARES,
     PROVED_SECONDS,
     SMALL_SHARES,
+    STEADY_SHARE,
     FoundOrder,
     NoOrder,
     Question,
     reached,
 )
 from schedgen.planner.order_search.run_order import new_run, run_order
+from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme
 from schedgen.util.arrays import Numbers, Times
@@ -96,6 +98,8 @@ def _search(question: Question, cost: Mapping[str, Amount], budget: float) -> Fo
     rounds = _Rounds(question, problem)
     for built_in in same_placement(question, placed):
         rounds.add_scheme(built_in)
+    if limits.saved is not None:
+        rounds.add_orders(steady_orders(problem, placed, limits.saved, int(STEADY_SHARE * budget * 10**6)))
     bounded = problem_of(placed, lenient(ordered))
     bound = lower_bound(bounded, placed)
     small = cp_sat.is_installed() and len(problem.worker) <= cp_sat.MOST_JOBS
