@@ -18,8 +18,8 @@ import numpy as np
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.stage_graph import chain
-from schedgen.planner.order_search.question import BLOCK_JOBS
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
+from schedgen.planner.order_search.question import BLOCK_JOBS
 from schedgen.planner.order_search.run_order import new_run, run_and_judge, run_order
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, squeezed_starts, third
 from schedgen.util.arrays import Numbers
