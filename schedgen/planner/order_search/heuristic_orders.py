@@ -1,5 +1,7 @@
 """`heuristic_orders`: the best orders of a problem, by random rules and then simulated annealing.
 
+The W jobs of every order that is kept are also placed anew.
+
 Annealing moves a job to another place of its worker's sequence. Most moves are of jobs on the critical path of the
 worker with the longest window, since others cannot shorten it. Orders are compared by the longest window plus the mean
 of all windows: of two orders with the same longest window, the one with the smaller mean is nearer to a shorter one.

@@ -1,6 +1,6 @@
 """`search_order`: the order that ends first, for given placement, costs, messages and memory, and a bound.
 
-begin   the orders of built-in schemes with this placement
+begin   the orders of built-in schemes with this placement and, under a limit of forwards, of steady states
 find    better ones, by list scheduling and by annealing
 prove   OR-Tools' CP-SAT, if the problem is small; it often finds a better order on its way
 judge   the simulator has the last word: on time and, if the limit is in bytes, on memory
