@@ -26,15 +26,15 @@ ROOMS = {
     "mpirun/engine/core": 1_965,
     "mpirun/engine": 4_565,
     "mpirun/model": 3_735,
-    "mpirun/training": 2_475,
+    "mpirun/training": 2_480,
     "mpirun/comm": 1_770,
     "mpirun/data": 815,
     "mpirun/checkpoint": 1_115,
     "mpirun/verify": 805,
     "mpirun/watchdog": 600,
     "mpirun/cli": 645,
-    "mpirun/examples": 515,
-    "tests": 35_090,
+    "mpirun/examples": 510,
+    "tests": 32_405,
     "tests/jobs": 1_025,
 }
 WORDS = 12_000
