@@ -130,8 +130,8 @@ def test_copies_on_a_link_by_hand():
     ("host", "words"),
     [
         ({"gamma": 1}, "machine: host should be an object with some of alpha, beta, devices, memory"),
-        ({"devices": 0}, "host: devices should be a number from 1"),
-        ({"beta": -1}, "host: beta should be a number of at least 0"),
+        ({"devices": 0}, "none below 0"),
+        ({"beta": -1}, "none below 0"),
         ({"memory": 0}, "host: memory should be a number above 0"),
     ],
 )

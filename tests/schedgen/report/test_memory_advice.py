@@ -103,7 +103,7 @@ def test_each_kind_of_change_is_tried_or_said_not_to_be():
     machine = Machine(activation=1e6, weight=4e6, saved=6e6, owned=12e6)
     program = compile(load("fsdp", SIZES), SIZES)
     advice = memory_advice(program, {"F": 1, "B": 2}, machine.on(network))
-    tried = {"--recompute", "--offload", "--weight-slots", "--memory-limit", "--shards", "1f1b"}
+    tried = {"--recompute", "--offload", "--offload-optimizer", "--weight-slots", "--memory-limit", "--shards", "1f1b"}
     every = kinds(change.change for change in advice.changes) | kinds(advice.not_tried)
     assert every == tried | {"v-min", "v-half", "zb-h1"}
     assert "split" in advice.not_tried["zb-h1"]

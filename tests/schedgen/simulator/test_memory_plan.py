@@ -196,7 +196,7 @@ def test_stats_and_simulate_say_the_peak_by_hand(run, tmp_path):
     assert numbers["peak_bytes"] == 3872
     assert [worker["peak_bytes"] for worker in numbers["workers"]] == [2460, 3872]
     kinds = {"activation": 21, "gradient": 20, "weight": 0, "weight_gradient": 200, "partial": 0, "saved": 3000,
-             "half": 0, "host": 0, "places": 20, "owned": 802}  # fmt: skip
+             "half": 0, "host": 0, "optimizer": 0, "places": 20, "owned": 802}  # fmt: skip
     assert numbers["memory_bytes"] == kinds
     assert numbers["workers"][0]["memory_bytes"] == kinds | {
         "activation": 20, "weight_gradient": 100, "saved": 2000, "owned": 400,
